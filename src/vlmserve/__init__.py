@@ -1,0 +1,1 @@
+"""vlmserve: a vision-language model server for many users at once, on a CPU or a GPU."""
