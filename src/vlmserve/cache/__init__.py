@@ -1,0 +1,1 @@
+"""Bookkeeping of KV blocks; no tensor math."""

@@ -1,0 +1,81 @@
+"""All settings, with sane defaults and limits. Sizes are bytes, times are seconds, lengths are tokens."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+BUILT_IN_MODEL = "pixie"
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
+_UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}
+
+
+def parse_size(value: Any) -> Any:
+    """Bytes of a size as people write it: ``4GiB``, ``512 MB``, ``1.5g``, ``1048576``.
+
+    Raises ValueError for text that is no size; passes values that are not text through.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write a number with a unit, like 4GiB or 512MB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+ByteSize = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineConfig(Settings):
+    """What runs and with how much memory."""
+
+    model: str = Field(BUILT_IN_MODEL, description="Built-in name, local folder or Hugging Face repository id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of the repository.")
+    engine: Literal["real", "mock"] = Field("real", description="'mock' answers deterministic text without a model.")
+    device: Device = Field("auto", description="auto, cpu, mps, cuda or cuda:N.")
+    dtype: DType = Field("auto", description="auto takes the checkpoint's type where the device computes it well.")
+    max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
+    block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
+    kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
+    memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of the free memory of a GPU to use in all.")
+    max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time.")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Token budget of one step.")
+    max_encoded_images: int = Field(16, ge=1, description="Pictures that one step may encode.")
+    max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
+    seed: int = Field(0, ge=0, description="Where the seeds of requests without one come from.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores.")
+    mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
+    mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")
+
+
+class MediaConfig(Settings):
+    """Limits on pictures."""
+
+    max_images: int = Field(16, ge=0, description="Pictures in one request.")
+    max_image_bytes: ByteSize = Field(20 * 1024**2, description="Size of one picture's file.")
+    max_image_pixels: int = Field(64_000_000, ge=1, description="Width times height of one picture.")
+    fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, redirects included.")
+    max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture.")
+    num_workers: int = Field(2, ge=1, description="Threads that decode and resize pictures.")
+
+
+class ServerConfig(Settings):
+    """How the server listens."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    served_model_name: str | None = Field(None, description="The name clients use; default: the model's.")
+    max_body_bytes: ByteSize = Field(64 * 1024**2, description="Size of a request's body.")
+    shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")

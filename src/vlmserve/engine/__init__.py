@@ -1,0 +1,1 @@
+"""The engines: the real one, the mock one, and the process that hosts either."""

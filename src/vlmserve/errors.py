@@ -1,0 +1,86 @@
+"""Every error that vlmserve raises on purpose.
+
+A message says what was wrong and what to do about it. Only the server turns these into HTTP statuses.
+"""
+
+
+class VLMServeError(Exception):
+    """Base of all errors that vlmserve raises on purpose."""
+
+
+class InvalidRequestError(VLMServeError):
+    """A request that can never succeed as it was sent.
+
+    `param` names the offending field in the API's own spelling (``messages``, ``temperature``…), if there is one;
+    `code` is a stable, machine-readable word.
+    """
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(InvalidRequestError):
+    """The request names a model that is not served here."""
+
+    code = "model_not_found"
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt does not fit into the model's context or into the KV cache."""
+
+    code = "context_length_exceeded"
+
+
+class InvalidImageError(InvalidRequestError):
+    """A picture that cannot be read: broken, empty, truncated or not a picture at all."""
+
+    code = "invalid_image"
+
+
+class ImageTooLargeError(InvalidRequestError):
+    """A picture over the limit of bytes or pixels."""
+
+    code = "image_too_large"
+
+
+class TooManyImagesError(InvalidRequestError):
+    """More pictures in one request than the limit allows, or pictures for a model that cannot see."""
+
+    code = "too_many_images"
+
+
+class ImageFetchError(InvalidRequestError):
+    """A picture's URL could not be fetched within the limits, or points where fetching is not allowed."""
+
+    code = "image_fetch_failed"
+
+
+class OverloadedError(VLMServeError):
+    """The waiting queue is full; the same request may succeed later."""
+
+
+class EngineDeadError(VLMServeError):
+    """The engine process ended, so the request cannot be answered."""
+
+
+class ModelLoadError(VLMServeError):
+    """A checkpoint that cannot be loaded."""
+
+
+class CheckpointNotFoundError(ModelLoadError):
+    """Neither a local folder nor a repository that can be downloaded or found in the cache."""
+
+
+class MissingWeightsError(ModelLoadError):
+    """A checkpoint without weight files, or without a tensor that its architecture needs."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """An architecture, option or weight format that vlmserve does not implement."""
+
+
+class ConfigurationError(VLMServeError):
+    """Settings that contradict each other or the machine."""

@@ -1,0 +1,87 @@
+"""The interface of attention backends and the metadata of one flat batch.
+
+A step packs the tokens of many sequences into one batch. Sequence `s` owns the query rows
+``query_starts[s] <= row < query_starts[s + 1]``, which are its newest tokens: the last query row sits at position
+``context_lens[s] - 1``. Its keys and values live in the blocks ``block_tables[s]``, ``block_size`` tokens each, and
+token ``t`` is in slot ``block_tables[s, t // block_size] * block_size + t % block_size``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMetadata:
+    """Where each token of a flat batch belongs. Sequences with one new token (decodes) come first.
+
+    query_starts: int32 ``[sequences + 1]``. context_lens: int32 ``[sequences]``, tokens in the cache after this step.
+    block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``.
+    All on the model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody
+    needs to synchronize with the device to know them. num_decodes: how many leading sequences have one query row.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    query_lens: list[int]
+    host_context_lens: list[int]
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a layer's attention computes. head sizes in elements; `window` is the number of positions a token sees,
+    itself included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer. The order of the axes belongs to the backend that allocated them."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class AttentionBackend(Protocol):
+    """Paged causal attention over a flat batch."""
+
+    name: str
+
+    def allocate(
+        self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """A zeroed cache of one layer."""
+        ...
+
+    def prepare(self, metadata: BatchMetadata, block_size: int) -> object:
+        """What all layers of one step share (masks, gather indices), computed once; passed to `attend`."""
+        ...
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
+
+        query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
+        """
+        ...

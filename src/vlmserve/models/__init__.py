@@ -1,0 +1,1 @@
+"""Model families: specs, decoder, vision towers, weights."""

@@ -1,0 +1,75 @@
+"""What the runner asks of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+
+
+class VisionEncoder(Protocol):
+    """A vision tower with its projector."""
+
+    def encode(self, pixels: list[Tensor]) -> list[Tensor]:
+        """Embeddings of pictures, in one call.
+
+        pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
+        Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
+        """
+        ...
+
+
+class LanguageModel(Protocol):
+    """A decoder over a flat batch and a paged KV cache."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """``[tokens]`` int64 to ``[tokens, hidden_size]``."""
+        ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> list[LayerCache]:
+        """The KV cache of all layers."""
+        ...
+
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        """What one block costs over all layers, keys and values together."""
+        ...
+
+    def forward(
+        self, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: list[LayerCache]
+    ) -> Tensor:
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint in memory.
+
+    end_token_ids: token ids that end an answer, from generation_config.json or config.json.
+    image_token_id: the placeholder, if the model sees. max_position: the longest context its positions allow.
+    """
+
+    architecture: str
+    language_model: LanguageModel
+    vision: VisionEncoder | None
+    image_token_id: int | None
+    end_token_ids: frozenset[int]
+    max_position: int
+    dtype: torch.dtype
+    device: torch.device
+    backend: AttentionBackend
+    num_parameters: int

@@ -1,0 +1,1 @@
+"""From a scheduled step to tensors, through the model, to tokens."""

@@ -1,0 +1,145 @@
+"""The few data types that every room shares. They cross process borders as msgspec messages.
+
+Shapes are written as ``[rows, columns]``; lengths are in tokens unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vlmserve.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Pixels = npt.NDArray[np.float32]
+
+KEY_BYTES = 32
+MAX_SEED = 2**63 - 1
+
+
+class ImageInput(msgspec.Struct, frozen=True, eq=False):
+    """One picture, ready for a vision tower.
+
+    key: 32-byte digest of the file's bytes and of the preprocessing that made `pixels`.
+    pixels: float32 ``[tiles, channels, height, width]``, normalized.
+    num_tokens: how many placeholder tokens it takes in a prompt, which is how many embeddings the tower returns.
+    """
+
+    key: bytes
+    pixels: Pixels
+    num_tokens: int
+
+
+class ImageSpan(msgspec.Struct, frozen=True, eq=False):
+    """Where a picture lies in a prompt: placeholders ``start <= i < end`` of `Prompt.token_ids`."""
+
+    image: ImageInput
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.image.num_tokens
+
+
+class Prompt(msgspec.Struct, frozen=True, eq=False):
+    """What a model reads: token ids with placeholders expanded, and the pictures behind them in prompt order."""
+
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen and when generation ends.
+
+    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: probability mass and floor relative to the best token.
+    seed: makes a request reproducible whatever else is in the batch; None draws one.
+    stop: strings that end the answer and are not part of it. stop_token_ids: token ids that do the same.
+    max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
+    ignore_eos: keep going after the model's own end tokens.
+    Raises InvalidRequestError, naming the field, for a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        def check(holds: bool, param: str, rule: str) -> None:
+            if not holds:
+                raise InvalidRequestError(f"{param} must be {rule}, got {getattr(self, param)!r}", param=param)
+
+        check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
+        check(self.top_k >= 0, "top_k", "0 (off) or more")
+        check(math.isfinite(self.top_p) and 0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
+        check(math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"between 0 and {MAX_SEED}")
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(self.min_tokens >= 0, "min_tokens", "0 or more")
+        check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
+        check(len(self.stop) <= 16, "stop", "at most 16 strings")
+        check(all(self.stop), "stop", "made of non-empty strings")
+
+
+class EngineRequest(msgspec.Struct, frozen=True, eq=False):
+    """One generation. `request_id` is unique among the engine's unfinished requests."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams = SamplingParams()
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What one step brought for one request.
+
+    token_ids: the new tokens, without the end token that finished it.
+    finish_reason: None while it goes on. stop_token_id: the end token, if one finished it.
+    error: what went wrong, with finish_reason "error".
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the rooms above need to know of a loaded model. max_model_len: prompt and answer together, in tokens."""
+
+    name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    num_parameters: int
+    max_prompt_len: int
+    """The longest prompt that can ever run: what the context and the KV cache allow."""
+    kv_cache_bytes: int
+    sees_images: bool
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """A snapshot of an engine, cheap enough to take after every step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed since start, those computed again after a preemption counted again."""
+    generation_tokens: int = 0
+    preemptions: int = 0
+    images_encoded: int = 0
+    steps: int = 0
