@@ -20,6 +20,8 @@ from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
 # What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
 # multiplying of one token's keys and values.
 BUCKET_COST = 512
+# Up to this many decodes the fused operator beats separate products, whose fixed costs are higher.
+FUSED_DECODES = 2
 # Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips the keys no row can see.
 ROWS_PER_MASK = 256
 
@@ -139,18 +141,35 @@ def _attend_decodes(query: Tensor, cache: LayerCache, spec: AttentionSpec, layer
     for bucket in layer.buckets:
         rows = slice(bucket.start * spec.num_kv_heads, bucket.end * spec.num_kv_heads)
         keys = _gather(cache.keys, bucket.gather, layer.workspace[0], rows.stop - rows.start)
-        scores = _scores(grouped[rows], keys)
-        if spec.soft_cap is not None:
-            scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
-        else:
-            scores.mul_(spec.scale)
-        if bucket.mask is not None:
-            scores.view(bucket.end - bucket.start, spec.num_kv_heads, -1, bucket.length).add_(bucket.mask)
-        weights = torch.softmax(scores, -1).to(query.dtype)
         values = _gather(cache.values, bucket.gather, layer.workspace[1], rows.stop - rows.start)
-        torch.bmm(weights, values, out=by_group[rows])
+        _attend_bucket(grouped[rows], keys, values, spec, bucket, by_group[rows])
     if layer.order is not None:
         output.index_copy_(0, layer.order, attended)
+
+
+def _attend_bucket(
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, bucket: DecodeBucket, output: Tensor
+) -> None:
+    """``[sequences * kv_heads, group, head_size]`` over as many ``[length, head_size]``, into `output`."""
+    shape = (bucket.end - bucket.start, spec.num_kv_heads, -1)
+    if bucket.end - bucket.start <= FUSED_DECODES and spec.soft_cap is None:
+        attended = F.scaled_dot_product_attention(
+            query.view(*shape, spec.head_size),
+            keys.view(*shape, spec.head_size),
+            values.view(*shape, spec.head_size),
+            attn_mask=None if bucket.mask is None else bucket.mask.to(query.dtype),
+            scale=spec.scale,
+        )
+        output.copy_(attended.view(output.shape))
+        return
+    scores = _scores(query, keys)
+    if spec.soft_cap is None:
+        scores.mul_(spec.scale)
+    else:
+        scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if bucket.mask is not None:
+        scores.view(*shape, bucket.length).add_(bucket.mask)
+    torch.bmm(torch.softmax(scores, -1).to(query.dtype), values, out=output)
 
 
 def _scores(query: Tensor, keys: Tensor) -> Tensor:

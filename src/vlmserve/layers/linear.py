@@ -50,7 +50,7 @@ class Linear(nn.Module):
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `Linear.pack` works here: on a CPU, in a torch with oneDNN, in a type that it computes."""
-    if device.type != "cpu" or not torch._C.has_mkldnn:
+    if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
