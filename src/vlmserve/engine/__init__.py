@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine:
-    """The engine that `config` asks for, with its model loaded. folder: the checkpoint, if it is resolved already.
+    """The engine that the settings ask for, with its model loaded.
 
-    Raises ModelLoadError for a checkpoint that cannot be loaded, ConfigurationError for settings that do not fit.
+    folder: the checkpoint, if `config.model` is resolved already. Raises ModelLoadError and ConfigurationError.
     """
     if config.engine == "mock":
         from vlmserve.engine.mock import MockEngine
