@@ -1,0 +1,1 @@
+"""Between users and an engine: requests made ready, and the client of an engine process."""
