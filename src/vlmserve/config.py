@@ -77,6 +77,7 @@ class EngineConfig(Settings):
     max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Token budget of one step.")
     max_encoded_images: int = Field(16, ge=1, description="Pictures that one step may encode.")
+    encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for embeddings of pictures seen before.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
     seed: int = Field(0, ge=0, description="Where the seeds of requests without one come from.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores.")
