@@ -65,7 +65,7 @@ class ModelRunner:
         for image, embeddings in zip(images, self.model.vision.encode(pixels), strict=True):
             if embeddings.shape[0] != image.num_tokens:
                 raise ValueError(
-                    f"the vision encoder made {embeddings.shape[0]} embeddings, the prompt has {image.num_tokens} tokens"
+                    f"the vision encoder made {embeddings.shape[0]} embeddings for {image.num_tokens} tokens"
                 )
             self._embeddings[image.key] = embeddings
 
