@@ -80,7 +80,7 @@ class Engine:
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._image_token_bytes = language_model.hidden_size * model.dtype.itemsize
         self._num_added = 0
-        self._stats = EngineStats(kv_blocks_total=num_blocks)
+        self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
         self.timings = StepTimings()
         self._runner = ModelRunner(model, num_blocks, config.block_size)
         self._scheduler = Scheduler(
@@ -139,18 +139,10 @@ class Engine:
             for chunk in step.chunks
         )
         outputs = self._scheduler.update(step, tokens)
-        before = self._stats
-        self._stats = EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            kv_blocks_total=before.kv_blocks_total,
-            kv_blocks_used=self._scheduler.pool.num_used,
-            prompt_tokens=before.prompt_tokens + prompt_tokens,
-            generation_tokens=before.generation_tokens + sum(len(output.token_ids) for output in outputs),
-            preemptions=self._scheduler.num_preemptions,
-            images_encoded=before.images_encoded + len(step.encode),
-            steps=before.steps + 1,
-        )
+        self._prompt_tokens += prompt_tokens
+        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
+        self._images_encoded += len(step.encode)
+        self._steps += 1
         self.timings = StepTimings(planned - started + time.perf_counter() - ran, self._runner.timings)
         return outputs
 
@@ -161,7 +153,17 @@ class Engine:
         return len(self._scheduler) > 0
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_blocks_total=self._scheduler.pool.num_blocks,
+            kv_blocks_used=self._scheduler.pool.num_used,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=self._scheduler.num_preemptions,
+            images_encoded=self._images_encoded,
+            steps=self._steps,
+        )
 
     def _check_prompt(self, prompt: Prompt) -> None:
         length = len(prompt.token_ids)
