@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from vlmserve.errors import ConfigurationError
 
 BUILT_IN_MODEL = "pixie"
 
@@ -36,6 +39,27 @@ class Settings(BaseModel):
     """Base of all settings: immutable, unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Callable[[str], str] = str) -> SettingsT:
+    """Settings from values that a person gave; `spelling` turns a field's name into what that person wrote.
+
+    Raises ConfigurationError: one line that names every wrong value and says what it should be.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            name = str(problem["loc"][0])
+            field = kind.model_fields.get(name)
+            wanted = f" ({field.description.rstrip('.')})" if field is not None and field.description else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{spelling(name)} {problem['input']!r}: {message}{wanted}")
+        raise ConfigurationError("; ".join(problems)) from None
 
 
 class EngineConfig(Settings):
