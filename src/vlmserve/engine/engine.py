@@ -12,20 +12,15 @@ import torch
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.config import EngineConfig
-from vlmserve.errors import (
-    ConfigurationError,
-    InvalidRequestError,
-    OverloadedError,
-    PromptTooLongError,
-    TooManyImagesError,
-)
+from vlmserve.engine.admission import check_request
+from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import free_memory, num_kv_blocks
 from vlmserve.runner.runner import ModelRunner, RunTimings
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import KEY_BYTES, EngineRequest, EngineStats, ModelInfo, Prompt, RequestOutput
+from vlmserve.types import KEY_BYTES, EngineRequest, EngineStats, ImageInput, ModelInfo, RequestOutput
 
 
 @dataclass(slots=True)
@@ -80,7 +75,7 @@ class Engine:
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._image_token_bytes = language_model.hidden_size * model.dtype.itemsize
         self._num_added = 0
-        self._stats = EngineStats(kv_blocks_total=num_blocks)
+        self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
         self.timings = StepTimings()
         self._runner = ModelRunner(model, num_blocks, config.block_size)
         self._scheduler = Scheduler(
@@ -110,11 +105,11 @@ class Engine:
         return self._info
 
     def add(self, request: EngineRequest) -> None:
-        if request.request_id in self._scheduler:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        check_request(request, self._info, self._scheduler)
         if len(self._scheduler.waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
-        self._check_prompt(request.prompt)
+        for span in request.prompt.images:
+            self._check_image(span.image)
         seed = request.params.seed
         self._scheduler.add(
             Sequence(
@@ -139,18 +134,10 @@ class Engine:
             for chunk in step.chunks
         )
         outputs = self._scheduler.update(step, tokens)
-        before = self._stats
-        self._stats = EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            kv_blocks_total=before.kv_blocks_total,
-            kv_blocks_used=self._scheduler.pool.num_used,
-            prompt_tokens=before.prompt_tokens + prompt_tokens,
-            generation_tokens=before.generation_tokens + sum(len(output.token_ids) for output in outputs),
-            preemptions=self._scheduler.num_preemptions,
-            images_encoded=before.images_encoded + len(step.encode),
-            steps=before.steps + 1,
-        )
+        self._prompt_tokens += prompt_tokens
+        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
+        self._images_encoded += len(step.encode)
+        self._steps += 1
         self.timings = StepTimings(planned - started + time.perf_counter() - ran, self._runner.timings)
         return outputs
 
@@ -161,46 +148,27 @@ class Engine:
         return len(self._scheduler) > 0
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_blocks_total=self._scheduler.pool.num_blocks,
+            kv_blocks_used=self._scheduler.pool.num_used,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=self._scheduler.num_preemptions,
+            images_encoded=self._images_encoded,
+            steps=self._steps,
+        )
 
-    def _check_prompt(self, prompt: Prompt) -> None:
-        length = len(prompt.token_ids)
-        if length == 0:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if length > self._info.max_prompt_len:
-            raise PromptTooLongError(
-                f"the prompt has {length} tokens, pictures included, and at most {self._info.max_prompt_len} fit",
+    def _check_image(self, image: ImageInput) -> None:
+        if len(image.key) != KEY_BYTES:
+            raise InvalidRequestError(f"a picture's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
+        if image.num_tokens * self._image_token_bytes > self._config.encoder_cache_memory:
+            raise InvalidRequestError(
+                f"a picture of {image.num_tokens} tokens does not fit into the encoder cache; "
+                "raise --encoder-cache-memory",
                 param="messages",
             )
-        if min(prompt.token_ids) < 0:
-            raise InvalidRequestError("the prompt has a negative token id", param="prompt")
-        if prompt.images and not self._info.sees_images:
-            raise TooManyImagesError("this model cannot see pictures; send text only", param="messages")
-        end = 0
-        for span in prompt.images:
-            image = span.image
-            if span.start < end or span.end > length or image.num_tokens < 1 or len(image.key) != KEY_BYTES:
-                raise InvalidRequestError("the prompt's pictures overlap or do not fit into it", param="prompt")
-            if image.num_tokens * self._image_token_bytes > self._config.encoder_cache_memory:
-                raise InvalidRequestError(
-                    f"a picture of {image.num_tokens} tokens does not fit into the encoder cache; "
-                    "raise --encoder-cache-memory",
-                    param="messages",
-                )
-            end = span.end
-        self._check_vocabulary(prompt)
-
-    def _check_vocabulary(self, prompt: Prompt) -> None:
-        """Placeholders may lie outside the vocabulary, text may not."""
-        if max(prompt.token_ids) < self._info.vocab_size:
-            return
-        placeholders = {position for span in prompt.images for position in range(span.start, span.end)}
-        for position, token in enumerate(prompt.token_ids):
-            if token >= self._info.vocab_size and position not in placeholders:
-                raise InvalidRequestError(
-                    f"token id {token} at position {position} is not in the vocabulary of {self._info.vocab_size}",
-                    param="prompt",
-                )
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,1 +1,1 @@
-"""Between users and an engine: requests made ready, and the client of an engine process."""
+"""What stands between the API and an engine: request preparation and the engine client."""
