@@ -93,6 +93,9 @@ class MediaConfig(Settings):
     max_image_pixels: int = Field(64_000_000, ge=1, description="Width times height of one picture.")
     fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, redirects included.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture.")
+    allowed_media_hosts: tuple[str, ...] = Field(
+        (), description="Hosts that pictures may be fetched from although their addresses are not public."
+    )
     num_workers: int = Field(2, ge=1, description="Threads that decode and resize pictures.")
 
 

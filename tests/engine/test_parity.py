@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.checkpoints import make_llama, make_llava
 from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
 
+from tests.checkpoints import make_llama, make_llava
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import deque
@@ -29,33 +30,27 @@ _LONGEST_NAP = 0.01
 class _Answer:
     """One request under way. due: when its first token may come, on the clock of `time.monotonic`."""
 
-    __slots__ = ("digest", "due", "length", "produced", "request", "room", "script")
+    __slots__ = ("due", "length", "produced", "request", "room", "tokens")
 
-    def __init__(self, request: EngineRequest, script: list[int], digest: bytes, room: int) -> None:
+    def __init__(self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int) -> None:
+        walk = [words[byte % len(words)] for byte in digest]
         self.request = request
-        self.script = script
-        self.digest = digest
-        self.length = max(request.params.min_tokens, 4 + digest[0] % 24)
+        self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
+        self.length = max(request.params.min_tokens, sum(map(len, walk[: 4 + digest[-1] % 24])))
         self.room = min(room, request.params.max_tokens or room)
         self.produced = 0
         self.due = 0.0
-
-    def next_token(self) -> int:
-        """The next token id: a walk through the script that depends on the digest alone."""
-        i = self.produced
-        step = self.digest[1 + i % 31] + 7 * (i // 31)
-        return self.script[(i * 31 + step) % len(self.script)]
 
     def advance(self, eos_token_ids: frozenset[int]) -> RequestOutput:
         """Produce one token, or end."""
         params, request_id = self.request.params, self.request.request_id
         if self.produced >= self.length and not params.ignore_eos and eos_token_ids:
             return RequestOutput(request_id, [], "stop", min(eos_token_ids))
-        token = self.next_token()
+        token = next(self.tokens)
         if token in params.stop_token_ids:
             if self.produced >= params.min_tokens:
                 return RequestOutput(request_id, [], "stop", token)
-            token = next((t for t in self.script if t not in params.stop_token_ids), token)
+            token = next((t for t in itertools.islice(self.tokens, 256) if t not in params.stop_token_ids), token)
         self.produced += 1
         return RequestOutput(request_id, [token], "length" if self.produced >= self.room else None)
 
@@ -74,7 +69,7 @@ class MockEngine:
 
             folder = resolve_model(config.model, config.revision)
         self._config = config
-        self._script, vocab_size = _read_tokenizer(folder)
+        self._words, vocab_size = _read_tokenizer(folder)
         self._eos_token_ids = _eos_token_ids(folder)
         self._info = _model_info(config, folder, vocab_size)
         self._unfinished: dict[str, _Answer] = {}
@@ -92,7 +87,7 @@ class MockEngine:
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
         prompt_len = len(request.prompt.token_ids)
-        answer = _Answer(request, self._script, self._digest(request), self._info.max_model_len - prompt_len)
+        answer = _Answer(request, self._words, self._digest(request), self._info.max_model_len - prompt_len)
         self._unfinished[request.request_id] = answer
         self._waiting.append(answer)
 
@@ -169,22 +164,22 @@ class MockEngine:
         return blake3(msgspec.msgpack.encode((request.prompt.token_ids, pictures, seed))).digest()
 
 
-def _read_tokenizer(folder: Path) -> tuple[list[int], int]:
-    """The token ids that answers are made of, and the vocabulary's size."""
+def _read_tokenizer(folder: Path) -> tuple[list[list[int]], int]:
+    """The words that answers are made of, as token ids, and the vocabulary's size."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointNotFoundError(f"{folder} has no tokenizer.json, which the mock engine takes its text from")
     tokenizer = Tokenizer.from_file(str(path))
-    script: list[int] = []
+    words: list[list[int]] = []
     for word in _WORDS:
-        token_ids = tokenizer.encode(f"{word} {word}", add_special_tokens=False).ids
-        half = token_ids[len(token_ids) // 2 :]
-        if tokenizer.decode(half).strip() == word:
-            script += half
+        once = tokenizer.encode(word, add_special_tokens=False).ids
+        token_ids = tokenizer.encode(f"{word} {word}", add_special_tokens=False).ids[len(once) :]
+        if tokenizer.decode(token_ids).strip() == word:
+            words.append(token_ids)
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-    return script or list(range(vocab_size)), vocab_size
+    return words or [[token_id] for token_id in range(vocab_size)], vocab_size
 
 
 def _read_json(path: Path) -> dict[str, Any]:
