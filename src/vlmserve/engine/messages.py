@@ -16,7 +16,7 @@ from vlmserve import errors
 from vlmserve.types import EngineRequest, EngineStats, ModelInfo, Pixels, RequestOutput
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
-Frames: TypeAlias = "list[bytes | Pixels]"
+Frames: TypeAlias = "list[bytes | memoryview]"
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -32,11 +32,10 @@ class Failure(msgspec.Struct, frozen=True):
 
     def error(self) -> errors.VLMServeError:
         """The error again, as a fresh object of its own class."""
-        kind = getattr(errors, self.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, errors.VLMServeError)):
-            kind = errors.VLMServeError
+        kind: type[errors.VLMServeError] = getattr(errors, self.kind)
         if issubclass(kind, errors.InvalidRequestError):
-            return kind(self.message, param=self.param)
+            refused: errors.VLMServeError = kind(self.message, param=self.param)
+            return refused
         return kind(self.message)
 
 
@@ -99,12 +98,12 @@ def encode(message: ToEngine | FromEngine) -> Frames:
     """The frames of a message: msgpack, then the float32 arrays it refers to by their place in the list."""
     if not isinstance(message, Add):
         return [_plain_encoder.encode(message)]
-    arrays: list[Pixels] = []
+    arrays: list[memoryview] = []
 
     def take_out(value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             raise NotImplementedError(f"{type(value)} has no place in a message")
-        arrays.append(np.ascontiguousarray(value, dtype=np.float32))
+        arrays.append(np.ascontiguousarray(value, dtype=np.float32).data)
         return (len(arrays), value.shape)
 
     return [msgspec.msgpack.encode(message, enc_hook=take_out), *arrays]
@@ -128,4 +127,5 @@ def decode_to_engine(frames: Sequence[Buffer]) -> ToEngine:
 
 def decode_from_engine(frame: Buffer) -> FromEngine:
     """A message from the engine; these have no arrays. Raises msgspec.ValidationError if it is none."""
-    return _from_engine_decoder.decode(frame)
+    message: FromEngine = _from_engine_decoder.decode(frame)
+    return message

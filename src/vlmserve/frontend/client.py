@@ -63,9 +63,9 @@ class EngineStream:
     async def __anext__(self) -> RequestOutput:
         if self._ended:
             raise StopAsyncIteration
-        while self._pending is None:
+        while (output := self._pending) is None:
             await self._wait()
-        output, self._pending = self._pending, None
+        self._pending = None
         self._ended = output.finish_reason is not None
         return output
 
@@ -83,8 +83,6 @@ class EngineStream:
             raise self._error()
         self._news.clear()
         await self._news.wait()
-        if self._error is not None and self._pending is None:
-            raise self._error()
 
     def accept(self) -> None:
         """The engine queued the request."""
@@ -335,6 +333,6 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         """Hand a message over, in order; pictures are not copied. It leaves as soon as the engine takes it."""
-        sending = self._socket.send_multipart(encode(message), copy=False)
+        sending = asyncio.ensure_future(self._socket.send_multipart(encode(message), copy=False))
         self._sends.add(sending)
         sending.add_done_callback(self._sends.discard)
