@@ -148,7 +148,7 @@ def test_sixteen_mixed_requests_give_transformers_tokens(llava, expected, settin
     assert generate(engine_for(llava, **settings), mixed_prompts(llava)) == expected
 
 
-@pytest.mark.parametrize("budget", [40, 2048])
+@pytest.mark.parametrize("budget", [100, 2048])
 def test_preempted_requests_give_transformers_tokens(llava, expected, budget):
     engine = tight_cache(llava, mixed_prompts(llava), max_num_batched_tokens=budget)
     assert generate(engine, mixed_prompts(llava)) == expected
