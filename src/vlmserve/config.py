@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from vlmserve.errors import ConfigurationError
 
 BUILT_IN_MODEL = "pixie"
 
@@ -36,6 +39,27 @@ class Settings(BaseModel):
     """Base of all settings: immutable, unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Callable[[str], str] = str) -> SettingsT:
+    """Settings from values that a person gave; `spelling` turns a field's name into what that person wrote.
+
+    Raises ConfigurationError: one line that names every wrong value and says what it should be.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            name = str(problem["loc"][0])
+            field = kind.model_fields.get(name)
+            wanted = f" ({field.description.rstrip('.')})" if field is not None and field.description else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{spelling(name)} {problem['input']!r}: {message}{wanted}")
+        raise ConfigurationError("; ".join(problems)) from None
 
 
 class EngineConfig(Settings):
@@ -70,6 +94,9 @@ class MediaConfig(Settings):
     max_image_pixels: int = Field(64_000_000, ge=1, description="Width times height of one picture.")
     fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, redirects included.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture.")
+    allowed_media_hosts: tuple[str, ...] = Field(
+        (), description="Hosts that pictures may be fetched from although their addresses are not public."
+    )
     num_workers: int = Field(2, ge=1, description="Threads that decode and resize pictures.")
 
 

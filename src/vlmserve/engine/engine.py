@@ -13,20 +13,15 @@ from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
 from vlmserve.config import EngineConfig
-from vlmserve.errors import (
-    ConfigurationError,
-    InvalidRequestError,
-    OverloadedError,
-    PromptTooLongError,
-    TooManyImagesError,
-)
+from vlmserve.engine.admission import check_request
+from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import free_memory, num_kv_blocks
 from vlmserve.runner.runner import ModelRunner, RunTimings
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import KEY_BYTES, EngineRequest, EngineStats, ModelInfo, Prompt, RequestOutput
+from vlmserve.types import KEY_BYTES, EngineRequest, EngineStats, ImageInput, ModelInfo, RequestOutput
 
 
 @dataclass(slots=True)
@@ -113,11 +108,11 @@ class Engine:
         return self._info
 
     def add(self, request: EngineRequest) -> None:
-        if request.request_id in self._scheduler:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        check_request(request, self._info, self._scheduler)
         if len(self._scheduler.waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
-        self._check_prompt(request.prompt)
+        for span in request.prompt.images:
+            self._check_image(span.image)
         seed = request.params.seed
         self._scheduler.add(
             Sequence(
@@ -171,44 +166,15 @@ class Engine:
             prefix_cached_tokens=self._scheduler.prefix_cached_tokens,
         )
 
-    def _check_prompt(self, prompt: Prompt) -> None:
-        length = len(prompt.token_ids)
-        if length == 0:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if length > self._info.max_prompt_len:
-            raise PromptTooLongError(
-                f"the prompt has {length} tokens, pictures included, and at most {self._info.max_prompt_len} fit",
+    def _check_image(self, image: ImageInput) -> None:
+        if len(image.key) != KEY_BYTES:
+            raise InvalidRequestError(f"a picture's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
+        if image.num_tokens * self._image_token_bytes > self._config.encoder_cache_memory:
+            raise InvalidRequestError(
+                f"a picture of {image.num_tokens} tokens does not fit into the encoder cache; "
+                "raise --encoder-cache-memory",
                 param="messages",
             )
-        if min(prompt.token_ids) < 0:
-            raise InvalidRequestError("the prompt has a negative token id", param="prompt")
-        if prompt.images and not self._info.sees_images:
-            raise TooManyImagesError("this model cannot see pictures; send text only", param="messages")
-        end = 0
-        for span in prompt.images:
-            image = span.image
-            if span.start < end or span.end > length or image.num_tokens < 1 or len(image.key) != KEY_BYTES:
-                raise InvalidRequestError("the prompt's pictures overlap or do not fit into it", param="prompt")
-            if image.num_tokens * self._image_token_bytes > self._config.encoder_cache_memory:
-                raise InvalidRequestError(
-                    f"a picture of {image.num_tokens} tokens does not fit into the encoder cache; "
-                    "raise --encoder-cache-memory",
-                    param="messages",
-                )
-            end = span.end
-        self._check_vocabulary(prompt)
-
-    def _check_vocabulary(self, prompt: Prompt) -> None:
-        """Placeholders may lie outside the vocabulary, text may not."""
-        if max(prompt.token_ids) < self._info.vocab_size:
-            return
-        placeholders = {position for span in prompt.images for position in range(span.start, span.end)}
-        for position, token in enumerate(prompt.token_ids):
-            if token >= self._info.vocab_size and position not in placeholders:
-                raise InvalidRequestError(
-                    f"token id {token} at position {position} is not in the vocabulary of {self._info.vocab_size}",
-                    param="prompt",
-                )
 
 
 def choose_device(name: str) -> torch.device:

@@ -64,7 +64,7 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self._by_id: dict[str, Sequence] = {}
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
 
     def __len__(self) -> int:

@@ -1,0 +1,1 @@
+"""What stands between the API and an engine: request preparation and the engine client."""

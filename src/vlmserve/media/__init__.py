@@ -1,0 +1,1 @@
+"""From bytes to pixels: fetching, decoding and preprocessing pictures within limits."""

@@ -1,0 +1,204 @@
+"""Pictures from http(s) URLs, within limits of time, size and redirects, and not from inside the network.
+
+Every connection, that of a redirect too, goes through `_GuardedBackend.connect_tcp`: it resolves the name once, checks
+the addresses and connects to what it has checked, so a name cannot change its address in between. The environment's
+proxies are not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import socket
+import ssl
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import httpcore
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ImageFetchError
+from vlmserve.media.pictures import check_num_bytes
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_HEADERS = (("User-Agent", "vlmserve"), ("Accept", "image/*,*/*;q=0.5"), ("Accept-Encoding", "identity"))
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+def fetch_picture(url: str, limits: MediaConfig) -> bytes:
+    """The body that an http(s) URL answers with.
+
+    Raises ImageFetchError if it cannot be had within `limits.fetch_timeout` seconds in all and
+    `limits.max_redirects` redirects, or if it is at an address that is not public (unless the host is one of
+    `limits.allowed_media_hosts`); ImageTooLargeError as soon as it turns out to be too large.
+    """
+    backend = _GuardedBackend(limits.allowed_media_hosts, time.monotonic() + limits.fetch_timeout)
+    with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:
+        for _ in range(limits.max_redirects + 1):
+            _check_url(url)
+            try:
+                target = _get(pool, url, limits)
+            except httpcore.TimeoutException as error:
+                raise _failed(url, f"it took longer than {limits.fetch_timeout:g} s") from error
+            except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
+                raise _failed(url, str(error) or type(error).__name__) from error
+            except _ForbiddenAddressError as error:
+                raise _failed(url, str(error)) from error
+            if isinstance(target, bytes):
+                return target
+            url = urljoin(url, target)
+    raise _failed(url, f"it redirects more than {limits.max_redirects} times")
+
+
+def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig) -> bytes | str:
+    """The body, or where the answer redirects to."""
+    timeouts = dict.fromkeys(("connect", "read", "write", "pool"), limits.fetch_timeout)
+    with pool.stream("GET", url, headers=_HEADERS, extensions={"timeout": timeouts}) as response:
+        headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+        if response.status in _REDIRECTS and b"location" in headers:
+            return headers[b"location"]
+        if response.status != 200:
+            raise _failed(url, f"the server answered {response.status}")
+        if headers.get(b"content-encoding", "identity") != "identity":
+            raise _failed(url, "the server sent it compressed, although it was asked not to")
+        length = headers.get(b"content-length", "")
+        check_num_bytes(int(length) if length.isdecimal() else 0, limits)
+        body = bytearray()
+        for chunk in response.iter_stream():
+            body += chunk
+            check_num_bytes(len(body), limits)
+        return bytes(body)
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ImageFetchError(f"the picture's URL is malformed: {error}") from error
+    if parts.scheme not in ("http", "https"):
+        raise ImageFetchError(f"pictures are fetched over http and https, not {parts.scheme or 'a local path'!r}")
+    if not parts.hostname or not port_is_valid or not url.isascii() or any(char <= " " for char in url):
+        raise ImageFetchError("the picture's URL is malformed")
+    if "@" in parts.netloc:
+        raise ImageFetchError("the picture's URL must not contain a user name or password")
+
+
+def _failed(url: str, reason: str) -> ImageFetchError:
+    parts = urlsplit(url)
+    return ImageFetchError(
+        f"the picture at {parts.scheme}://{parts.netloc}{parts.path[:100]} was not fetched: {reason}"
+    )
+
+
+class _ForbiddenAddressError(Exception):
+    """The host is not one that pictures may be fetched from."""
+
+
+class _GuardedBackend(httpcore.NetworkBackend):
+    """Connects to public addresses and allowed hosts only; everything ends at one deadline."""
+
+    def __init__(self, allowed_hosts: Iterable[str], deadline: float) -> None:
+        self._allowed_hosts = frozenset(host.lower().strip("[]") for host in allowed_hosts)
+        self._deadline = deadline
+        self._inner = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        addresses = _resolve(host, port, _remaining(self._deadline))
+        if host.lower() not in self._allowed_hosts:
+            for address in addresses:
+                if not is_public(address):
+                    raise _ForbiddenAddressError(
+                        f"{host} is not a public address; the operator can allow it with allowed_media_hosts"
+                    )
+        for address in addresses[:-1]:
+            try:
+                return self._connect(address, port, local_address, socket_options)
+            except httpcore.ConnectError:
+                continue
+        return self._connect(addresses[-1], port, local_address, socket_options)
+
+    def _connect(
+        self, address: str, port: int, local_address: str | None, socket_options: Iterable[Any] | None
+    ) -> httpcore.NetworkStream:
+        timeout = _remaining(self._deadline)
+        stream = self._inner.connect_tcp(address, port, timeout, local_address, socket_options or ())
+        return _DeadlineStream(stream, self._deadline)
+
+
+class _DeadlineStream(httpcore.NetworkStream):
+    """A connection whose every wait ends at the deadline, so a server that drips bytes gains no time."""
+
+    def __init__(self, inner: httpcore.NetworkStream, deadline: float) -> None:
+        self._inner = inner
+        self._deadline = deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._inner.read(max_bytes, _remaining(self._deadline))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._inner.write(buffer, _remaining(self._deadline))
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        stream = self._inner.start_tls(ssl_context, server_hostname, _remaining(self._deadline))
+        return _DeadlineStream(stream, self._deadline)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet: not private, loopback, link-local or reserved."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        embedded = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if embedded is None and ip in _NAT64:
+            embedded = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if embedded is not None:
+            return is_public(str(embedded))
+    return ip.is_global and not ip.is_multicast
+
+
+def _resolve(host: str, port: int, timeout: float) -> list[str]:
+    # getaddrinfo knows no timeout, so it waits in a thread of its own.
+    pending = _resolver().submit(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
+    try:
+        found = pending.result(timeout)
+    except TimeoutError as error:
+        pending.cancel()
+        raise httpcore.ConnectTimeout(str(error)) from error
+    except (OSError, UnicodeError) as error:
+        raise httpcore.ConnectError(f"the host {host} was not found") from error
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise httpcore.ReadTimeout("the deadline has passed")
+    return remaining
+
+
+@functools.cache
+def _resolver() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="resolve")
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    return httpcore.default_ssl_context()

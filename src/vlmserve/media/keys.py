@@ -1,0 +1,35 @@
+"""Names of pictures: 32-byte digests of their content and of the preprocessing that turns it into pixels."""
+
+from __future__ import annotations
+
+from blake3 import blake3
+from PIL import Image
+
+_ORIENTATION = 0x0112
+"""EXIF tag of how the camera was held."""
+
+
+def image_key(data: bytes, fingerprint: bytes) -> bytes:
+    """Key of the picture file `data`, preprocessed as `fingerprint` says."""
+    return _digest(b"file", data, fingerprint)
+
+
+def pil_image_key(image: Image.Image, fingerprint: bytes) -> bytes:
+    """Key of a decoded picture: everything about it that its pixels after preprocessing depend on."""
+    palette = image.palette
+    look = (
+        image.mode,
+        image.size,
+        image.info.get("transparency"),
+        image.getexif().get(_ORIENTATION),
+        None if palette is None else (palette.mode, bytes(palette.palette)),
+    )
+    return _digest(b"pil", repr(look).encode(), image.tobytes(), fingerprint)
+
+
+def _digest(*parts: bytes) -> bytes:
+    hasher = blake3()
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()

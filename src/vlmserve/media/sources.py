@@ -1,0 +1,81 @@
+"""Where pictures come from: URLs, and in Python also paths, bytes, arrays and PIL pictures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ImageFetchError, ImageTooLargeError, InvalidImageError
+from vlmserve.media.fetch import fetch_picture
+from vlmserve.media.keys import image_key, pil_image_key
+from vlmserve.media.pictures import check_num_bytes, decode_data_url, decode_picture, load_upright
+from vlmserve.media.processor import ImageProcessor
+from vlmserve.types import ImageInput
+
+ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
+"""A PIL picture, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
+
+
+def prepare_image(source: ImageSource, processor: ImageProcessor, limits: MediaConfig) -> ImageInput:
+    """A picture ready for the vision tower.
+
+    Trusts `source`: paths are read. Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
+    """
+    if isinstance(source, str | os.PathLike | bytes):
+        data = source if isinstance(source, bytes) else _read(source, limits)
+        picture = decode_picture(data, limits)
+        key = image_key(data, processor.fingerprint)
+    else:
+        decoded = source if isinstance(source, Image.Image) else _from_array(source)
+        if decoded.width * decoded.height > limits.max_image_pixels:
+            raise ImageTooLargeError(
+                f"the picture has {decoded.width:,} x {decoded.height:,} pixels; "
+                f"at most {limits.max_image_pixels:,} are allowed"
+            )
+        picture = load_upright(decoded, limits)
+        key = pil_image_key(decoded, processor.fingerprint)
+    return ImageInput(key, processor.process(picture), processor.num_tokens)
+
+
+def is_url(source: str) -> bool:
+    """Whether a string is a URL that pictures may come from, not a path."""
+    return source[:8].lower().startswith(("http://", "https://", "data:"))
+
+
+def read_url(url: str, limits: MediaConfig) -> bytes:
+    """The file at an http, https or data URL. Raises ImageFetchError for any other, and as fetching does."""
+    if url[:5].lower() == "data:":
+        return decode_data_url(url, limits)
+    if not is_url(url):
+        raise ImageFetchError("a picture's URL must begin with http://, https:// or data:")
+    return fetch_picture(url, limits)
+
+
+def _read(source: str | os.PathLike[str], limits: MediaConfig) -> bytes:
+    if isinstance(source, str) and is_url(source):
+        return read_url(source, limits)
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise InvalidImageError(f"there is no file {path}" if not path.exists() else f"{path} is not a file")
+    check_num_bytes(path.stat().st_size, limits)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidImageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:
+    if not isinstance(array, np.ndarray):
+        raise InvalidImageError(f"a picture cannot come from a {type(array).__name__}")
+    is_picture = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if array.dtype != np.uint8 or not is_picture or array.size == 0:
+        raise InvalidImageError(
+            f"an array must be uint8 [height, width] or [height, width, 3 or 4], not {array.dtype} {list(array.shape)}"
+        )
+    return Image.fromarray(array)

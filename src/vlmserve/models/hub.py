@@ -1,0 +1,97 @@
+"""Finds the folder of a checkpoint: built in, local, or from the Hugging Face hub. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlmserve.config import BUILT_IN_MODEL
+from vlmserve.errors import CheckpointNotFoundError, MissingWeightsError
+
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_IGNORED = ["original/*", "*/*.safetensors", "onnx/*", "runs/*"]
+
+
+def resolve_model(name: str, revision: str | None = None, *, progress: bool = True) -> Path:
+    """The folder with the checkpoint called `name`.
+
+    name: ``pixie`` (in the package), a local folder, or a repository id of the Hugging Face hub, which is downloaded
+    unless it is in the cache. ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` are honoured.
+    revision: branch, tag or commit of the repository. progress: show download bars.
+    Raises CheckpointNotFoundError if there is no such checkpoint or it cannot be reached, MissingWeightsError if it
+    has no safetensors files.
+    """
+    folder = _built_in_folder() if name == BUILT_IN_MODEL else Path(name).expanduser()
+    if folder.is_dir():
+        return _checked(folder, name)
+    if name == BUILT_IN_MODEL:
+        raise CheckpointNotFoundError(f"the built-in model {name!r} is missing from this installation: no {folder}")
+    if folder.exists():
+        raise CheckpointNotFoundError(f"{name} is a file; give the folder that holds config.json and the weights")
+    if _looks_like_path(name):
+        raise CheckpointNotFoundError(f"there is no folder {name}")
+    return _checked(_download(name, revision, progress=progress), name)
+
+
+def _built_in_folder() -> Path:
+    return Path(__file__).resolve().parent.parent / BUILT_IN_MODEL / "model"
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~", "\\")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
+
+
+def _checked(folder: Path, name: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise CheckpointNotFoundError(f"{name} is not a checkpoint: {folder} has no config.json")
+    if next(folder.glob("*.safetensors"), None) is None:
+        other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+        hint = f" ({', '.join(other[:3])} found: convert the checkpoint to safetensors)" if other else ""
+        raise MissingWeightsError(f"{name} has no weights: no *.safetensors file in {folder}{hint}")
+    return folder
+
+
+def _download(name: str, revision: str | None, *, progress: bool) -> Path:
+    import httpx
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    at = f" at revision {revision!r}" if revision else ""
+    quiet = not progress and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED))
+    except errors.HFValidationError as error:
+        raise CheckpointNotFoundError(
+            f"{name!r} is neither {BUILT_IN_MODEL!r}, a local folder nor a repository id like owner/name"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise CheckpointNotFoundError(
+            f"{name} is gated: ask for access on its hub page and set HF_TOKEN to a token of that account"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointNotFoundError(f"{name} has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{name} is not a local folder and not on the Hugging Face hub (for a private repository, set HF_TOKEN)"
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise CheckpointNotFoundError(
+            f"{name}{at} is not in the local cache and HF_HUB_OFFLINE forbids downloading it"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{name}{at} is not in the local cache and the Hugging Face hub cannot be reached: {_reason(error)}"
+        ) from error
+    except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise CheckpointNotFoundError(f"{name}{at} could not be downloaded: {_reason(error)}") from error
+    finally:
+        if quiet:
+            enable_progress_bars()
+
+
+def _reason(error: BaseException) -> str:
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    return f"{type(root).__name__}: {root}".splitlines()[0]

@@ -1,0 +1,116 @@
+"""What the files of a checkpoint say about its prompts: special tokens, chat template, placeholder, end tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmserve.errors import ModelLoadError
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEFAULT_IMAGE_TOKEN_IDS = {"llava": 32000}
+"""Placeholders of model types whose config.json may leave them out."""
+
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role != 'system' %}{{ message.role | upper }}: {% endif %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}{{ image_token + '\n' }}{% endif %}{% endfor %}"
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }} {% endif %}{% endfor %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""LLaVA-1.5's conversation format, for its checkpoints that carry no template (https://arxiv.org/abs/2310.03744)."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if the file does not exist. Raises ModelLoadError for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """The parts of a checkpoint folder that decide how prompts are written.
+
+    special_tokens: by name, ``bos_token`` and the like, and the model's own, like ``image_token``.
+    image_token_id: the placeholder's id, None for a model that cannot see.
+    chat_template: jinja source, None if there is none.
+    """
+
+    model_type: str
+    tokenizer_config: Mapping[str, Any]
+    special_tokens: Mapping[str, str]
+    image_token_id: int | None
+    chat_template: str | None
+    end_token_ids: frozenset[int] = field(default=frozenset())
+
+    @classmethod
+    def read(cls, folder: Path) -> PromptFiles:
+        """Read what `folder` has. Raises ModelLoadError if a file is not what it should be."""
+        config = read_json(folder / "config.json")
+        tokenizer_config = read_json(folder / "tokenizer_config.json")
+        model_type = str(config.get("model_type", ""))
+        special = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
+        sees = "vision_config" in config or model_type in DEFAULT_IMAGE_TOKEN_IDS
+        default_id = DEFAULT_IMAGE_TOKEN_IDS.get(model_type)
+        image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if sees else None
+        return cls(
+            model_type=model_type,
+            tokenizer_config=tokenizer_config,
+            special_tokens=special,
+            image_token_id=image_token_id,
+            chat_template=_chat_template(folder, tokenizer_config, model_type),
+            end_token_ids=_end_token_ids(folder, config),
+        )
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for source in sources:
+        own = source.get("model_specific_special_tokens") or source.get("extra_special_tokens")
+        named = {name: source.get(name) for name in SPECIAL_TOKEN_NAMES}
+        for name, value in {**named, **(own if isinstance(own, dict) else {})}.items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                tokens.setdefault(name, content)
+    return tokens
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any], model_type: str) -> str | None:
+    template: Any = None
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for source in (
+        read_json(folder / "chat_template.json"),
+        read_json(folder / "processor_config.json"),
+        tokenizer_config,
+    ):
+        template = template or source.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is None and model_type == "llava":
+        return LLAVA_TEMPLATE
+    return template if isinstance(template, str) else None
+
+
+def _end_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    sources = (read_json(folder / "generation_config.json"), config, config.get("text_config") or {})
+    for source in sources:
+        ids = source.get("eos_token_id")
+        if isinstance(ids, int):
+            return frozenset({ids})
+        if isinstance(ids, list) and ids:
+            return frozenset(ids)
+    return frozenset()

@@ -1,0 +1,203 @@
+"""Token ids to text as they come: whole characters only, stop strings never shown.
+
+Concatenated, what a `Detokenizer` returns is what `Tokenizer.decode` makes of all the ids, with two differences where
+the ids are not valid UTF-8: a character left unfinished at the end is dropped, and valid characters beside invalid
+bytes are kept.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from vlmserve.prompt.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest UTF-8 character, so tokens that one can be spread over."""
+
+
+class Detokenizer:
+    """Turns one answer's token ids into text.
+
+    stop: strings that end the answer. The text before the one that is completed first is returned; of several completed
+    by the same character, the longest counts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._special_ids = tokenizer.special_ids
+        self._decoder = _make_decoder(tokenizer)
+        self._stops = [_StopString(string) for string in stop]
+        self._held: deque[str] = deque()
+        self._emitted: list[str] = []
+        self.stopped = False
+        """Whether a stop string was completed; nothing follows."""
+
+    @property
+    def text(self) -> str:
+        """All that was returned so far."""
+        if len(self._emitted) > 1:
+            self._emitted = ["".join(self._emitted)]
+        return self._emitted[0] if self._emitted else ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is safe to show now that these ids came; amortised constant time per token."""
+        if self.stopped:
+            return ""
+        new = "".join(self._decoder.push(id_) for id_ in token_ids if id_ not in self._special_ids)
+        return self._emit(self._before_stop(new) if self._stops else new)
+
+    def finish(self) -> str:
+        """What was held back for a stop string that did not come. Nothing may be pushed afterwards."""
+        if self.stopped:
+            return ""
+        rest = self._decoder.finish()
+        rest = self._before_stop(rest) if self._stops else rest
+        return self._emit(rest + self._release(len(self._held)))
+
+    def _emit(self, text: str) -> str:
+        if text:
+            self._emitted.append(text)
+        return text
+
+    def _before_stop(self, new: str) -> str:
+        for position, character in enumerate(new, start=1):
+            completed = [len(stop.string) for stop in self._stops if stop.advance(character)]
+            if completed:
+                self.stopped = True
+                self._held.extend(new[:position])
+                return self._release(len(self._held) - max(completed))
+        self._held.extend(new)
+        return self._release(len(self._held) - max(stop.matched for stop in self._stops))
+
+    def _release(self, count: int) -> str:
+        return "".join(self._held.popleft() for _ in range(count))
+
+
+class _StopString:
+    """Knuth-Morris-Pratt matching of one string, a character at a time."""
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.matched = 0
+        self._fallback = [0]
+        for character in string[1:]:
+            length = self._fallback[-1]
+            while length and string[length] != character:
+                length = self._fallback[length - 1]
+            self._fallback.append(length + 1 if string[length] == character else 0)
+
+    def advance(self, character: str) -> bool:
+        while self.matched and self.string[self.matched] != character:
+            self.matched = self._fallback[self.matched - 1]
+        if self.string[self.matched] == character:
+            self.matched += 1
+        return self.matched == len(self.string)
+
+
+class _Decoder(Protocol):
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
+    decoder = tokenizer.decoder_steps
+    steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _ByteDecoder(tokenizer, _byte_level_bytes)
+    if "ByteFallback" in kinds and _is_sentencepiece(steps):
+        replaced = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
+        stripped = sum(step["start"] for step in steps if step["type"] == "Strip")
+        return _ByteDecoder(tokenizer, lambda token: _sentencepiece_bytes(token, replaced), stripped)
+    return _WindowDecoder(tokenizer)
+
+
+def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
+    """Whether steps are: replacements in single tokens, byte fallback, joining, spaces stripped from the beginning."""
+    letters = {"Replace": "R", "ByteFallback": "B", "Fuse": "F", "Strip": "S"}
+    if not re.fullmatch("R*BF?(FS)?", "".join(letters.get(step["type"], "?") for step in steps)):
+        return False
+    return all(
+        (step["type"] != "Replace" or "String" in step["pattern"])
+        and (step["type"] != "Strip" or (step["content"] == " " and step["stop"] == 0))
+        for step in steps
+    )
+
+
+class _ByteDecoder:
+    """For tokenizers whose every token stands for bytes of its own, whatever stands beside it."""
+
+    def __init__(self, tokenizer: Tokenizer, to_bytes: Callable[[str], bytes], strip_spaces: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._to_bytes = to_bytes
+        self._spaces_to_strip = strip_spaces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.token(token_id)
+        text = self._utf8.decode(self._to_bytes(token)) if token is not None else ""
+        while text and self._spaces_to_strip:
+            if text[0] != " ":
+                self._spaces_to_strip = 0
+                break
+            text = text[1:]
+            self._spaces_to_strip -= 1
+        return text
+
+    def finish(self) -> str:
+        return ""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Characters that byte-level BPE writes for bytes (https://github.com/openai/gpt-2, ``bytes_to_unicode``)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_LEVEL[character] for character in token)
+    except KeyError:  # an added token is written as it is
+        return token.encode()
+
+
+def _sentencepiece_bytes(token: str, replaced: list[tuple[str, str]]) -> bytes:
+    for old, new in replaced:
+        token = token.replace(old, new)
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.encode()
+
+
+class _WindowDecoder:
+    """For any other tokenizer: decodes the last few tokens with and without the new one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._pending_text()
+        if text.endswith(_REPLACEMENT) and len(self._pending) < _LONGEST_CHARACTER:
+            return ""
+        self._shown = (self._shown + self._pending)[-_LONGEST_CHARACTER:]
+        self._pending = []
+        return text
+
+    def finish(self) -> str:
+        return self._pending_text().rstrip(_REPLACEMENT)
+
+    def _pending_text(self) -> str:
+        before = self._tokenizer.decode(self._shown)
+        return self._tokenizer.decode(self._shown + self._pending)[len(before) :]

@@ -1,0 +1,141 @@
+"""Chat messages to text, through the checkpoint's own jinja template, as transformers renders it.
+
+https://huggingface.co/docs/transformers/chat_templating_writing
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vlmserve.errors import InvalidRequestError, ModelLoadError
+
+_PROBE = "vlmserveprobe"
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """Where a picture stands in a message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. parts: texts and pictures in order. is_string: the content came as one string, not as parts."""
+
+    role: Role
+    parts: tuple[str | ImagePart, ...]
+    is_string: bool = False
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Templates differ in the content they expect: a string, or a list of typed parts. Which of them this one takes is
+    found out once by rendering a probe; messages are then written in a form that it takes, the caller's own if it can.
+    Raises ModelLoadError for a template that does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], image_token: str | None) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
+        self._variables = dict(special_tokens)
+        self._image_token = image_token
+        if image_token is not None:
+            self._variables.setdefault("image_token", image_token)
+        self.takes_strings = self._probe(_PROBE) is not None
+        self.takes_parts = self._probe([{"type": "text", "text": _PROBE}]) is not None
+        with_image = self._probe([{"type": "image"}, {"type": "text", "text": _PROBE}])
+        self.takes_images = bool(self.takes_parts and image_token and with_image and with_image.count(image_token) == 1)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The prompt's text. Raises InvalidRequestError if the template refuses the messages."""
+        chat = [{"role": message.role, "content": self._content(message)} for message in messages]
+        try:
+            return self._render(chat, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a template can fail with any error that its expressions can raise
+            raise InvalidRequestError(
+                f"the model's chat template does not accept these messages: {error}", param="messages"
+            ) from error
+
+    def _content(self, message: Message) -> str | list[dict[str, str]]:
+        has_image = any(isinstance(part, ImagePart) for part in message.parts)
+        if message.is_string and self.takes_strings:
+            return "".join(part for part in message.parts if isinstance(part, str))
+        if self.takes_images or (self.takes_parts and not has_image):
+            return [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts
+            ]
+        texts = [part if isinstance(part, str) else self._image_token or "" for part in message.parts]
+        if self.takes_parts and not self.takes_strings:
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+    def _probe(self, content: Any) -> str | None:
+        try:
+            text = self._render([{"role": "user", "content": content}], add_generation_prompt=True)
+        except Exception:  # whatever it raises, it does not take this form
+            return None
+        shows_it = _PROBE in text.casefold()
+        shows_structure = not isinstance(content, str) and ("'type'" in text or '"type"' in text)
+        return text if shows_it and not shows_structure else None
+
+    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        return self._template.render(
+            **{
+                **self._variables,
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+                "tools": None,
+                "documents": None,
+            }
+        )
+
+
+class _GenerationBlocks(Extension):
+    """``{% generation %}`` marks the assistant's words for training; for inference it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)

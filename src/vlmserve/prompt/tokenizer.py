@@ -1,0 +1,225 @@
+"""Text to token ids and back, from a checkpoint's own files. Thread-safe; imports neither torch nor transformers.
+
+``tokenizer.json`` is read as it is, which is what transformers' ``TokenizersBackend`` does; only a checkpoint
+without one (sentencepiece alone) is converted by transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
+from vlmserve.prompt.checkpoint import PromptFiles
+from vlmserve.prompt.untrusted import ControlTokens, Quotation
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    image_token, image_token_id: the placeholder of a picture, None for a model that cannot see.
+    special_tokens: by name (``bos_token``…). end_token_ids: ids that end an answer.
+    control_tokens: what users' text must never be read as.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        _complete(backend, files)
+        self._backend = backend
+        self.special_tokens = dict(files.special_tokens)
+        self.image_token_id = files.image_token_id
+        self.image_token = _ensure_image_token(backend, files)
+        added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self._control_ids = self.special_ids | ({self.image_token_id} if self.image_token_id is not None else set())
+        self._control = {token.content: token for id_, token in added.items() if id_ in self._control_ids}
+        # A tokenizer may write its unknown token for ordinary text; it means nothing to a model.
+        self._forbidden_ids = self._control_ids - {_unknown_id(backend, files)}
+        self._control_id = {added[id_].content: id_ for id_ in self._control_ids}
+        self.control_tokens = ControlTokens(self._control)
+        self._control_pattern = _control_pattern(list(self._control.values()))
+        self._plain_start = self._plain_variant(continuing=False)
+        self._plain_continuing = self._plain_variant(continuing=True)
+        self._prefix, self._suffix = self._added_by_post_processor()
+        eos = self.special_tokens.get("eos_token")
+        eos_id = backend.token_to_id(eos) if eos is not None else None
+        self.end_token_ids = files.end_token_ids or frozenset({eos_id} if eos_id is not None else ())
+
+    @classmethod
+    def from_folder(cls, folder: Path, files: PromptFiles | None = None) -> Tokenizer:
+        """Read the tokenizer of the checkpoint in `folder`. Raises ModelLoadError if there is none."""
+        files = files or PromptFiles.read(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return cls(_converted(folder), files)
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)), files)
+        except ModelLoadError:
+            raise
+        except Exception as error:  # the library raises bare Exceptions
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def decoder_steps(self) -> dict[str, Any] | None:
+        """How the tokenizer turns tokens into text, as written in ``tokenizer.json``."""
+        decoder = self._backend.decoder
+        return None if decoder is None else json.loads(decoder.__getstate__())
+
+    def token(self, token_id: int) -> str | None:
+        """The token with that id, None for an id out of range."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token, None if there is no such token."""
+        return self._backend.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, control tokens in it included. A beginning token is never put before another one."""
+        bos = self.special_tokens.get("bos_token")
+        add_special_tokens = add_special_tokens and not (bos and text.startswith(bos))
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_quoted(self, text: str, quotation: Quotation, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of rendered text, in which what `quotation` has quoted is plain text.
+
+        Raises InvalidRequestError if the tokenizer cannot write the quoted text without a control token.
+        """
+        if quotation.is_empty:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        bos = self.special_tokens.get("bos_token")
+        framed = add_special_tokens and not (bos and text.startswith(bos))
+        ids = list(self._prefix) if framed else []
+        done = 0
+        trim = False
+        for match in self._control_pattern.finditer(text):
+            token = self._control[match[0]]
+            segment = text[done : match.start()]
+            ids += self._encode_plain(segment, quotation, first=done == 0, left=trim, right=token.lstrip)
+            ids.append(self._control_id[match[0]])
+            done, trim = match.end(), token.rstrip
+        ids += self._encode_plain(text[done:], quotation, first=done == 0, left=trim, right=False)
+        return ids + list(self._suffix) if framed else ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _encode_plain(self, text: str, quotation: Quotation, *, first: bool, left: bool, right: bool) -> list[int]:
+        text = text.lstrip() if left else text
+        text = text.rstrip() if right else text
+        if not text:
+            return []
+        plain = quotation.unquote(text)
+        encoder = self._plain_start if first else self._plain_continuing
+        ids = list(encoder.encode(plain, add_special_tokens=False).ids)
+        if self._forbidden_ids.isdisjoint(ids):
+            return ids
+        # Some vocabularies hold a control token as an ordinary word; its characters one by one are not that word.
+        cuts = {at for start, end in quotation.quoted_spans(text) for at in range(start, end + 1)}
+        ids, done = [], 0
+        for cut in sorted(cuts | {len(plain)}):
+            encoder = self._plain_start if first and done == 0 else self._plain_continuing
+            ids += encoder.encode(plain[done:cut], add_special_tokens=False).ids
+            done = cut
+        if not self._forbidden_ids.isdisjoint(ids):
+            raise InvalidRequestError("the text contains a control token of the model", param="messages")
+        return ids
+
+    def _plain_variant(self, *, continuing: bool) -> tokenizers.Tokenizer:
+        """The same tokenizer blind to control tokens; `continuing` for text that is not the beginning of a prompt."""
+        state = json.loads(self._backend.to_str())
+        for token in state["added_tokens"]:
+            token["special"] = token["id"] in self._control_ids
+        if continuing:
+            _replace_values(state["pre_tokenizer"], "prepend_scheme", "first", "never")
+        variant = tokenizers.Tokenizer.from_str(json.dumps(state))
+        variant.encode_special_tokens = True
+        return variant
+
+    def _added_by_post_processor(self) -> tuple[list[int], list[int]]:
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        framed = self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(framed) - len(plain) + 1):
+            if framed[start : start + len(plain)] == plain:
+                return framed[:start], framed[start + len(plain) :]
+        return [], []
+
+
+def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
+    """Add the tokens that only tokenizer_config.json knows. Whether BOS and EOS are added, tokenizer.json decides."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = files.tokenizer_config.get("added_tokens_decoder") or {}
+    missing = []
+    for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+        if isinstance(entry, dict) and entry.get("content") and entry["content"] not in known:
+            flags = {name: entry[name] for name in ("lstrip", "rstrip", "normalized", "single_word") if name in entry}
+            missing.append(AddedToken(entry["content"], special=bool(entry.get("special", False)), **flags))
+    backend.add_tokens(missing)
+    known |= {token.content for token in missing}
+    named = [token for token in files.special_tokens.values() if token not in known]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])
+
+
+def _unknown_id(backend: tokenizers.Tokenizer, files: PromptFiles) -> int | None:
+    token = files.special_tokens.get("unk_token") or getattr(backend.model, "unk_token", None)
+    return backend.token_to_id(token) if token is not None else getattr(backend.model, "unk_id", None)
+
+
+def _ensure_image_token(backend: tokenizers.Tokenizer, files: PromptFiles) -> str | None:
+    if files.image_token_id is None:
+        return None
+    token = backend.id_to_token(files.image_token_id)
+    if token is None:
+        raise UnsupportedModelError(
+            f"config.json names token {files.image_token_id} as the placeholder of pictures, "
+            f"but the tokenizer has only {backend.get_vocab_size()} tokens"
+        )
+    if token not in {added.content for added in backend.get_added_tokens_decoder().values()}:
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+    return str(token)
+
+
+def _control_pattern(tokens: list[AddedToken]) -> re.Pattern[str]:
+    longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
+    alternatives = [
+        rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
+        for token in longest_first
+    ]
+    return re.compile("|".join(alternatives) or "(?!)")
+
+
+def _replace_values(node: Any, key: str, old: str, new: str) -> None:
+    if isinstance(node, dict):
+        if node.get(key) == old:
+            node[key] = new
+        for value in node.values():
+            _replace_values(value, key, old, new)
+    elif isinstance(node, list):
+        for value in node:
+            _replace_values(value, key, old, new)
+
+
+def _converted(folder: Path) -> tokenizers.Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+
+        converted = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises anything for a folder without a tokenizer
+        raise ModelLoadError(f"{folder} has no tokenizer that can be read: {error}") from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedModelError(f"the tokenizer of {folder}, {type(converted).__name__}, has no fast form")
+    return tokenizers.Tokenizer.from_str(backend.to_str())

@@ -1,0 +1,102 @@
+"""Keeps text from users apart from the control tokens that a chat template writes.
+
+A user who types ``<image>`` or ``<|im_end|>`` means these characters, not the token. Before a template renders,
+`Quotation.quote` replaces whatever in the user's text could be read as a control token, alone or joined with what
+stands beside it, by codes made of private-use characters; after rendering, `Quotation.unquote` puts the characters
+back into text that is then tokenized without looking for control tokens. Ordinary text passes untouched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"
+_CODE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class ControlTokens:
+    """The strings that a tokenizer reads as control tokens."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self.tokens = frozenset(token for token in tokens if token)
+        longest_first = sorted(self.tokens, key=len, reverse=True)
+        self._dangerous = re.compile("|".join(map(re.escape, [*longest_first, _OPEN, _CLOSE])))
+        self._heads = frozenset(token[:end] for token in self.tokens for end in range(1, len(token)))
+        self._tails = frozenset(token[start:] for token in self.tokens for start in range(1, len(token)))
+        self._longest = max(map(len, self.tokens), default=0)
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """The parts of `text` that are a control token, or could become one where other text is put beside it."""
+        if not text:
+            return []
+        spans = [match.span() for match in self._dangerous.finditer(text)]
+        # Templates may strip the text, so its edges are also those of the stripped text.
+        left, right = len(text) - len(text.lstrip()), len(text.rstrip())
+        for start in {0, left}:
+            spans += self._edge(text, start, None)
+        for end in {len(text), right}:
+            spans += self._edge(text, None, end)
+        return _merged(spans)
+
+    def _edge(self, text: str, start: int | None, end: int | None) -> list[tuple[int, int]]:
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            if start is not None and text[start : start + length] in self._tails:
+                return [(start, start + length)]
+            if end is not None and end >= length and text[end - length : end] in self._heads:
+                return [(end - length, end)]
+        return self._inside(text)
+
+    def _inside(self, text: str) -> list[tuple[int, int]]:
+        # A short text may be the middle of a token whose ends stand in the texts around it.
+        stripped = text.strip()
+        if stripped and len(stripped) < self._longest and any(stripped in token for token in self.tokens):
+            start = text.index(stripped)
+            return [(start, start + len(stripped))]
+        return []
+
+
+class Quotation:
+    """The quoted texts of one rendering."""
+
+    def __init__(self, control: ControlTokens) -> None:
+        self._control = control
+        self._quoted: list[str] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing had to be quoted, so that rendered text means what it says."""
+        return not self._quoted
+
+    def quote(self, text: str) -> str:
+        """`text` with codes in place of whatever could be read as a control token."""
+        pieces: list[str] = []
+        done = 0
+        for start, end in self._control.spans(text):
+            pieces += [text[done:start], f"{_OPEN}{len(self._quoted)}{_CLOSE}"]
+            self._quoted.append(text[start:end])
+            done = end
+        return "".join([*pieces, text[done:]])
+
+    def unquote(self, text: str) -> str:
+        """`text` with the users' characters back in place of the codes."""
+        return _CODE.sub(lambda match: self._quoted[int(match[1])], text)
+
+    def quoted_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where in ``unquote(text)`` the quoted characters are."""
+        spans, shift = [], 0
+        for match in _CODE.finditer(text):
+            length = len(self._quoted[int(match[1])])
+            spans.append((match.start() + shift, match.start() + shift + length))
+            shift += length - len(match[0])
+        return spans
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
