@@ -11,7 +11,9 @@ from vlmserve.types import KEY_BYTES
 PRINT = bytes(32)
 
 
-@given(a=st.tuples(st.binary(max_size=6), st.binary(max_size=6)), b=st.tuples(st.binary(max_size=6), st.binary(max_size=6)))
+@given(
+    a=st.tuples(st.binary(max_size=6), st.binary(max_size=6)), b=st.tuples(st.binary(max_size=6), st.binary(max_size=6))
+)
 def test_keys_are_equal_only_for_equal_bytes_and_preprocessing(a: tuple[bytes, bytes], b: tuple[bytes, bytes]) -> None:
     assert (image_key(*a) == image_key(*b)) == (a == b)
     assert len(image_key(*a)) == KEY_BYTES

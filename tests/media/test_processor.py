@@ -107,7 +107,12 @@ def test_no_allowed_picture_needs_more_memory_than_itself(size: tuple[int, int],
 
 def test_sixteen_bit_gray_keeps_its_shades() -> None:
     levels = np.linspace(0, 65535, 28 * 28).reshape(28, 28).astype(np.uint16)
-    settings = {"image_processor_type": "CLIPImageProcessor", "do_normalize": False, "do_resize": False, "crop_size": 28}
+    settings = {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_normalize": False,
+        "do_resize": False,
+        "crop_size": 28,
+    }
     pixels = ImageProcessor(CONFIG, settings).process(Image.fromarray(levels))
     np.testing.assert_allclose(pixels[0], np.repeat(levels[None] / 65535, 3, axis=0), atol=1 / 255)
 

@@ -93,7 +93,12 @@ def test_invalid_bytes_do_not_hold_text_back() -> None:
     tokenizer = Tokenizer(sentencepiece(), NO_FILES)
     ids = [tokenizer.token_id(token) for token in ("<0xFF>", "<0xE6>", "a", "<0x97>")]
     detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.push([id_]) for id_ in ids if id_ is not None] == [REPLACEMENT, "", REPLACEMENT + "a", REPLACEMENT]
+    assert [detokenizer.push([id_]) for id_ in ids if id_ is not None] == [
+        REPLACEMENT,
+        "",
+        REPLACEMENT + "a",
+        REPLACEMENT,
+    ]
 
 
 def test_special_tokens_are_not_shown(letters: Tokenizer) -> None:
