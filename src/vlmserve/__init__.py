@@ -1,1 +1,30 @@
 """vlmserve: a vision-language model server for many users at once, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlmserve.llm import LLM, Completion, RequestResult
+    from vlmserve.types import SamplingParams
+
+__all__ = ["LLM", "Completion", "RequestResult", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "vlmserve.llm",
+    "Completion": "vlmserve.llm",
+    "RequestResult": "vlmserve.llm",
+    "SamplingParams": "vlmserve.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for on first use, so that importing a single room stays cheap."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("vlmserve")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vlmserve' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

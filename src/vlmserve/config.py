@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from vlmserve.errors import ConfigurationError
 
 BUILT_IN_MODEL = "pixie"
 
@@ -38,6 +41,27 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Callable[[str], str] = str) -> SettingsT:
+    """Settings from values that a person gave; `spelling` turns a field's name into what that person wrote.
+
+    Raises ConfigurationError: one line that names every wrong value and says what it should be.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            name = str(problem["loc"][0])
+            field = kind.model_fields.get(name)
+            wanted = f" ({field.description.rstrip('.')})" if field is not None and field.description else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{spelling(name)} {problem['input']!r}: {message}{wanted}")
+        raise ConfigurationError("; ".join(problems)) from None
+
+
 class EngineConfig(Settings):
     """What runs and with how much memory."""
 
@@ -53,6 +77,7 @@ class EngineConfig(Settings):
     max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Token budget of one step.")
     max_encoded_images: int = Field(16, ge=1, description="Pictures that one step may encode.")
+    encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for embeddings of pictures seen before.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
     seed: int = Field(0, ge=0, description="Where the seeds of requests without one come from.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores.")

@@ -66,6 +66,10 @@ class EngineDeadError(VLMServeError):
     """The engine process ended, so the request cannot be answered."""
 
 
+class UnavailableError(VLMServeError):
+    """The server is still loading or already closing; the same request may succeed later or elsewhere."""
+
+
 class ModelLoadError(VLMServeError):
     """A checkpoint that cannot be loaded."""
 

@@ -1,1 +1,24 @@
 """The engines: the real one, the mock one, and the process that hosts either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vlmserve.config import EngineConfig
+    from vlmserve.engine.protocol import VLMEngine
+
+
+def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine:
+    """The engine that the settings ask for, with its model loaded.
+
+    folder: the checkpoint, if `config.model` is resolved already. Raises ModelLoadError and ConfigurationError.
+    """
+    if config.engine == "mock":
+        from vlmserve.engine.mock import MockEngine
+
+        return MockEngine(config, folder)
+    from vlmserve.engine.engine import Engine
+
+    return Engine(config, folder)

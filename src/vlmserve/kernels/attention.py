@@ -53,6 +53,7 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+    block_size: int
 
 
 class AttentionBackend(Protocol):

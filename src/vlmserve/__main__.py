@@ -1,0 +1,5 @@
+"""``python -m vlmserve`` is the command ``vlmserve``."""
+
+from vlmserve.cli import app
+
+app(prog_name="vlmserve")

@@ -1,0 +1,66 @@
+"""Which projected picture embeddings are in memory, and who still needs them.
+
+Only bookkeeping: the runner keeps the tensors under the same keys. An embedding that a running request needs is
+pinned; the others stay until their bytes are wanted, least recently used first out.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class EncoderCache:
+    """Pictures by their 32-byte key, bounded in bytes, pinned ones included."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self._sizes: dict[bytes, int] = {}
+        self._pins: dict[bytes, set[str]] = {}
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    def make_room(self, size: int) -> list[bytes] | None:
+        """Evict idle pictures until `size` more bytes fit. Returns the evicted keys, or None, evicting nothing, if
+        they cannot fit beside what is pinned."""
+        pinned = self.used_bytes - sum(self._sizes[key] for key in self._idle)
+        if pinned + size > self.capacity_bytes:
+            return None
+        evicted = []
+        while self.used_bytes + size > self.capacity_bytes:
+            key, _ = self._idle.popitem(last=False)
+            self.used_bytes -= self._sizes.pop(key)
+            evicted.append(key)
+        return evicted
+
+    def add(self, key: bytes, size: int) -> None:
+        """Enter a picture of `size` bytes, idle at first. Raises ValueError if it is there or does not fit."""
+        if key in self._sizes or self.used_bytes + size > self.capacity_bytes:
+            raise ValueError("the picture is cached already or there is no room for it")
+        self._sizes[key] = size
+        self._idle[key] = None
+        self.used_bytes += size
+
+    def pin(self, key: bytes, request_id: str) -> None:
+        """Keep a cached picture until this request unpins it; pinning twice is pinning once."""
+        self._pins.setdefault(key, set()).add(request_id)
+        self._idle.pop(key, None)
+
+    def unpin(self, key: bytes, request_id: str) -> None:
+        """Undo `pin`; what was not pinned by this request stays as it is."""
+        holders = self._pins.get(key)
+        if holders is None or request_id not in holders:
+            return
+        holders.remove(request_id)
+        if not holders:
+            del self._pins[key]
+            self._idle[key] = None

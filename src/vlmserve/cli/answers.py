@@ -1,0 +1,134 @@
+"""Where `ask` and `chat` get their answers: the engine in this process, or a server that runs already."""
+
+from __future__ import annotations
+
+import base64
+import json
+import mimetypes
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+from vlmserve.config import EngineConfig, MediaConfig
+from vlmserve.errors import InvalidImageError, VLMServeError
+from vlmserve.types import SamplingParams
+
+URL_SCHEMES = ("http://", "https://", "data:")
+REPLY_TIMEOUT = 600.0
+"""Seconds of silence after which a server is given up: it may have to wait for its turn behind many others."""
+
+
+class Answers(Protocol):
+    """Something that answers a conversation piece by piece."""
+
+    def stream(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[str]: ...
+
+
+def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> Answers:
+    """The server at `url`, or else the engine in this process. Raises VLMServeError if there is neither."""
+    if url is not None:
+        return ServerAnswers(url)
+    from vlmserve.llm import LLM
+
+    with status(f"Loading {engine.model} ..."):
+        set_fields = {name: getattr(engine, name) for name in engine.model_fields_set}
+        return LLM(**set_fields, **{name: getattr(media, name) for name in media.model_fields_set})
+
+
+def status(text: str) -> AbstractContextManager[Any]:
+    """A spinner on a terminal's error stream, nothing elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console.status(text) if console.is_terminal else nullcontext()
+
+
+def picture_part(place: str) -> dict[str, Any]:
+    """A message's part for a picture's path or URL. Raises InvalidImageError if no file is there."""
+    if place.startswith(URL_SCHEMES):
+        return {"type": "image_url", "image_url": {"url": place}}
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise InvalidImageError(f"there is no picture {place!r}; give the path of a file or a URL")
+    return {"type": "image", "image": path}
+
+
+class ServerAnswers:
+    """Answers of a server with an OpenAI-compatible API; `url` may end in ``/v1``."""
+
+    def __init__(self, url: str) -> None:
+        import httpx
+
+        base = url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.Client(base_url=f"{base}/v1", timeout=httpx.Timeout(10.0, read=REPLY_TIMEOUT))
+        self._url = url
+        self._model: str = self._request("GET", "/models")["data"][0]["id"]
+
+    def stream(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[str]:
+        import httpx
+
+        body = {
+            "model": self._model,
+            "messages": [_wire_message(message) for message in messages],
+            "temperature": params.temperature,
+            "stream": True,
+        }
+        if params.max_tokens is not None:
+            body["max_tokens"] = params.max_tokens
+        try:
+            with self._client.stream("POST", "/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise VLMServeError(_error_text(response))
+                yield from _deltas(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise VLMServeError(f"the server at {self._url} did not answer: {error}") from error
+
+    def _request(self, method: str, path: str) -> Any:
+        import httpx
+
+        try:
+            response = self._client.request(method, path)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise VLMServeError(f"there is no server at {self._url}: {error}") from error
+        if response.status_code != 200:
+            raise VLMServeError(_error_text(response))
+        return response.json()
+
+
+def _deltas(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise VLMServeError(event["error"]["message"])
+        for choice in event["choices"]:
+            if text := choice["delta"].get("content"):
+                yield text
+
+
+def _error_text(response: Any) -> str:
+    """The message of an error in OpenAI's form, or the status line of another server's."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {response.status_code} {response.reason_phrase}"
+
+
+def _wire_message(message: dict[str, Any]) -> dict[str, Any]:
+    """The same message with pictures from files as data URLs, which is the only way they travel."""
+    if isinstance(message["content"], str):
+        return message
+    return {**message, "content": [_wire_part(part) for part in message["content"]]}
+
+
+def _wire_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    path: Path = part["image"]
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    data = base64.b64encode(path.read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}

@@ -1,0 +1,103 @@
+"""A conversation in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vlmserve.cli.answers import Answers, picture_part
+from vlmserve.errors import VLMServeError
+from vlmserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HELP = """\
+/image PATH  show a picture with the next message (also a URL; may be repeated)
+/clear       start a new conversation
+/help        show this
+/quit        leave (Ctrl-D does too; Ctrl-C stops an answer)"""
+
+
+class TerminalChat:
+    """Reads lines, answers them, and remembers the conversation."""
+
+    def __init__(
+        self, answers: Answers, params: SamplingParams, console: Console, read_line: Callable[[str], str] = input
+    ) -> None:
+        self._answers = answers
+        self._params = params
+        self._console = console
+        self._read_line = read_line
+        self._messages: list[dict[str, Any]] = []
+        self._pictures: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """Until /quit, the end of the input, or Ctrl-C at the prompt."""
+        self._say("Ask something; /image PATH shows a picture, /help lists all commands.", "dim")
+        while True:
+            try:
+                line = self._read_line("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                self._console.print()
+                return
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._answer(line)
+
+    def _command(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "/clear":
+            self._messages, self._pictures = [], []
+            self._say("A new conversation.", "dim")
+        elif word == "/help":
+            self._say(HELP)
+        elif word != "/image":
+            self._say(f"There is no command {word}; /help lists them all.", "red")
+        elif not rest.strip():
+            self._say("Which picture? Write /image PATH.", "red")
+        else:
+            self._attach(rest.strip())
+
+    def _attach(self, place: str) -> None:
+        try:
+            self._pictures.append(picture_part(_unquoted(place)))
+        except VLMServeError as error:
+            self._say(str(error), "red")
+        else:
+            self._say("It goes with your next message.", "dim")
+
+    def _answer(self, text: str) -> None:
+        """Stream an answer. A refused message is taken back with its pictures; a stopped answer stays as it is."""
+        question = {"role": "user", "content": [*self._pictures, {"type": "text", "text": text}]}
+        pieces: list[str] = []
+        stream = self._answers.stream([*self._messages, question], self._params)
+        self._pictures = []
+        try:
+            for piece in stream:
+                pieces.append(piece)
+                self._console.out(piece, end="", highlight=False)
+            self._console.print()
+        except KeyboardInterrupt:
+            self._say("\n(stopped)", "dim")
+        except VLMServeError as error:
+            self._say(str(error), "red")
+            return
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        self._messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False)
+
+
+def _unquoted(place: str) -> str:
+    """A path as terminals paste it when a file is dropped on them: in quotes, or with escaped spaces."""
+    if len(place) > 1 and place[0] == place[-1] and place[0] in "'\"":
+        return place[1:-1]
+    return place.replace("\\ ", " ")

@@ -1,0 +1,46 @@
+"""What every engine refuses before a request may wait for its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from vlmserve.errors import InvalidRequestError, PromptTooLongError, TooManyImagesError
+from vlmserve.types import EngineRequest, ModelInfo, Prompt
+
+
+def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container[str]) -> None:
+    """Check that a request can run on the model of `info`. unfinished: the ids in use.
+
+    Raises PromptTooLongError, TooManyImagesError, or InvalidRequestError for an id in use, an empty prompt, a token id
+    outside of the vocabulary or pictures that do not lie in the prompt.
+    """
+    if request.request_id in unfinished:
+        raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+    prompt = request.prompt
+    if not prompt.token_ids:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    if len(prompt.token_ids) > info.max_prompt_len:
+        raise PromptTooLongError(
+            f"the prompt has {len(prompt.token_ids)} tokens, pictures included, and at most {info.max_prompt_len} fit",
+            param="messages",
+        )
+    if prompt.images and not info.sees_images:
+        raise TooManyImagesError("this model cannot see pictures; send text only", param="messages")
+    _check_token_ids(prompt, info.vocab_size)
+    end = 0
+    for span in prompt.images:
+        if span.start < end or span.end > len(prompt.token_ids) or span.image.num_tokens < 1:
+            raise InvalidRequestError("the prompt's pictures overlap or do not fit into it", param="prompt")
+        end = span.end
+
+
+def _check_token_ids(prompt: Prompt, vocab_size: int) -> None:
+    """Placeholders may lie outside the vocabulary, text may not."""
+    if min(prompt.token_ids) >= 0 and max(prompt.token_ids) < vocab_size:
+        return
+    placeholders = {position for span in prompt.images for position in range(span.start, span.end)}
+    for position, token_id in enumerate(prompt.token_ids):
+        if token_id < 0 or (token_id >= vocab_size and position not in placeholders):
+            raise InvalidRequestError(
+                f"token id {token_id} at position {position} is not in the vocabulary of {vocab_size}", param="prompt"
+            )

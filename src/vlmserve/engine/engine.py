@@ -1,0 +1,193 @@
+"""The real engine: scheduler, caches and model, driven one synchronous step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from vlmserve.cache.blocks import BlockPool
+from vlmserve.cache.encoder import EncoderCache
+from vlmserve.config import EngineConfig
+from vlmserve.engine.admission import check_request
+from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.runner.memory import free_memory, num_kv_blocks
+from vlmserve.runner.runner import ModelRunner, RunTimings
+from vlmserve.sampling.sampler import draw_seed
+from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.sequence import Sequence
+from vlmserve.types import KEY_BYTES, EngineRequest, EngineStats, ImageInput, ModelInfo, RequestOutput
+
+
+@dataclass(slots=True)
+class StepTimings:
+    """Seconds of the last step: `schedule` covers planning before and bookkeeping after the run."""
+
+    schedule: float = 0.0
+    run: RunTimings = field(default_factory=RunTimings)
+
+    @property
+    def overhead(self) -> float:
+        """What the step cost outside the models."""
+        return self.schedule + self.run.build + self.run.sample
+
+
+class Engine:
+    """`VLMEngine` over a loaded model.
+
+    Raises ModelLoadError for a checkpoint that cannot be served, ConfigurationError for settings that do not fit.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
+        from vlmserve.models.hub import resolve_model
+        from vlmserve.models.registry import load_model
+
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        folder = resolve_model(config.model, config.revision) if folder is None else folder
+        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        self._setup(config, load_model(folder, device=choose_device(config.device), dtype=dtype))
+
+    @classmethod
+    def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
+        """An engine over a model that is in memory already."""
+        engine = cls.__new__(cls)
+        engine._setup(config, model)
+        return engine
+
+    def _setup(self, config: EngineConfig, model: LoadedModel) -> None:
+        language_model = model.language_model
+        block_bytes = language_model.cache_bytes_per_block(config.block_size)
+        max_model_len = _max_model_len(config, model)
+        num_blocks = num_kv_blocks(
+            budget=config.kv_cache_memory or free_memory(model.device, config.memory_fraction),
+            bytes_per_block=block_bytes,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self._config = config
+        self._end_token_ids = model.end_token_ids
+        self._max_len = min(max_model_len, num_blocks * config.block_size)
+        self._image_token_bytes = language_model.hidden_size * model.dtype.itemsize
+        self._num_added = 0
+        self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
+        self.timings = StepTimings()
+        self._runner = ModelRunner(model, num_blocks, config.block_size)
+        self._scheduler = Scheduler(
+            pool=BlockPool(num_blocks),
+            encoder_cache=EncoderCache(config.encoder_cache_memory),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_encoded_images=config.max_encoded_images,
+            image_token_bytes=self._image_token_bytes,
+        )
+        self._info = ModelInfo(
+            name=config.model,
+            architecture=model.architecture,
+            max_model_len=max_model_len,
+            vocab_size=language_model.vocab_size,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            num_parameters=model.num_parameters,
+            max_prompt_len=self._max_len - 1,
+            kv_cache_bytes=num_blocks * block_bytes,
+            sees_images=model.vision is not None,
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def add(self, request: EngineRequest) -> None:
+        check_request(request, self._info, self._scheduler)
+        if len(self._scheduler.waiting) >= self._config.max_waiting:
+            raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
+        for span in request.prompt.images:
+            self._check_image(span.image)
+        seed = request.params.seed
+        self._scheduler.add(
+            Sequence(
+                request,
+                seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
+                max_len=self._max_len,
+                end_token_ids=self._end_token_ids,
+            )
+        )
+        self._num_added += 1
+
+    def step(self) -> list[RequestOutput]:
+        started = time.perf_counter()
+        step = self._scheduler.schedule()
+        if not step.chunks:
+            return []
+        planned = time.perf_counter()
+        tokens = self._runner.run(step)
+        ran = time.perf_counter()
+        prompt_tokens = sum(
+            min(chunk.num_tokens, max(0, chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed))
+            for chunk in step.chunks
+        )
+        outputs = self._scheduler.update(step, tokens)
+        self._prompt_tokens += prompt_tokens
+        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
+        self._images_encoded += len(step.encode)
+        self._steps += 1
+        self.timings = StepTimings(planned - started + time.perf_counter() - ran, self._runner.timings)
+        return outputs
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self._scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        return len(self._scheduler) > 0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_blocks_total=self._scheduler.pool.num_blocks,
+            kv_blocks_used=self._scheduler.pool.num_used,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=self._scheduler.num_preemptions,
+            images_encoded=self._images_encoded,
+            steps=self._steps,
+        )
+
+    def _check_image(self, image: ImageInput) -> None:
+        if len(image.key) != KEY_BYTES:
+            raise InvalidRequestError(f"a picture's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
+        if image.num_tokens * self._image_token_bytes > self._config.encoder_cache_memory:
+            raise InvalidRequestError(
+                f"a picture of {image.num_tokens} tokens does not fit into the encoder cache; "
+                "raise --encoder-cache-memory",
+                param="messages",
+            )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" prefers a GPU. Raises ConfigurationError if the machine lacks it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigurationError("--device mps: torch cannot use Metal on this machine")
+    return device
+
+
+def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
+    if config.max_model_len is None:
+        return model.max_position
+    if config.max_model_len > model.max_position:
+        raise ConfigurationError(
+            f"--max-model-len {config.max_model_len} is more than the model's {model.max_position} positions"
+        )
+    return config.max_model_len

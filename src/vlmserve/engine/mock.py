@@ -1,0 +1,215 @@
+"""An engine without a model: deterministic text at a settable speed, for tests and for load tests of the rest."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from vlmserve.config import EngineConfig
+from vlmserve.engine.admission import check_request
+from vlmserve.errors import CheckpointNotFoundError, OverloadedError
+from vlmserve.types import EngineRequest, EngineStats, ModelInfo, RequestOutput
+
+_WORDS = (
+    "a the one two three four five red green blue yellow orange purple black white small large round square circle "
+    "triangle star picture shows there is are on left right top bottom middle of and with next to above below dog cat"
+)
+_DEFAULT_CONTEXT = 4096
+_LONGEST_NAP = 0.01
+"""Seconds a step may sleep when nothing is due, so that adds and aborts are noticed."""
+
+
+class _Answer:
+    """One request under way. due: when its first token may come, on the clock of `time.monotonic`."""
+
+    __slots__ = ("due", "length", "produced", "request", "room", "tokens")
+
+    def __init__(self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int) -> None:
+        walk = [words[byte % len(words)] for byte in digest]
+        self.request = request
+        self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
+        self.length = max(request.params.min_tokens, sum(map(len, walk[: 4 + digest[-1] % 24])))
+        self.room = min(room, request.params.max_tokens or room)
+        self.produced = 0
+        self.due = 0.0
+
+    def advance(self, eos_token_ids: frozenset[int]) -> RequestOutput:
+        """Produce one token, or end."""
+        params, request_id = self.request.params, self.request.request_id
+        if self.produced >= self.length and not params.ignore_eos and eos_token_ids:
+            return RequestOutput(request_id, [], "stop", min(eos_token_ids))
+        token = next(self.tokens)
+        if token in params.stop_token_ids:
+            if self.produced >= params.min_tokens:
+                return RequestOutput(request_id, [], "stop", token)
+            token = next((t for t in itertools.islice(self.tokens, 256) if t not in params.stop_token_ids), token)
+        self.produced += 1
+        return RequestOutput(request_id, [token], "length" if self.produced >= self.room else None)
+
+
+class MockEngine:
+    """A `VLMEngine` that answers words chosen by the prompt's tokens and pictures and by the seed.
+
+    It batches continuously: a step takes `mock_tpot` seconds however many requests run, up to `max_num_seqs`, and a
+    request's first token comes `mock_ttft` seconds after it began to run. Greedy requests ignore their seed.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
+        """Raises CheckpointNotFoundError for a model folder without a tokenizer.json."""
+        if folder is None:
+            from vlmserve.models.hub import resolve_model
+
+            folder = resolve_model(config.model, config.revision)
+        self._config = config
+        self._words, vocab_size = _read_tokenizer(folder)
+        self._eos_token_ids = _eos_token_ids(folder)
+        self._info = _model_info(config, folder, vocab_size)
+        self._unfinished: dict[str, _Answer] = {}
+        self._waiting: deque[_Answer] = deque()
+        self._running: dict[str, _Answer] = {}
+        self._next_tick = 0.0
+        self._prompt_tokens = self._generation_tokens = self._images = self._steps = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def add(self, request: EngineRequest) -> None:
+        check_request(request, self._info, self._unfinished)
+        if len(self._waiting) >= self._config.max_waiting:
+            raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
+        prompt_len = len(request.prompt.token_ids)
+        answer = _Answer(request, self._words, self._digest(request), self._info.max_model_len - prompt_len)
+        self._unfinished[request.request_id] = answer
+        self._waiting.append(answer)
+
+    def step(self) -> list[RequestOutput]:
+        self._admit()
+        if not self._running:
+            return []
+        self._steps += 1
+        if not self._sleep_until_due():
+            return []
+        now = time.monotonic() + self._config.mock_tpot / 2
+        outputs = [answer.advance(self._eos_token_ids) for answer in self._running.values() if answer.due <= now]
+        for output in outputs:
+            self._generation_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                del self._running[output.request_id], self._unfinished[output.request_id]
+        return outputs
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        aborted = {request_id for request_id in request_ids if self._unfinished.pop(request_id, None) is not None}
+        waiting = aborted - self._running.keys()
+        for request_id in aborted - waiting:
+            del self._running[request_id]
+        if waiting:
+            self._waiting = deque(a for a in self._waiting if a.request.request_id not in waiting)
+
+    def has_work(self) -> bool:
+        return bool(self._unfinished)
+
+    def stats(self) -> EngineStats:
+        size = self._config.block_size
+        used = sum(-(-(len(a.request.prompt.token_ids) + a.produced) // size) for a in self._running.values())
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_blocks_total=self._config.max_num_seqs * -(-self._info.max_model_len // size),
+            kv_blocks_used=used,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            images_encoded=self._images,
+            steps=self._steps,
+        )
+
+    def _admit(self) -> None:
+        now = time.monotonic()
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            answer = self._waiting.popleft()
+            answer.due = now + self._config.mock_ttft
+            self._running[answer.request.request_id] = answer
+            self._prompt_tokens += len(answer.request.prompt.token_ids)
+            self._images += len(answer.request.prompt.images)
+
+    def _sleep_until_due(self) -> bool:
+        """Sleep until the next tick at which something is due; False if that is too far away."""
+        tpot = self._config.mock_tpot
+        if not (tpot or self._config.mock_ttft):
+            return True
+        now = time.monotonic()
+        wake = max(self._next_tick, min(answer.due for answer in self._running.values()) - tpot / 2)
+        nap = wake - now
+        if nap > max(tpot, _LONGEST_NAP):
+            time.sleep(max(tpot, _LONGEST_NAP))
+            return False
+        if nap > 0:
+            time.sleep(nap)
+        # Ticks keep their rhythm while they can, so that the time spent between steps does not slow the mock down.
+        self._next_tick = max(wake, now - tpot) + tpot
+        return True
+
+    def _digest(self, request: EngineRequest) -> bytes:
+        params = request.params
+        seed = 0 if params.temperature == 0 else self._config.seed if params.seed is None else params.seed + 1
+        pictures = [(span.image.key, span.start) for span in request.prompt.images]
+        return blake3(msgspec.msgpack.encode((request.prompt.token_ids, pictures, seed))).digest()
+
+
+def _read_tokenizer(folder: Path) -> tuple[list[list[int]], int]:
+    """The words that answers are made of, as token ids, and the vocabulary's size."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"{folder} has no tokenizer.json, which the mock engine takes its text from")
+    tokenizer = Tokenizer.from_file(str(path))
+    words: list[list[int]] = []
+    for word in _WORDS.split():
+        once = tokenizer.encode(word, add_special_tokens=False).ids
+        token_ids = tokenizer.encode(f"{word} {word}", add_special_tokens=False).ids[len(once) :]
+        if tokenizer.decode(token_ids).strip() == word:
+            words.append(token_ids)
+    vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+    return words or [[token_id] for token_id in range(vocab_size)], vocab_size
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+
+
+def _eos_token_ids(folder: Path) -> frozenset[int]:
+    config = _read_json(folder / "config.json")
+    places = (_read_json(folder / "generation_config.json"), config, config.get("text_config") or {})
+    for place in places:
+        eos = place.get("eos_token_id")
+        if eos is not None:
+            return frozenset(eos if isinstance(eos, list) else [eos])
+    return frozenset()
+
+
+def _model_info(config: EngineConfig, folder: Path, vocab_size: int) -> ModelInfo:
+    checkpoint = _read_json(folder / "config.json")
+    text = checkpoint.get("text_config") or checkpoint
+    own_context = int(text.get("max_position_embeddings") or _DEFAULT_CONTEXT)
+    context = min(config.max_model_len or own_context, own_context)
+    return ModelInfo(
+        name=config.model,
+        architecture="mock",
+        max_model_len=context,
+        vocab_size=max(vocab_size, int(text.get("vocab_size") or 0)),
+        dtype="float32" if config.dtype == "auto" else config.dtype,
+        device="cpu",
+        num_parameters=0,
+        max_prompt_len=context - 1,
+        kv_cache_bytes=0,
+        sees_images="vision_config" in checkpoint,
+    )

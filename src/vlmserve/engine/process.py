@@ -1,0 +1,231 @@
+"""The engine in a process of its own: what the parent holds, and what runs in the child.
+
+The child reads its settings from its standard input and keeps that pipe open: when the parent dies, however it dies,
+the pipe closes and the child exits. Messages go over a ZeroMQ PAIR socket in a private folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from vlmserve.config import EngineConfig
+from vlmserve.engine import create_engine
+from vlmserve.engine.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Failed,
+    Failure,
+    Fatal,
+    FromEngine,
+    Outputs,
+    Ready,
+    Shutdown,
+    decode_to_engine,
+    encode,
+)
+from vlmserve.engine.protocol import VLMEngine
+from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
+
+logger = logging.getLogger(__name__)
+
+_MAX_SOCKET_PATH = 100
+"""Characters of a Unix socket's path that every system allows."""
+_MAX_MESSAGES_PER_STEP = 512
+_LINGER_MS = 2000
+_STDERR = 2
+
+
+class _Launch(msgspec.Struct, frozen=True):
+    """The child's settings, one line of JSON."""
+
+    endpoint: str
+    config: str
+    folder: str | None
+    log_level: int
+
+
+class EngineProcess:
+    """The parent's handle on an engine process. It must be closed; the child also exits when its parent does."""
+
+    def __init__(self, process: subprocess.Popen[bytes], directory: Path) -> None:
+        self._process = process
+        self._directory = directory
+        self.endpoint = _endpoint(directory)
+
+    @classmethod
+    def launch(cls, config: EngineConfig, folder: Path | None = None) -> EngineProcess:
+        """Start the child and return at once; it connects to `endpoint` and loads the model.
+
+        folder: the checkpoint, if `config.model` is resolved already.
+        """
+        directory = Path(tempfile.mkdtemp(prefix="vlmserve-"))
+        if len(str(directory)) > _MAX_SOCKET_PATH - len("/engine"):
+            directory.rmdir()
+            directory = Path(tempfile.mkdtemp(prefix="vlmserve-", dir="/tmp"))
+        launch = _Launch(
+            endpoint=_endpoint(directory),
+            config=config.model_dump_json(),
+            folder=None if folder is None else str(folder),
+            log_level=logging.getLogger().getEffectiveLevel(),
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "vlmserve.engine.process"],
+            stdin=subprocess.PIPE,
+            stdout=_STDERR,  # the parent's output may be an answer that somebody pipes on
+            env=_environment(),
+            process_group=0,  # Ctrl-C in a terminal goes to the parent alone, which drains first
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(msgspec.json.encode(launch) + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            logger.debug("The engine process exited before it read its settings")
+        return cls(process, directory)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until the child is gone. Raises subprocess.TimeoutExpired."""
+        return self._process.wait(timeout)
+
+    def kill(self) -> None:
+        """End the child at once."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kill the child if it still runs, and remove what it left."""
+        if self.returncode is None:
+            self.kill()
+        self.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes]) -> None:
+    """Answer messages and step while there is work, until `Shutdown`. Exceptions of `step` pass through."""
+    while True:
+        # Blocks while idle: nothing is polled, and the parent's death ends the process from another thread.
+        socket.poll(0 if engine.has_work() else None)
+        accepted: list[str] = []
+        aborted = False
+        for _ in range(_MAX_MESSAGES_PER_STEP):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            match decode_to_engine([frame.buffer for frame in frames]):
+                case Add(request):
+                    try:
+                        engine.add(request)
+                    except VLMServeError as error:
+                        _send(socket, Failed(request.request_id, Failure.of(error)))
+                    else:
+                        accepted.append(request.request_id)
+                case Abort(request_ids):
+                    engine.abort(request_ids)
+                    aborted = True
+                case Shutdown():
+                    return
+        if accepted:
+            _send(socket, Accepted(accepted))
+        if engine.has_work():
+            outputs = engine.step()
+            _send(socket, Outputs(outputs, engine.stats()))
+        elif aborted:
+            _send(socket, Outputs([], engine.stats()))
+
+
+def main() -> int:
+    """The child: load, serve, exit."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the parent says when to stop
+        signal.signal(ignored, signal.SIG_IGN)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Launch)
+    logging.basicConfig(level=launch.log_level, format="%(asctime)s engine %(message)s", datefmt="%H:%M:%S")
+    threading.Thread(target=_exit_with_parent, args=(launch.endpoint,), daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set(zmq.LINGER, _LINGER_MS)
+    socket.set(zmq.RECONNECT_IVL, 10)
+    socket.connect(launch.endpoint)
+    try:
+        return _load_and_serve(launch, socket)
+    finally:
+        socket.close()
+        context.term()
+
+
+def _load_and_serve(launch: _Launch, socket: zmq.Socket[bytes]) -> int:
+    config = EngineConfig.model_validate_json(launch.config)
+    try:
+        engine = create_engine(config, None if launch.folder is None else Path(launch.folder))
+    except (ModelLoadError, ConfigurationError) as error:
+        _send(socket, Fatal(Failure.of(error)))
+        return 1
+    except Exception as error:
+        logger.exception("The model could not be loaded")
+        _send(socket, Fatal(Failure.of(ModelLoadError(f"{config.model} could not be loaded: {_describe(error)}"))))
+        return 1
+    _send(socket, Ready(engine.info))
+    try:
+        serve_engine(engine, socket)
+    except Exception as error:
+        logger.exception("The engine failed")
+        _send(socket, Fatal(Failure.of(EngineDeadError(f"The engine failed: {_describe(error)}"))))
+        return 1
+    return 0
+
+
+def _send(socket: zmq.Socket[bytes], message: FromEngine) -> None:
+    socket.send_multipart(encode(message))
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _exit_with_parent(endpoint: str) -> None:
+    """Block until the parent's end of standard input closes, then leave without further ado."""
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
+    os._exit(0)
+
+
+def _endpoint(directory: Path) -> str:
+    return f"ipc://{directory}/engine"
+
+
+def _environment() -> dict[str, str]:
+    """The child's environment: it must find this very package, wherever the parent has it from."""
+    root = str(Path(__file__).parents[2])
+    environment = dict(os.environ)
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        paths = [root, environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+if __name__ == "__main__":
+    sys.exit(main())

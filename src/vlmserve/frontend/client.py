@@ -1,0 +1,338 @@
+"""The asynchronous client of an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+
+from vlmserve.config import EngineConfig
+from vlmserve.engine.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Failed,
+    Fatal,
+    Outputs,
+    Ready,
+    Shutdown,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from vlmserve.engine.process import EngineProcess
+from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
+from vlmserve.types import EngineRequest, EngineStats, ModelInfo, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+_LOAD_TIMEOUT = 3600.0
+_LOAD_NOTICE = 10.0
+_EXIT_TIMEOUT = 5.0
+_LAST_WORDS = 1.0
+"""Seconds to wait for the message that says why the engine process exited."""
+
+
+class EngineStream:
+    """The outputs of one request, in order. Outputs that came while nobody waited arrive as one.
+
+    Iterating raises EngineDeadError or UnavailableError when the engine is gone. Close it to abort the request.
+    """
+
+    def __init__(self, request_id: str, forget: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._forget = forget
+        self._news = asyncio.Event()
+        self._accepted = False
+        self._pending: RequestOutput | None = None
+        self._error: Callable[[], VLMServeError] | None = None
+        self._ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        while (output := self._pending) is None:
+            await self._wait()
+        self._pending = None
+        self._ended = output.finish_reason is not None
+        return output
+
+    def close(self) -> None:
+        """Abort the request in the engine unless it has ended."""
+        self._ended = True
+        self._forget(self.request_id)
+
+    async def _acceptance(self) -> None:
+        while not (self._accepted or self._pending):
+            await self._wait()
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error()
+        self._news.clear()
+        await self._news.wait()
+
+    def accept(self) -> None:
+        """The engine queued the request."""
+        self._accepted = True
+        self._news.set()
+
+    def put(self, output: RequestOutput) -> None:
+        """The engine produced something."""
+        if self._pending is not None:
+            output = RequestOutput(
+                output.request_id,
+                self._pending.token_ids + output.token_ids,
+                output.finish_reason,
+                output.stop_token_id,
+                output.error,
+            )
+        self._pending = output
+        self._news.set()
+
+    def fail(self, error: Callable[[], VLMServeError]) -> None:
+        """Nothing more will come. error: makes a fresh exception for every place that raises it."""
+        self._error = error
+        self._news.set()
+
+
+class EngineClient:
+    """Owns an engine process and talks to it from one event loop. Make one with `start`, and close it."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 0)
+        self._streams: dict[str, EngineStream] = {}
+        self._sends: set[asyncio.Future[Any]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
+        self._last_words: asyncio.Future[VLMServeError] = self._loop.create_future()
+        self._exited = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._death: str | None = None
+        self._closing = False
+        self.stats = EngineStats()
+        """The engine's latest snapshot."""
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        folder: Path | None = None,
+        *,
+        process: EngineProcess | None = None,
+        timeout: float = _LOAD_TIMEOUT,
+    ) -> Self:
+        """Start an engine process, or take one that was launched, and wait until its model is loaded.
+
+        folder: the checkpoint, if `config.model` is resolved already. timeout: seconds to wait.
+        Raises ModelLoadError or ConfigurationError as the engine did; EngineDeadError if it just exited.
+        """
+        client = cls(process or EngineProcess.launch(config, folder))
+        try:
+            await client._wait_until_ready(config.model, timeout)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is loaded."""
+        return self._ready.result()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be answered."""
+        return self._death is None and not self._closing
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine process is gone."""
+        return self._death
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait for an answer."""
+        return len(self._streams)
+
+    async def submit(self, request: EngineRequest) -> EngineStream:
+        """Send a request and wait until the engine took it, which is at most one step.
+
+        The stream must be closed. Raises what `VLMEngine.add` does, EngineDeadError, UnavailableError while closing.
+        """
+        if not self.alive:
+            raise self._gone()
+        if request.request_id in self._streams:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        stream = EngineStream(request.request_id, self._forget)
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        self._send(Add(request))
+        try:
+            await stream._acceptance()
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request; closing the generator aborts it. Raises as `submit`, also later on."""
+        stream = await self.submit(request)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    def fail_all(self, error: Callable[[], VLMServeError]) -> None:
+        """Abort every request; whoever waits for one gets this error."""
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+            self._forget(stream.request_id)
+
+    async def close(self, grace: float = 0.0) -> None:
+        """Take no more requests, give running ones `grace` seconds, then stop the process."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        self.fail_all(lambda: UnavailableError("The engine was closed before the answer was complete"))
+        if self._ready.done() and not self._exited.is_set():
+            self._send(Shutdown())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exited.wait(), _EXIT_TIMEOUT)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+        if self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()  # seen: nobody else may have asked for it
+        self._process.close()
+
+    async def _wait_until_ready(self, model: str, timeout: float) -> None:
+        self._socket.bind(self._process.endpoint)
+        self._tasks = [self._task(self._receive()), self._task(self._watch())]
+        threading.Thread(target=self._wait_for_exit, daemon=True).start()
+        started = time.monotonic()
+        while not self._ready.done():
+            waited = time.monotonic() - started
+            if waited >= timeout:
+                raise ModelLoadError(f"{model} was not loaded within {timeout:.0f} s")
+            if waited >= _LOAD_NOTICE:
+                logger.info("Still loading %s (%.0f s)", model, waited)
+            await asyncio.wait([self._ready], timeout=min(_LOAD_NOTICE, timeout - waited))
+        self._ready.result()
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        task.add_done_callback(self._check_task)
+        return task
+
+    def _check_task(self, task: asyncio.Task[None]) -> None:
+        """Without this task nothing would ever be answered, so the engine has to go too."""
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("The engine's messages cannot be read", exc_info=task.exception())
+            self._process.kill()
+
+    def _wait_for_exit(self) -> None:
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the event loop is closed already
+            self._loop.call_soon_threadsafe(self._exited.set)
+
+    async def _watch(self) -> None:
+        """Fail everything as soon as the process is gone."""
+        await self._exited.wait()
+        if self._closing:
+            return
+        code = self._process.returncode
+        assert code is not None
+        error: VLMServeError | None = None
+        if code >= 0:
+            with contextlib.suppress(TimeoutError):
+                error = await asyncio.wait_for(asyncio.shield(self._last_words), _LAST_WORDS)
+        if error is None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            error = EngineDeadError(f"The engine process {how}")
+        self._death = str(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        else:
+            logger.error("%s; %d requests fail", error, len(self._streams))
+        self.fail_all(self._gone)
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            match decode_from_engine(frames[0]):
+                case Outputs(outputs, stats):
+                    self.stats = stats
+                    for output in outputs:
+                        self._dispatch(output)
+                case Accepted(request_ids):
+                    for request_id in request_ids:
+                        if request_id in self._streams:
+                            self._streams[request_id].accept()
+                case Failed(request_id, failure):
+                    self._end(request_id, failure.error)
+                case Ready(info):
+                    self._ready.set_result(info)
+                case Fatal(failure):
+                    self._last_words.set_result(failure.error())
+
+    def _dispatch(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:  # aborted while the output was on its way
+            return
+        if output.finish_reason is not None:
+            self._drop(output.request_id)
+        stream.put(output)
+
+    def _end(self, request_id: str, error: Callable[[], VLMServeError]) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._drop(request_id)
+            stream.fail(error)
+
+    def _forget(self, request_id: str) -> None:
+        """Abort a request that has not ended."""
+        if request_id in self._streams:
+            self._drop(request_id)
+            if self._death is None and not self._exited.is_set():
+                self._send(Abort([request_id]))
+
+    def _drop(self, request_id: str) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
+
+    def _gone(self) -> VLMServeError:
+        if self._death is not None:
+            return EngineDeadError(self._death)
+        return UnavailableError("The engine is being closed")
+
+    def _send(self, message: ToEngine) -> None:
+        """Hand a message over, in order; pictures are not copied. It leaves as soon as the engine takes it."""
+        sending = asyncio.ensure_future(self._socket.send_multipart(encode(message), copy=False))
+        self._sends.add(sending)
+        sending.add_done_callback(self._sends.discard)

@@ -1,0 +1,365 @@
+"""Paged attention in plain torch operations: the reference that runs on any device, and the default on a CPU.
+
+Keys and values lie as ``[blocks, kv_heads, block_size, head_size]``, so that one row of ``[blocks * kv_heads,
+block_size * head_size]`` is a contiguous piece of one head's history. Gathering such rows in the order sequence, head,
+block gives the contiguous ``[sequences * kv_heads, length, head_size]`` that a batched matrix product wants, with the
+query heads of a group as its rows: keys and values are copied once and never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+
+# What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
+# multiplying of one token's keys and values.
+BUCKET_COST = 512
+# Up to this many decodes the fused operator beats separate products, whose fixed costs are higher.
+FUSED_DECODES = 2
+# Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips the keys no row can see.
+ROWS_PER_MASK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Decodes of similar length, padded to the longest.
+
+    start, end: which rows of the ordered decodes. gather: cache rows of its blocks, sequence by head by block.
+    length: tokens after padding. mask: float32 ``[sequences, 1, 1, length]``, None if nothing is padded.
+    """
+
+    start: int
+    end: int
+    gather: Tensor
+    length: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """A sequence with several new tokens.
+
+    start, end: its query rows. gather: cache rows of its blocks, None if all its context is in this step.
+    key_start: position of the first gathered token. context: tokens in the cache after this step.
+    masked: whether a row sees anything else than all rows up to its own.
+    """
+
+    start: int
+    end: int
+    gather: Tensor | None
+    key_start: int
+    context: int
+    masked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What layers of one geometry share in a step.
+
+    write: cache row (one token of one head) of each new key. order: decodes sorted by length, None if they stay as they
+    are. mask: ``[rows, length]`` additive, right aligned: element ``[-1 - i, -1 - j]`` is for a query and a key that
+    lie i and j tokens before the newest. workspace: where gathered blocks go, one bucket's or chunk's after the other;
+    memory taken anew for each would cost more in page faults than the copying itself.
+    """
+
+    write: Tensor
+    order: Tensor | None
+    buckets: list[DecodeBucket]
+    chunks: list[PromptChunk]
+    mask: Tensor | None
+    workspace: Tensor
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's plans, made when the first layer of a geometry asks."""
+
+    layers: dict[tuple[AttentionSpec, torch.dtype], LayerPlan] = field(default_factory=dict)
+
+
+class TorchReference:
+    """Attention over a flat batch of decodes and prompt chunks. An `AttentionBackend`."""
+
+    name = "torch"
+
+    def allocate(
+        self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """A zeroed cache of one layer."""
+        shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
+        return LayerCache(
+            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), block_size
+        )
+
+    def prepare(self, metadata: BatchMetadata, block_size: int) -> StepPlan:
+        """An empty plan: what a layer needs depends on its geometry, so `attend` fills it in once for each."""
+        return StepPlan()
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
+
+        query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
+        """
+        assert isinstance(plan, StepPlan)
+        layer = plan.layers.get((spec, query.dtype))
+        if layer is None:
+            layer = plan.layers[spec, query.dtype] = _plan_layer(metadata, cache.block_size, spec, query)
+        cache.keys.view(-1, spec.head_size).index_copy_(0, layer.write, key.reshape(-1, spec.head_size))
+        cache.values.view(-1, spec.head_size).index_copy_(0, layer.write, value.reshape(-1, spec.head_size))
+
+        output = query.new_empty(query.shape[0], spec.num_heads, spec.head_size)
+        if layer.buckets:
+            _attend_decodes(query[: metadata.num_decodes], cache, spec, layer, output)
+        for chunk in layer.chunks:
+            _attend_chunk(query, key, value, cache, spec, chunk, layer, output)
+        return output.view(query.shape[0], -1)
+
+
+def _attend_decodes(query: Tensor, cache: LayerCache, spec: AttentionSpec, layer: LayerPlan, output: Tensor) -> None:
+    count = query.shape[0]
+    if layer.order is not None:
+        query = query.index_select(0, layer.order)
+    # [sequences * kv_heads, query heads of a group, head_size]
+    grouped = query.reshape(count * spec.num_kv_heads, -1, spec.head_size)
+    attended = output[:count] if layer.order is None else output.new_empty(count, *output.shape[1:])
+    by_group = attended.view(grouped.shape)
+    for bucket in layer.buckets:
+        rows = slice(bucket.start * spec.num_kv_heads, bucket.end * spec.num_kv_heads)
+        keys = _gather(cache.keys, bucket.gather, layer.workspace[0], rows.stop - rows.start)
+        values = _gather(cache.values, bucket.gather, layer.workspace[1], rows.stop - rows.start)
+        _attend_bucket(grouped[rows], keys, values, spec, bucket, by_group[rows])
+    if layer.order is not None:
+        output.index_copy_(0, layer.order, attended)
+
+
+def _attend_bucket(
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, bucket: DecodeBucket, output: Tensor
+) -> None:
+    """``[sequences * kv_heads, group, head_size]`` over as many ``[length, head_size]``, into `output`."""
+    shape = (bucket.end - bucket.start, spec.num_kv_heads, -1)
+    if bucket.end - bucket.start <= FUSED_DECODES and spec.soft_cap is None:
+        attended = F.scaled_dot_product_attention(
+            query.view(*shape, spec.head_size),
+            keys.view(*shape, spec.head_size),
+            values.view(*shape, spec.head_size),
+            attn_mask=None if bucket.mask is None else bucket.mask.to(query.dtype),
+            scale=spec.scale,
+        )
+        output.copy_(attended.view(output.shape))
+        return
+    scores = _scores(query, keys)
+    if spec.soft_cap is None:
+        scores.mul_(spec.scale)
+    else:
+        scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if bucket.mask is not None:
+        scores.view(*shape, bucket.length).add_(bucket.mask)
+    torch.bmm(torch.softmax(scores, -1).to(query.dtype), values, out=output)
+
+
+def _scores(query: Tensor, keys: Tensor) -> Tensor:
+    """``[batch, rows, head_size]`` times ``[batch, length, head_size]`` to float32 ``[batch, rows, length]``."""
+    transposed = keys.transpose(1, 2)
+    scores = torch.bmm(query, transposed)
+    if query.dtype == torch.float32:
+        return scores
+    # A product of 16-bit matrices sums in float32 but rounds its result to 16 bits, too coarse for large scores. The
+    # second product finds what that rounding lost, which is cheap while the keys are still in the processor's cache.
+    lost = torch.baddbmm(scores, query, transposed, beta=-1)
+    return scores.float().add_(lost)
+
+
+def _attend_chunk(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: LayerCache,
+    spec: AttentionSpec,
+    chunk: PromptChunk,
+    layer: LayerPlan,
+    output: Tensor,
+) -> None:
+    rows = slice(chunk.start, chunk.end)
+    queries = query[rows].transpose(0, 1)
+    if chunk.gather is None:
+        keys, values = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
+    else:
+        keys = _gather(cache.keys, chunk.gather, layer.workspace[0], spec.num_kv_heads)
+        values = _gather(cache.values, chunk.gather, layer.workspace[1], spec.num_kv_heads)
+    result = output[rows].transpose(0, 1)
+    if not chunk.masked:
+        result.copy_(_dot_product_attention(queries, keys, values, spec, None))
+        return
+    mask = layer.mask
+    assert mask is not None
+    for first, last, low, high in _row_groups(chunk, spec.window):
+        bias = mask[-(last - first) :, mask.shape[1] - (high - low) :]
+        seen = slice(low - chunk.key_start, high - chunk.key_start)
+        attention = _capped_attention if spec.soft_cap is not None else _dot_product_attention
+        result[:, first:last] = attention(queries[:, first:last], keys[:, seen], values[:, seen], spec, bias)
+
+
+def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Query rows ``first <= row < last`` of a chunk with the positions ``low <= key < high`` that they can see."""
+    length = chunk.end - chunk.start
+    before = chunk.context - length
+    for first in range(0, length, ROWS_PER_MASK):
+        last = min(first + ROWS_PER_MASK, length)
+        low = 0 if window is None else max(0, before + first - window + 1)
+        yield first, last, low, before + last
+
+
+def _dot_product_attention(
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor | None
+) -> Tensor:
+    """``[heads, rows, head_size]`` over ``[kv_heads, length, head_size]``; without a mask, causal from the start."""
+    return F.scaled_dot_product_attention(
+        query[None],
+        keys[None],
+        values[None],
+        attn_mask=None if mask is None else mask[None, None],
+        is_causal=mask is None,
+        scale=spec.scale,
+        enable_gqa=spec.num_heads != spec.num_kv_heads,
+    )[0]
+
+
+def _capped_attention(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor) -> Tensor:
+    """The same with capped scores, which the fused operator does not know."""
+    assert spec.soft_cap is not None
+    heads, rows, size = query.shape
+    grouped = query.reshape(spec.num_kv_heads, -1, size)
+    scores = _scores(grouped, keys).mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    scores = scores.view(heads, rows, -1) + mask
+    weights = torch.softmax(scores, -1).to(query.dtype)
+    return torch.bmm(weights.view(spec.num_kv_heads, -1, keys.shape[1]), values).view(heads, rows, size)
+
+
+def _gather(cache: Tensor, rows: Tensor, workspace: Tensor, batch: int) -> Tensor:
+    """Blocks of the cache as ``[batch, tokens, head_size]``, in `workspace`."""
+    blocks, heads, block_size, size = cache.shape
+    gathered = workspace[: len(rows)]
+    torch.index_select(cache.view(blocks * heads, block_size * size), 0, rows, out=gathered)
+    return gathered.view(batch, -1, size)
+
+
+def _plan_layer(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, query: Tensor) -> LayerPlan:
+    heads = spec.num_kv_heads
+    device = query.device
+    slots = metadata.slot_mapping
+    first_row = (slots // block_size) * (heads * block_size) + slots % block_size
+    write = (first_row[:, None] + torch.arange(heads, device=device) * block_size).view(-1)
+
+    order, bounds = _bucket_decodes(metadata.host_context_lens[: metadata.num_decodes], device.type)
+    buckets = [_plan_bucket(metadata, block_size, spec, order, start, end) for start, end in bounds]
+    chunks = _plan_chunks(metadata, block_size, spec)
+    gathers = [bucket.gather for bucket in buckets] + [chunk.gather for chunk in chunks if chunk.gather is not None]
+    largest = max((len(gather) for gather in gathers), default=0)
+    return LayerPlan(
+        write,
+        None if order is None else torch.tensor(order, device=device),
+        buckets,
+        chunks,
+        _chunk_mask(chunks, spec, query),
+        query.new_empty(2, largest, block_size * spec.head_size),
+    )
+
+
+def _bucket_decodes(lengths: list[int], device_type: str) -> tuple[list[int] | None, list[tuple[int, int]]]:
+    """Cut decodes into groups that are worth padding together.
+
+    Returns the order that they are cut in, None if that is their own, and the bounds of each group.
+    """
+    if device_type != "cpu" or not lengths:
+        return None, [(0, len(lengths))] if lengths else []
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    bounds, start, padding = [], 0, 0
+    for i, sequence in enumerate(order):
+        padding += lengths[order[start]] - lengths[sequence]
+        if padding > BUCKET_COST:
+            bounds.append((start, i))
+            start, padding = i, 0
+    if not bounds:
+        return None, [(0, len(lengths))]
+    return order, [*bounds, (start, len(lengths))]
+
+
+def _plan_bucket(
+    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, order: list[int] | None, start: int, end: int
+) -> DecodeBucket:
+    tables = metadata.block_tables
+    sequences = list(range(start, end)) if order is None else order[start:end]
+    contexts = [metadata.host_context_lens[s] for s in sequences]
+    starts = [0 if spec.window is None else max(0, c - spec.window) // block_size * block_size for c in contexts]
+    # Whole blocks: the matrix product would first copy a slice of them.
+    length = max(-(-(c - s) // block_size) for c, s in zip(contexts, starts, strict=True)) * block_size
+    device = tables.device
+    context = torch.tensor(contexts, device=device)[:, None]
+    first = torch.tensor(starts, device=device)[:, None]
+
+    columns = first // block_size + torch.arange(length // block_size, device=device)
+    # Padding repeats the sequence's own last block: whatever another sequence left behind, it stays its own.
+    columns = torch.minimum(columns, (context - 1) // block_size)
+    rows = tables[start:end] if order is None else tables[torch.tensor(sequences, device=device)]
+    blocks = rows.long().gather(1, columns)
+
+    positions = first + torch.arange(length, device=device)
+    seen = positions < context
+    if spec.window is not None:
+        seen &= positions >= context - spec.window
+    mask = None
+    if not seen.all():
+        mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None, None]
+    return DecodeBucket(start, end, _cache_rows(blocks, spec.num_kv_heads), length, mask)
+
+
+def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) -> list[PromptChunk]:
+    chunks = []
+    start = metadata.num_decodes
+    for sequence in range(metadata.num_decodes, len(metadata.query_lens)):
+        length, context = metadata.query_lens[sequence], metadata.host_context_lens[sequence]
+        key_start, gather = 0, None
+        if length < context:
+            oldest = 0 if spec.window is None else max(0, context - length - spec.window + 1)
+            key_start = oldest // block_size * block_size
+            blocks = metadata.block_tables[sequence, key_start // block_size : -(-context // block_size)]
+            gather = _cache_rows(blocks.long()[None], spec.num_kv_heads)
+        masked = gather is not None or spec.soft_cap is not None or (spec.window is not None and context > spec.window)
+        chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked))
+        start += length
+    return chunks
+
+
+def _chunk_mask(chunks: list[PromptChunk], spec: AttentionSpec, query: Tensor) -> Tensor | None:
+    """One mask that serves every masked chunk of a step."""
+    masked = [chunk for chunk in chunks if chunk.masked]
+    if not masked:
+        return None
+    rows = min(ROWS_PER_MASK, max(chunk.end - chunk.start for chunk in masked))
+    width = max(high - low for chunk in masked for _, _, low, high in _row_groups(chunk, spec.window))
+    age_of_query = torch.arange(rows - 1, -1, -1, device=query.device)[:, None]
+    age_of_key = torch.arange(width - 1, -1, -1, device=query.device)
+    hidden = age_of_key < age_of_query
+    if spec.window is not None:
+        hidden |= age_of_key - age_of_query >= spec.window
+    return torch.zeros(rows, width, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+
+
+def _cache_rows(blocks: Tensor, heads: int) -> Tensor:
+    """``[sequences, blocks]`` to rows of ``[blocks * heads, ...]`` in the order sequence, head, block."""
+    return (blocks[:, None] * heads + torch.arange(heads, device=blocks.device)[:, None]).reshape(-1)

@@ -1,0 +1,39 @@
+"""Activation functions under the names that Hugging Face configs give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.errors import UnsupportedModelError
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """The sigmoid approximation of GELU that CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": quick_gelu,
+}
+
+
+def activation(name: str) -> Activation:
+    """The function of that name. Raises UnsupportedModelError if there is none."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"activation {name!r} is not supported; known are {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]

@@ -1,0 +1,34 @@
+"""Normalizations over the last axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.layers.linear import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization, computed in float32 (https://arxiv.org/abs/1910.07467)."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalization with scale and shift (https://arxiv.org/abs/1607.06450)."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.bias = empty_parameter(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)

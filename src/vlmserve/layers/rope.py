@@ -1,0 +1,90 @@
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+
+SCALINGS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """How positions turn queries and keys.
+
+    size: elements of a head that turn. theta: the base of the wavelengths. scaling: one of `SCALINGS`.
+    factor: by how much scaling stretches the context. The rest is llama3's: wavelengths over ``original_context /
+    low_freq_factor`` are stretched, those under ``original_context / high_freq_factor`` are kept, others are blended.
+    """
+
+    size: int
+    theta: float
+    scaling: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    @classmethod
+    def from_config(cls, size: int, theta: float, scaling: Mapping[str, Any], max_position: int) -> RopeSpec:
+        """From ``rope_scaling`` (older checkpoints) or ``rope_parameters`` (transformers 5) of a config.json.
+
+        Raises UnsupportedModelError for a scaling that is not implemented, ModelLoadError for one that is incomplete.
+        """
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in SCALINGS:
+            raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(SCALINGS)}")
+        if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UnsupportedModelError("RoPE over a part of each head (partial_rotary_factor) is not supported")
+        theta = scaling.get("rope_theta", theta)
+        try:
+            if kind == "linear":
+                return cls(size, theta, kind, factor=scaling["factor"])
+            if kind == "llama3":
+                return cls(
+                    size,
+                    theta,
+                    kind,
+                    factor=scaling["factor"],
+                    low_freq_factor=scaling["low_freq_factor"],
+                    high_freq_factor=scaling["high_freq_factor"],
+                    original_context=scaling.get("original_max_position_embeddings", max_position),
+                )
+        except KeyError as error:
+            raise ModelLoadError(f"config.json: RoPE scaling {kind!r} lacks {error.args[0]!r}") from error
+        return cls(size, theta)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians a position, float32 ``[size / 2]``."""
+        exponents = torch.arange(0, self.size, 2, device=device).float() / self.size
+        frequencies = 1.0 / self.theta**exponents
+        if self.scaling == "linear":
+            return frequencies / self.factor
+        if self.scaling == "llama3":
+            wavelengths = 2 * math.pi / frequencies
+            kept = (self.original_context / wavelengths - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            kept = kept.clamp(0, 1)
+            return (1 - kept) * frequencies / self.factor + kept * frequencies
+        return frequencies
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines for `apply_rope`, ``[tokens, 1, size]`` each, once per step for all layers."""
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
+
+
+def apply_rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn ``[tokens, heads, size]``; element ``i`` pairs with ``i + size / 2``, as in Hugging Face checkpoints."""
+    cos, sin = tables
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -1,0 +1,126 @@
+"""One decoder for every family: an `ArchSpec` tells it what to be. Implements `LanguageModel`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.layers.activation import activation
+from vlmserve.layers.attention import Attention, StepContext
+from vlmserve.layers.linear import Embedding, Linear, MergedLinear
+from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.rope import rope_tables
+from vlmserve.models.spec import ArchSpec
+
+
+class GatedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        self.gate_up_proj = MergedLinear(spec.hidden_size, parts, bias=spec.mlp_bias, dtype=dtype, device=device)
+        self.down_proj = Linear(
+            spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, dtype=dtype, device=device
+        )
+        self.act = activation(spec.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        output: Tensor = self.down_proj(self.act(gate) * up)
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual. Modules are named as checkpoints name them."""
+
+    def __init__(
+        self, spec: ArchSpec, index: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.self_attn = Attention(
+            spec.hidden_size,
+            spec.attention[index],
+            backend,
+            qkv_bias=spec.qkv_bias,
+            output_bias=spec.output_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.mlp = GatedMLP(spec, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cache, step)
+        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return output
+
+
+class Decoder(nn.Module):
+    """A stack of layers over a flat batch and a paged cache. Parameters are empty until weights are loaded."""
+
+    def __init__(self, spec: ArchSpec, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.backend = backend
+        self.dtype = dtype
+        self.device = device
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, index, backend, dtype=dtype, device=device) for index in range(len(spec.attention))
+        )
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.lm_head = (
+            None
+            if spec.tied_embeddings
+            else Linear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype, device=device)
+        )
+        self.frequencies = spec.rope.frequencies(device)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.spec.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """``[tokens]`` int64 to ``[tokens, hidden_size]``."""
+        embeddings: Tensor = self.embed_tokens(token_ids)
+        return embeddings
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> list[LayerCache]:
+        """The KV cache of all layers."""
+        return [
+            self.backend.allocate(num_blocks, block_size, attention, self.dtype, self.device)
+            for attention in self.spec.attention
+        ]
+
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        """What one block costs over all layers, keys and values together."""
+        elements = sum(2 * attention.num_kv_heads * attention.head_size for attention in self.spec.attention)
+        return elements * block_size * self.dtype.itemsize
+
+    def forward(
+        self, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: list[LayerCache]
+    ) -> Tensor:
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
+        step = StepContext(
+            metadata,
+            rope_tables(positions, self.frequencies, self.dtype),
+            self.backend.prepare(metadata, caches[0].block_size),
+        )
+        x = embeddings
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache, step)
+        output: Tensor = self.norm(x)
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``."""
+        logits: Tensor = F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        return logits.float()

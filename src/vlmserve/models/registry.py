@@ -1,0 +1,174 @@
+"""From a checkpoint's folder to a model in memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layers.linear import Linear, can_pack
+from vlmserve.models.decoder import Decoder
+from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.spec import FAMILIES, ArchSpec, decoder_spec
+from vlmserve.models.weights import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+LLAVA = "LlavaForConditionalGeneration"
+# Architectures as config.json names them, by the model type that it gives with them.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llava": LLAVA,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> LoadedModel:
+    """Load a checkpoint in Hugging Face layout.
+
+    dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
+    bfloat16 if it has instructions for it, else float32.
+    Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
+    is not implemented, MissingWeightsError for absent files or tensors.
+    """
+    config = read_json(folder / "config.json")
+    architecture = _architecture(config)
+    if config.get("quantization_config"):
+        raise UnsupportedModelError("the checkpoint is quantized (quantization_config); load the original one")
+    text_config = _text_config(config) if architecture == LLAVA else config
+    try:
+        checkpoint = Checkpoint(folder)
+        spec = _tie_as_stored(_spec(config, text_config), text_config, checkpoint)
+        wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
+        backend = TorchReference()
+        model = nn.Module()
+        model.language_model = decoder = Decoder(spec, backend, dtype=wanted, device=device)
+        vision = None
+        if architecture == LLAVA:
+            vision = LlavaVision(config, spec.hidden_size, dtype=wanted, device=device)
+            model.vision_tower = vision.vision_tower
+            model.multi_modal_projector = vision.multi_modal_projector
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelLoadError(f"{folder / 'config.json'} does not describe a model: {error!r}") from error
+    checkpoint.load(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if can_pack(wanted, device):
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.pack()
+    return LoadedModel(
+        architecture=architecture,
+        language_model=decoder,
+        vision=vision,
+        image_token_id=None if vision is None else _image_token_id(config),
+        end_token_ids=_end_token_ids(folder, config, text_config),
+        max_position=spec.max_position,
+        dtype=wanted,
+        device=device,
+        backend=backend,
+        num_parameters=num_parameters,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelLoadError if it is absent or anything else."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    candidates = list(named) if isinstance(named, list) else []
+    if not candidates:
+        if "model_type" not in config:
+            raise ModelLoadError("config.json names neither architectures nor a model_type")
+        candidates = [ARCHITECTURES.get(config["model_type"], str(config["model_type"]))]
+    for candidate in candidates:
+        if candidate in ARCHITECTURES.values():
+            return str(candidate)
+    supported = ", ".join(sorted(ARCHITECTURES.values()))
+    raise UnsupportedModelError(f"architecture {candidates[0]!r} is not supported; supported are {supported}")
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text_config = config.get("text_config") or {}
+    if not isinstance(text_config, dict):
+        raise ModelLoadError("config.json: text_config is not an object")
+    return text_config
+
+
+def _spec(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> ArchSpec:
+    spec = decoder_spec(text_config)
+    # Where a model is nested, whether its embeddings are tied is for the whole to say; leaving it out says no.
+    return spec if text_config is config else replace(spec, tied_embeddings=bool(config.get("tie_word_embeddings")))
+
+
+def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: Checkpoint) -> ArchSpec:
+    """The spec with embeddings tied or not as the files have them, where the config is wrong about it."""
+    head, embeddings = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
+    if head not in checkpoint.names:
+        return replace(spec, tied_embeddings=spec.tied_embeddings or bool(text_config.get("tie_word_embeddings")))
+    if spec.tied_embeddings and embeddings in checkpoint.names:
+        return replace(spec, tied_embeddings=torch.equal(checkpoint.read(head), checkpoint.read(embeddings)))
+    return spec
+
+
+def _stated_dtype(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> torch.dtype | None:
+    for source in (config, text_config):
+        for key in ("dtype", "torch_dtype"):
+            if (name := str(source.get(key)).removeprefix("torch.")) in DTYPES:
+                return DTYPES[name]
+    return None
+
+
+def _choose_dtype(dtype: torch.dtype, device: torch.device, automatic: bool) -> torch.dtype:
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    native = _cpu_has_bfloat16()
+    if dtype == torch.float16 or (automatic and dtype == torch.bfloat16 and not native):
+        chosen = torch.bfloat16 if native else torch.float32
+        logger.info("this CPU computes %s poorly: the model runs in %s", dtype, chosen)
+        return chosen
+    return dtype
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX on x86, BF16 on Arm)."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def _image_token_id(config: Mapping[str, Any]) -> int:
+    token_id = config.get("image_token_index", config.get("image_token_id", IMAGE_TOKEN_ID))
+    if not isinstance(token_id, int):
+        raise ModelLoadError(f"config.json: image_token_index is {token_id!r}, not a token id")
+    return token_id
+
+
+def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:
+    path = folder / "generation_config.json"
+    generation_config = read_json(path) if path.is_file() else {}
+    defaults = FAMILIES[text_config.get("model_type", "llama")].defaults
+    for source in (generation_config, config, text_config, defaults):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

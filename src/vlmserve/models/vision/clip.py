@@ -1,0 +1,186 @@
+"""The vision transformer of CLIP (https://arxiv.org/abs/2103.00020), as LLaVA uses it: without pooling or last norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.layers.activation import activation
+from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
+from vlmserve.layers.norm import LayerNorm
+
+DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipSpec:
+    """The shape of a tower. image_size, patch_size: pixels along each side."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_channels: int
+    image_size: int
+    patch_size: int
+    activation: str
+    norm_eps: float
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ClipSpec:
+        """From a ``vision_config``.
+
+        Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes.
+        """
+        if (kind := config.get("model_type", "clip_vision_model")) != "clip_vision_model":
+            raise UnsupportedModelError(f"vision tower {kind!r} is not supported; supported is clip_vision_model")
+        config = {**DEFAULTS, **config}
+        if not isinstance(config["image_size"], int) or not isinstance(config["patch_size"], int):
+            raise UnsupportedModelError("a vision tower for pictures or patches that are not square is not supported")
+        if config["hidden_size"] % config["num_attention_heads"]:
+            raise ModelLoadError("config.json: the vision tower's heads do not divide its width")
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_channels=config["num_channels"],
+            image_size=config["image_size"],
+            patch_size=config["patch_size"],
+            activation=config["hidden_act"],
+            norm_eps=config["layer_norm_eps"],
+        )
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+class PatchEmbedding(nn.Module):
+    """``[pictures, channels, height, width]`` to ``[pictures, patches, hidden_size]``, row by row."""
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        patch = (spec.patch_size, spec.patch_size)
+        self.weight = empty_parameter(spec.hidden_size, spec.num_channels, *patch, dtype=dtype, device=device)
+        self.patch_size = spec.patch_size
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return F.conv2d(pixels, self.weight, stride=self.patch_size).flatten(2).transpose(1, 2)
+
+
+class ClipEmbeddings(nn.Module):
+    """Pictures to tokens: the class token, then the patches row by row, each with its position."""
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.class_embedding = empty_parameter(spec.hidden_size, dtype=dtype, device=device)
+        self.patch_embedding = PatchEmbedding(spec, dtype=dtype, device=device)
+        self.position_embedding = Embedding(spec.num_patches + 1, spec.hidden_size, dtype=dtype, device=device)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = self.patch_embedding(pixels)
+        tokens = torch.cat((self.class_embedding.expand(len(patches), 1, -1), patches), 1)
+        return tokens + self.position_embedding.weight
+
+
+class ClipAttention(nn.Module):
+    """Full self-attention within each picture."""
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=True, dtype=dtype, device=device)
+        self.out_proj = Linear(spec.hidden_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
+        self.num_heads = spec.num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, size = x.shape
+        query, key, value = self.qkv_proj(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        output: Tensor = self.out_proj(attended.transpose(1, 2).reshape(batch, length, size))
+        return output
+
+
+class ClipMLP(nn.Module):
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.fc1 = Linear(spec.hidden_size, spec.intermediate_size, bias=True, dtype=dtype, device=device)
+        self.fc2 = Linear(spec.intermediate_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
+        self.act = activation(spec.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.fc2(self.act(self.fc1(x)))
+        return output
+
+
+class ClipLayer(nn.Module):
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.layer_norm1 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.self_attn = ClipAttention(spec, dtype=dtype, device=device)
+        self.layer_norm2 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.mlp = ClipMLP(spec, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
+        output: Tensor = x + self.mlp(self.layer_norm2(x))
+        return output
+
+
+class ClipTower(nn.Module):
+    """Pictures to the hidden states of chosen layers.
+
+    feature_layers: indices into the hidden states, of which the first is the embeddings and number i is the output of
+    layer i; negative ones count from the end. Layers above the highest chosen one are neither allocated nor computed.
+    Raises ModelLoadError for an index out of range.
+    """
+
+    def __init__(
+        self, spec: ClipSpec, feature_layers: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        states = spec.num_layers + 1
+        if not feature_layers or not all(-states <= layer < states for layer in feature_layers):
+            raise ModelLoadError(
+                f"config.json: vision_feature_layer {list(feature_layers)} does not fit {spec.num_layers} layers"
+            )
+        self.spec = spec
+        self.feature_layers = [layer % states for layer in feature_layers]
+        self.embeddings = ClipEmbeddings(spec, dtype=dtype, device=device)
+        # The name is misspelt in every published checkpoint.
+        self.pre_layrnorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(max(self.feature_layers))]
+        # A dict puts the layers where checkpoints have them, under "encoder.layers".
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """``[pictures, channels, height, width]`` to ``[pictures, 1 + patches, hidden_size * feature layers]``.
+
+        Raises InvalidImageError for pictures of another size.
+        """
+        expected = (self.spec.num_channels, self.spec.image_size, self.spec.image_size)
+        if pixels.shape[1:] != expected:
+            raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(pixels.shape[1:])}")
+        x = self.pre_layrnorm(self.embeddings(pixels))
+        states = [x]
+        for layer in self.encoder["layers"].children():
+            x = layer(x)
+            states.append(x)
+        return torch.cat([states[layer] for layer in self.feature_layers], -1)

@@ -1,0 +1,157 @@
+"""Safetensors files into a model's parameters, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.layers.linear import MergedLinear
+
+logger = logging.getLogger(__name__)
+
+# Bytes to copy before a file is mapped anew: pages of a mapping count as used memory until it is closed.
+MAPPED_BYTES = 64 * 1024**2
+INDEX_NAME = "model.safetensors.index.json"
+
+# Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
+_PREFIXES = (
+    (re.compile(r"^(model\.)?(vision_tower)\.(vision_model\.)?"), "vision_tower."),
+    (re.compile(r"^(model\.)?multi_modal_projector\."), "multi_modal_projector."),
+    (re.compile(r"^(model\.)?language_model\.(model\.)?"), "language_model."),
+    (re.compile(r"^model\."), "language_model."),
+    (re.compile(r"^lm_head\."), "language_model.lm_head."),
+)
+
+
+def canonical_name(name: str) -> str:
+    """A tensor's name as the modules here are named, whichever layout the checkpoint has."""
+    for pattern, prefix in _PREFIXES:
+        if pattern.match(name):
+            return pattern.sub(prefix, name)
+    return name
+
+
+class Checkpoint:
+    """The safetensors files of a folder.
+
+    Raises MissingWeightsError if there are none or one that the index names is absent, ModelLoadError for a broken one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._keys: dict[str, tuple[Path, str]] = {}
+        for path in _weight_files(folder):
+            with _open(path) as file:
+                self._keys |= {canonical_name(key): (path, key) for key in file.keys()}  # noqa: SIM118
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Canonical names of all tensors."""
+        return frozenset(self._keys)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, a view of the mapped file."""
+        path, key = self._keys[name]
+        with _open(path) as file:
+            tensor: Tensor = file.get_tensor(key)
+            return tensor
+
+    def dtype(self) -> torch.dtype:
+        """The floating point type of the first tensor that has one."""
+        for name in self._keys:
+            if (tensor := self.read(name)).is_floating_point():
+                return tensor.dtype
+        return torch.float32
+
+    def load(self, model: nn.Module) -> None:
+        """Fill the model's parameters, converting to their type and device.
+
+        Peak memory is the model, one tensor and a small window of the file. Raises MissingWeightsError naming tensors
+        that the model needs and no file has, ModelLoadError for one of another shape.
+        """
+        slots = dict(weight_slots(model))
+        missing = [name for name in slots if name not in self._keys]
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            raise MissingWeightsError(
+                f"{self.folder} lacks {len(missing)} of the {len(slots)} tensors that its config.json asks for: "
+                f"{', '.join(missing[:4])}{more}"
+            )
+        unused = sorted(self.names - slots.keys())
+        if unused:
+            logger.debug("%d tensors of %s are not used: %s", len(unused), self.folder, ", ".join(unused))
+        by_file: dict[Path, list[tuple[str, str]]] = {}
+        for name in self._keys:
+            if name in slots:
+                path, key = self._keys[name]
+                by_file.setdefault(path, []).append((name, key))
+        for path, keys in by_file.items():
+            _copy_file(path, keys, slots)
+
+
+def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a checkpoint must have, under its canonical name, with the memory it goes to."""
+    for path, module in model.named_modules():
+        if isinstance(module, MergedLinear):
+            parent = path.rpartition(".")[0]
+            for name, slot in module.slots():
+                yield f"{parent}.{name}", slot
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", parameter
+
+
+def _copy_file(path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor]) -> None:
+    remaining = list(reversed(keys))
+    while remaining:
+        copied = 0
+        with _open(path) as file:
+            while remaining and copied < MAPPED_BYTES:
+                name, key = remaining.pop()
+                tensor = file.get_tensor(key)
+                slot = slots[name]
+                if tensor.shape != slot.shape:
+                    raise ModelLoadError(
+                        f"{path.name}: {key} has shape {list(tensor.shape)}, config.json asks for {list(slot.shape)}"
+                    )
+                slot.copy_(tensor)
+                copied += tensor.nbytes
+                del tensor
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ModelLoadError(f"{path} is broken or truncated: {error}") from error
+    except FileNotFoundError as error:
+        raise MissingWeightsError(f"{path} is missing, though the checkpoint's index names it") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+            return [folder / name for name in sorted(set(weight_map.values()))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelLoadError(f"{index} is not an index of safetensors files") from error
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise MissingWeightsError(
+            f"{folder} has weights only as PyTorch pickles, which can run code when loaded; "
+            "convert them to safetensors (transformers: model.save_pretrained)"
+        )
+    raise MissingWeightsError(f"{folder} has no *.safetensors files")

@@ -1,0 +1,86 @@
+"""Runs scheduled steps: pictures through the vision encoder, one flat batch through the decoder, then sampling."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.runner.batch import Batch, build_batch
+from vlmserve.sampling.sampler import SamplingRow, sample
+from vlmserve.scheduler.scheduler import ScheduledChunk, Step
+from vlmserve.types import ImageInput
+
+_NOTHING_BANNED: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class RunTimings:
+    """Seconds that the last step spent in each part."""
+
+    build: float = 0.0
+    vision: float = 0.0
+    model: float = 0.0
+    sample: float = 0.0
+
+
+class ModelRunner:
+    """Owns the model, the KV cache's tensors and the embeddings of cached pictures."""
+
+    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        self.timings = RunTimings()
+        self._block_size = block_size
+        self._caches = model.language_model.allocate_cache(num_blocks, block_size)
+        self._embeddings: dict[bytes, Tensor] = {}
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> list[int | None]:
+        """Run a step. Returns a token for each chunk that samples, in order; None where the logits are unusable."""
+        clock = [time.perf_counter()]
+        self._encode(step.encode, step.evict)
+        clock.append(time.perf_counter())
+        batch = build_batch(step, self._block_size, self.model.device)
+        clock.append(time.perf_counter())
+        logits = self._logits(batch)
+        clock.append(time.perf_counter())
+        tokens = sample(logits, [_sampling_row(chunk) for chunk in step.chunks if chunk.samples])
+        clock.append(time.perf_counter())
+        vision, build, model, sampling = (after - before for before, after in itertools.pairwise(clock))
+        self.timings = RunTimings(build=build, vision=vision, model=model, sample=sampling)
+        return tokens
+
+    def _encode(self, images: list[ImageInput], evict: list[bytes]) -> None:
+        for key in evict:
+            del self._embeddings[key]
+        if not images:
+            return
+        if self.model.vision is None:
+            raise ValueError("the model has no vision encoder")
+        pixels = [torch.from_numpy(image.pixels).to(self.model.device, self.model.dtype) for image in images]
+        for image, embeddings in zip(images, self.model.vision.encode(pixels), strict=True):
+            if embeddings.shape[0] != image.num_tokens:
+                raise ValueError(
+                    f"the vision encoder made {embeddings.shape[0]} embeddings for {image.num_tokens} tokens"
+                )
+            self._embeddings[image.key] = embeddings
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """float32 ``[sampled rows, vocabulary]``."""
+        language_model = self.model.language_model
+        embeddings = language_model.embed(batch.token_ids)
+        for rows in batch.image_rows:
+            picture = self._embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
+            embeddings[rows.first : rows.last] = picture
+        hidden = language_model.forward(embeddings, batch.positions, batch.metadata, self._caches)
+        return language_model.logits(hidden[batch.sampled_rows])
+
+
+def _sampling_row(chunk: ScheduledChunk) -> SamplingRow:
+    sequence = chunk.sequence
+    banned = _NOTHING_BANNED if sequence.may_end else sequence.end_token_ids
+    return SamplingRow(sequence.params, sequence.seed, sequence.num_generated, banned)

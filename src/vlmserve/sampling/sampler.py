@@ -1,0 +1,144 @@
+"""From logits to tokens, for a batch in which every row has its own parameters.
+
+A row's random number is a function of its seed and of how many tokens it has generated, so a request gives the same
+tokens alone, in any batch and after a preemption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmserve.types import SamplingParams
+
+_CDF_CHUNK = 256
+_TOP_P_CANDIDATES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How to sample one row. index: tokens generated so far. banned: token ids that must not come now."""
+
+    params: SamplingParams
+    seed: int
+    index: int
+    banned: frozenset[int] = frozenset()
+
+
+def uniform(seed: int, index: int) -> float:
+    """The `index`-th number of a seed's stream, uniform in [0, 1), the same on every machine."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
+    # 52 bits: times any positive float64, a number below 1 stays below it.
+    return (int.from_bytes(digest, "little") >> 12) / 2**52
+
+
+def draw_seed(seed: int, number: int) -> int:
+    """The seed of an engine's `number`-th request, if it brings none."""
+    return int(uniform(seed, number) * 2**52)
+
+
+def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
+    """One token for each row of float32 ``[rows, vocabulary]`` logits; None where they hold a NaN or only -inf.
+
+    Overwrites `logits`. Filters apply in the order temperature, top-k, top-p, min-p, each on what the one before has
+    left; tokens that tie with the last one kept are kept, too.
+    """
+    for number, row in enumerate(rows):
+        if row.banned:
+            logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
+    best = logits.amax(-1)
+    usable = torch.isfinite(best).tolist()
+    greedy = [number for number, row in enumerate(rows) if row.params.temperature == 0]
+    random = [number for number, row in enumerate(rows) if row.params.temperature > 0]
+    tokens = [0] * len(rows)
+    for numbers, choose in ((greedy, _argmax), (random, _draw)):
+        if numbers:
+            subset = logits if len(numbers) == len(rows) else logits[torch.tensor(numbers, device=logits.device)]
+            chosen = choose(subset, [rows[number] for number in numbers])
+            for number, token in zip(numbers, chosen, strict=True):
+                tokens[number] = token
+    return [token if ok else None for token, ok in zip(tokens, usable, strict=True)]
+
+
+def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Temperature, top-k, top-p and min-p, in place: -inf for what may not be drawn, 0 for the likeliest tokens."""
+    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    logits.sub_(logits.amax(-1, keepdim=True)).div_(_column([p.temperature for p in params], logits))
+    vocabulary = logits.shape[1]
+    restricted = [number for number, p in enumerate(params) if 0 < p.top_k < vocabulary or p.top_p < 1]
+    if restricted:
+        subset = torch.tensor(restricted, device=logits.device)
+        lowest = torch.full((len(params), 1), -torch.inf, device=logits.device)
+        lowest[subset] = _lowest_kept(
+            logits if len(restricted) == len(params) else logits[subset], [params[number] for number in restricted]
+        )
+        logits.masked_fill_(logits < lowest, -torch.inf)
+    if any(p.min_p > 0 for p in params):
+        logits.masked_fill_(logits < _column([p.min_p for p in params], logits).log(), -torch.inf)
+    return logits
+
+
+def _lowest_kept(logits: Tensor, params: list[SamplingParams], candidates: int = _TOP_P_CANDIDATES) -> Tensor:
+    """``[rows, 1]``: the smallest logit that top-k and top-p keep.
+
+    Only the `candidates` largest logits are sorted; where top-p wants more of them, that row is sorted whole.
+    """
+    vocabulary = logits.shape[1]
+    top_ks = [min(p.top_k, vocabulary) if p.top_k else vocabulary for p in params]
+    limited = [k for k in top_ks if k < vocabulary]
+    needed = max([*limited, candidates if any(p.top_p < 1 for p in params) else 1])
+    ordered = logits.topk(min(needed, vocabulary), dim=-1).values
+    rank = torch.arange(ordered.shape[1], device=logits.device)
+    in_top_k = rank < torch.tensor(top_ks, device=logits.device).unsqueeze(1)
+    weights = ordered.exp().masked_fill(~in_top_k, 0)
+    total = weights.sum(-1, keepdim=True)
+    all_kept = torch.tensor([[k == vocabulary] for k in top_ks], device=logits.device)
+    if len(limited) < len(params):
+        total = torch.where(all_kept, logits.exp().sum(-1, keepdim=True), total)
+    mass_before = (weights.cumsum(-1) - weights) / total
+    kept = in_top_k & (mass_before < _column([p.top_p for p in params], logits))
+    kept[:, 0] = True
+    lowest = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
+    # Where every candidate was kept though more tokens may be wanted, the limit lies further down.
+    unsure = (kept[:, -1:] & all_kept).flatten() if ordered.shape[1] < vocabulary else None
+    if unsure is not None and bool(unsure.any()):
+        numbers = unsure.nonzero().flatten()
+        lowest[numbers] = _lowest_kept(logits[numbers], [params[number] for number in numbers.tolist()], vocabulary)
+    return lowest
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
+
+
+def _argmax(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+    # On a CPU numpy's argmax is vectorized and several times faster than torch's.
+    best: list[int] = (logits.numpy() if logits.device.type == "cpu" else logits).argmax(-1).tolist()
+    return best
+
+
+def _draw(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+    """Inverse transform sampling: the token at which the cumulated probability passes the row's random number."""
+    weights = filter_logits(logits, [row.params for row in rows]).exp_()
+    padding = -weights.shape[1] % _CDF_CHUNK
+    if padding:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    weights = weights.view(len(rows), -1, _CDF_CHUNK)
+    # Summing chunk by chunk in float64 is exact enough for any vocabulary, and only one chunk a row is cumulated.
+    # The CPU does it for all devices: the sums are small, and not every accelerator has float64.
+    chunk_ends = weights.sum(-1).cpu().double().cumsum(-1)
+    numbers = torch.tensor([[uniform(row.seed, row.index)] for row in rows], dtype=torch.float64)
+    targets = numbers * chunk_ends[:, -1:]
+    chunk = torch.searchsorted(chunk_ends, targets, right=True).clamp_(max=chunk_ends.shape[1] - 1)
+    start = torch.where(chunk > 0, chunk_ends.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
+    picked = weights[torch.arange(len(rows), device=weights.device), chunk.squeeze(1).to(weights.device)].cpu()
+    ends = start + picked.double().cumsum(-1)
+    inside = torch.searchsorted(ends, targets, right=True)
+    # Rounding may point just past the last possible token of the chunk: fall back on that one.
+    last_possible = (picked > 0) * torch.arange(_CDF_CHUNK)
+    inside = torch.minimum(inside, last_possible.amax(-1, keepdim=True))
+    drawn: list[int] = (chunk * _CDF_CHUNK + inside).squeeze(1).tolist()
+    return drawn

@@ -1,0 +1,190 @@
+"""Who runs in a step, with how many tokens, which pictures are encoded, and who is preempted.
+
+First come, first served: decodes go first, prompts fill what is left of the token budget in order of arrival, and
+the latest arrival gives up its blocks when blocks run out. It is computed again later, with the same outcome.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vlmserve.cache.blocks import BlockPool
+from vlmserve.cache.encoder import EncoderCache
+from vlmserve.scheduler.sequence import Sequence
+from vlmserve.types import ImageInput, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """The next `num_tokens` uncomputed tokens of a sequence. `samples`: they reach its end, so a token follows."""
+
+    sequence: Sequence
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """One batch. Chunks of one token come first. `encode`: pictures to encode before; `evict`: embeddings to drop."""
+
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    encode: list[ImageInput] = field(default_factory=list)
+    evict: list[bytes] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the sequences, their blocks and their pictures' places in the encoder cache."""
+
+    def __init__(
+        self, *, pool: BlockPool, encoder_cache: EncoderCache, block_size: int, max_num_seqs: int,
+        max_num_batched_tokens: int, max_encoded_images: int, image_token_bytes: int,
+    ) -> None:  # fmt: skip
+        self.pool = pool
+        self.encoder_cache = encoder_cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_encoded_images = max_encoded_images
+        self._image_token_bytes = image_token_bytes
+        self._by_id: dict[str, Sequence] = {}
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._by_id
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose prompt fits into the pool."""
+        self._by_id[sequence.request_id] = sequence
+        self.waiting.append(sequence)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget sequences and free what they hold; unknown ids are ignored."""
+        for request_id in request_ids:
+            sequence = self._by_id.get(request_id)
+            if sequence is not None:
+                self._remove(sequence)
+
+    def schedule(self) -> Step:
+        """Plan the next step and take the blocks that it writes to."""
+        step = Step()
+        budget = self._schedule_decodes(step, self._max_num_batched_tokens)
+        for sequence in self.running:
+            if sequence.num_uncomputed > 1 and budget > 0:
+                budget -= self._schedule_chunk(step, sequence, budget)
+        while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[0]
+            blocks = -(-len(sequence.token_ids) // self._block_size)
+            if blocks + len(self.running) > self.pool.num_free:
+                break  # a free block for each running sequence, or the newcomer would soon be preempted
+            self.waiting.popleft()
+            sequence.block_table.extend(self.pool.allocate(blocks))
+            self.running.append(sequence)
+            budget -= self._schedule_chunk(step, sequence, budget)
+        step.chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
+        return step
+
+    def update(self, step: Step, sampled: list[int | None]) -> list[RequestOutput]:
+        """Enter a finished step's tokens, one for each chunk that samples, in order; None is a failed one.
+
+        Sequences that end free all they hold. Returns one output for each sampled token.
+        """
+        outputs = []
+        tokens = iter(sampled)
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            for span in sequence.spans_between(sequence.num_computed, sequence.num_computed + chunk.num_tokens):
+                if span.end <= sequence.num_computed + chunk.num_tokens:
+                    self._unpin(sequence, span.image.key, span.end)
+            sequence.num_computed += chunk.num_tokens
+            if chunk.samples:
+                output = self._append(sequence, next(tokens))
+                if output.finish_reason is not None:
+                    self._remove(sequence)
+                outputs.append(output)
+        return outputs
+
+    def _schedule_decodes(self, step: Step, budget: int) -> int:
+        """Chunks of one token for all that need just one; returns the budget that is left.
+
+        `running` is in order of arrival, so the sequences preempted here are never ones that are in the step already.
+        """
+        for sequence in [sequence for sequence in self.running if sequence.num_uncomputed == 1]:
+            if budget == 0:
+                break
+            if sequence.num_computed == len(sequence.block_table) * self._block_size:
+                while self.pool.num_free == 0 and sequence.block_table:
+                    self._preempt(self.running.pop())
+                if not sequence.block_table:
+                    break  # preempted, and so is every later arrival
+                sequence.block_table.extend(self.pool.allocate(1))
+            budget -= self._schedule_chunk(step, sequence, 1)
+        return budget
+
+    def _schedule_chunk(self, step: Step, sequence: Sequence, budget: int) -> int:
+        """A chunk of at most `budget` tokens, cut before the first picture that cannot be encoded in this step.
+
+        Returns its number of tokens, which may be 0.
+        """
+        start = sequence.num_computed
+        end = start + min(sequence.num_uncomputed, budget)
+        for span in sequence.spans_between(start, end):
+            if not self._secure(step, sequence, span.image):
+                end = max(start, span.start)
+                break
+        if end > start:
+            step.chunks.append(ScheduledChunk(sequence, end - start, end == len(sequence.token_ids)))
+        return end - start
+
+    def _secure(self, step: Step, sequence: Sequence, image: ImageInput) -> bool:
+        """Pin a picture's embeddings for a sequence, planning their encoding if they are missing."""
+        if image.key not in self.encoder_cache:
+            if len(step.encode) >= self._max_encoded_images:
+                return False
+            size = image.num_tokens * self._image_token_bytes
+            evicted = self.encoder_cache.make_room(size)
+            if evicted is None:
+                return False
+            self.encoder_cache.add(image.key, size)
+            step.evict.extend(evicted)
+            step.encode.append(image)
+        self.encoder_cache.pin(image.key, sequence.request_id)
+        return True
+
+    def _append(self, sequence: Sequence, token: int | None) -> RequestOutput:
+        if token is None:
+            message = "the model's output is not a number; try another dtype (--dtype float32)"
+            return RequestOutput(sequence.request_id, [], "error", error=message)
+        if token in sequence.end_token_ids:
+            return RequestOutput(sequence.request_id, [], "stop", stop_token_id=token)
+        sequence.token_ids.append(token)
+        finished = len(sequence.token_ids) >= sequence.max_len
+        return RequestOutput(sequence.request_id, [token], "length" if finished else None)
+
+    def _unpin(self, sequence: Sequence, key: bytes, position: int) -> None:
+        """Unpin a picture unless the same one comes again at or after `position`."""
+        if not any(span.image.key == key and span.end > position for span in sequence.image_spans):
+            self.encoder_cache.unpin(key, sequence.request_id)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_table)
+        del sequence.block_table[:]
+        for span in sequence.image_spans:
+            self.encoder_cache.unpin(span.image.key, sequence.request_id)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.num_computed = 0
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        del self._by_id[sequence.request_id]
+        (self.running if sequence in self.running else self.waiting).remove(sequence)

@@ -1,0 +1,52 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from vlmserve.types import EngineRequest, ImageSpan
+
+
+class Sequence:
+    """Tokens so far, how many of them are in the KV cache, and where.
+
+    token_ids: prompt and answer. num_computed: leading tokens whose keys and values are in `block_table`'s blocks.
+    seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
+    """
+
+    __slots__ = (
+        "block_table", "end_token_ids", "image_spans", "max_len", "num_computed", "num_prompt_tokens", "params",
+        "request_id", "seed", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, request: EngineRequest, *, seed: int, max_len: int, end_token_ids: frozenset[int]) -> None:
+        self.request_id = request.request_id
+        self.params = request.params
+        self.seed = seed
+        self.token_ids = list(request.prompt.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.image_spans = request.prompt.images
+        self.num_computed = 0
+        self.block_table = array("i")
+        own_end = frozenset() if self.params.ignore_eos else end_token_ids
+        self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
+        wanted = max_len if self.params.max_tokens is None else self.num_prompt_tokens + self.params.max_tokens
+        self.max_len = min(max_len, wanted)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def may_end(self) -> bool:
+        """Whether an end token is possible now."""
+        return self.num_generated >= self.params.min_tokens
+
+    def spans_between(self, start: int, end: int) -> Iterator[ImageSpan]:
+        """Pictures with a placeholder in ``start <= i < end``."""
+        return (span for span in self.image_spans if span.start < end and span.end > start)

@@ -1,0 +1,110 @@
+"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+    UnknownModelError,
+    VLMServeError,
+)
+
+RETRY_AFTER_S = "1"
+
+
+class RefusedError(VLMServeError):
+    """A request refused for its HTTP side: how it was sent, not what it asks for."""
+
+    def __init__(self, status: HTTPStatus, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+def status_of(error: VLMServeError) -> HTTPStatus:
+    """The HTTP status that says whose fault it was and whether trying again helps."""
+    match error:
+        case RefusedError():
+            return error.status
+        case UnknownModelError():
+            return HTTPStatus.NOT_FOUND
+        case InvalidRequestError():
+            return HTTPStatus.BAD_REQUEST
+        case OverloadedError():
+            return HTTPStatus.TOO_MANY_REQUESTS
+        case EngineDeadError() | UnavailableError():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        case _:
+            return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def error_body(error: VLMServeError) -> dict[str, Any]:
+    """The JSON object of an error, also sent as the last event of a stream that failed."""
+    kind = "invalid_request_error" if status_of(error) < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    match error:
+        case OverloadedError():
+            kind, code = "rate_limit_error", "overloaded"
+        case EngineDeadError():
+            code = "engine_dead"
+        case UnavailableError():
+            code = "unavailable"
+        case InvalidRequestError() | RefusedError():
+            code = error.code
+        case _:
+            code = "generation_failed"
+    return {"error": {"message": str(error), "type": kind, "param": getattr(error, "param", None), "code": code}}
+
+
+def error_response(error: VLMServeError) -> Response:
+    """The response that tells a client of an error."""
+    status = status_of(error)
+    headers = {}
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        headers["Retry-After"] = RETRY_AFTER_S
+    return json_response(error_body(error), status, headers)
+
+
+def internal_error_response() -> Response:
+    """For a bug: the log has the traceback, the client does not."""
+    message = "Something went wrong inside the server; its log says what"
+    return json_response(
+        {"error": {"message": message, "type": "server_error", "param": None, "code": "internal_error"}},
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+    )
+
+
+def json_response(value: object, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
+    """`value`, of builtins or msgspec structs, as JSON."""
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+async def handle_vlmserve_error(_: Request, error: Exception) -> Response:
+    """Exception handler for `VLMServeError`."""
+    assert isinstance(error, VLMServeError)
+    return error_response(error)
+
+
+async def handle_http_exception(request: Request, error: Exception) -> Response:
+    """Exception handler for routes and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    message = {
+        HTTPStatus.NOT_FOUND: f"There is no {request.url.path} here; /openapi.json lists what there is",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
+    }.get(status, str(error.detail))
+    code = {HTTPStatus.NOT_FOUND: "not_found", HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed"}.get(
+        status, "http_error"
+    )
+    response = error_response(RefusedError(status, message, code))
+    response.headers.update(error.headers or {})
+    return response

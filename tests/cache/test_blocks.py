@@ -1,0 +1,50 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmserve.cache.blocks import BlockPool
+
+
+def test_a_block_is_free_only_when_all_have_released_it():
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.share([block])
+    pool.release([block])
+    assert pool.num_free == 1
+    pool.release([block])
+    assert pool.num_free == 2
+
+
+def test_taking_too_many_blocks_takes_none():
+    pool = BlockPool(3)
+    with pytest.raises(ValueError, match="4 blocks wanted, 3 free"):
+        pool.allocate(4)
+    assert pool.num_free == 3
+
+
+def test_a_free_block_can_be_neither_released_nor_shared():
+    pool = BlockPool(1)
+    with pytest.raises(ValueError, match="free already"):
+        pool.release([0])
+    with pytest.raises(ValueError, match="cannot be shared"):
+        pool.share([0])
+
+
+@given(st.integers(1, 20), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10)), max_size=100))
+def test_the_pool_agrees_with_a_plain_count_of_holders(num_blocks, operations):
+    pool = BlockPool(num_blocks)
+    held: list[int] = []
+    for operation, number in operations:
+        if operation == 0 and number <= pool.num_free:
+            taken = pool.allocate(number)
+            assert not set(taken) & set(held)
+            held += taken
+        elif operation == 1 and held:
+            block = held[number % len(held)]
+            pool.share([block])
+            held.append(block)
+        elif operation == 2 and held:
+            pool.release([held.pop(number % len(held))])
+        assert all(pool.ref_count(block) == held.count(block) for block in range(num_blocks))
+        assert pool.num_used == len(set(held))
+        assert pool.num_free == num_blocks - len(set(held))

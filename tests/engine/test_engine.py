@@ -1,0 +1,204 @@
+"""What the engine refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import make_llama, make_llava
+from vlmserve.config import EngineConfig
+from vlmserve.engine.engine import Engine, choose_device
+from vlmserve.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    TooManyImagesError,
+)
+from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
+
+SETTINGS = {"kv_cache_memory": "1MiB", "dtype": "float32", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def llava_folder(tmp_path_factory):
+    return make_llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture
+def engine(folder):
+    return Engine(EngineConfig(model=str(folder), **SETTINGS), folder)
+
+
+def request(name="a", tokens=(5, 6, 7), images=(), **params) -> EngineRequest:
+    params = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, **params}
+    return EngineRequest(name, Prompt(list(tokens), tuple(images)), SamplingParams(**params))
+
+
+def finish(engine: Engine) -> dict[str, str]:
+    reasons = {}
+    while engine.has_work():
+        reasons |= {out.request_id: out.finish_reason for out in engine.step() if out.finish_reason}
+    return reasons
+
+
+def picture(num_tokens=4, key=b"k" * 32) -> ImageInput:
+    return ImageInput(key, np.zeros((1, 3, 28, 28), np.float32), num_tokens)
+
+
+def test_a_prompt_as_long_as_the_context_is_refused_and_one_shorter_by_a_token_runs(engine):
+    longest = engine.info.max_prompt_len
+    with pytest.raises(PromptTooLongError, match=f"{longest + 1} tokens.*at most {longest}"):
+        engine.add(request(tokens=[5] * (longest + 1)))
+    engine.add(request(tokens=[5] * longest))
+    assert finish(engine) == {"a": "length"}
+
+
+def test_an_answer_ends_where_the_context_ends(folder):
+    engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_model_len=20), folder)
+    engine.add(request(tokens=[5] * 10, max_tokens=None))
+    tokens = 0
+    while engine.has_work():
+        tokens += sum(len(out.token_ids) for out in engine.step())
+    assert tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(tokens=[]), "empty"),
+        (request(tokens=[-1]), "token id -1 at position 0 is not in the vocabulary"),
+        (request(tokens=[5, 10**6]), "token id 1000000 at position 1 is not in the vocabulary"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_the_next_request_runs(engine, bad, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.add(bad)
+    engine.add(request())
+    assert finish(engine) == {"a": "length"}
+
+
+def test_pictures_for_a_model_that_cannot_see_are_refused(engine):
+    with pytest.raises(TooManyImagesError, match="cannot see"):
+        engine.add(request(tokens=[5] * 8, images=[ImageSpan(picture(), 0)]))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [ImageSpan(picture(), 6)],
+        [ImageSpan(picture(), 0), ImageSpan(picture(), 3)],
+        [ImageSpan(picture(num_tokens=0), 0)],
+    ],
+)
+def test_pictures_that_do_not_fit_their_prompt_are_refused(llava_folder, spans):
+    engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
+    with pytest.raises(InvalidRequestError, match="overlap or do not fit"):
+        engine.add(request(tokens=[5] * 8, images=spans))
+
+
+def test_an_id_in_use_is_refused(engine):
+    engine.add(request("same"))
+    with pytest.raises(InvalidRequestError, match="'same' is in use"):
+        engine.add(request("same"))
+    assert finish(engine) == {"same": "length"}
+    engine.add(request("same"))
+
+
+def test_a_full_queue_is_refused_and_drains(folder):
+    engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_waiting=2), folder)
+    for name in "ab":
+        engine.add(request(name))
+    with pytest.raises(OverloadedError, match="2 requests are waiting"):
+        engine.add(request("c"))
+    engine.step()
+    engine.add(request("c"))
+    assert set(finish(engine)) == {"a", "b", "c"}
+
+
+def test_aborting_gives_every_block_back_at_once_and_no_output_follows(engine):
+    for name in "abc":
+        engine.add(request(name, tokens=[5] * 50, max_tokens=50))
+    engine.step()
+    engine.abort(["a", "b", "c", "unknown"])
+    assert not engine.has_work()
+    assert engine.step() == []
+    assert engine.stats().kv_blocks_used == 0
+    assert engine.stats().num_running == 0
+
+
+def test_min_tokens_keeps_end_tokens_away(engine):
+    engine.add(request(tokens=[5, 6]))
+    (first,) = engine.step()
+    engine.abort(["a"])
+    end = first.token_ids[0]
+    engine.add(request("stops", tokens=[5, 6], stop_token_ids=(end,)))
+    (output,) = engine.step()
+    assert (output.finish_reason, output.stop_token_id, output.token_ids) == ("stop", end, [])
+    engine.add(request("goes on", tokens=[5, 6], stop_token_ids=(end,), min_tokens=3))
+    tokens = []
+    while engine.has_work():
+        for output in engine.step():
+            tokens += output.token_ids
+    assert len(tokens) >= 3
+    assert end not in tokens[:3]
+
+
+def test_logits_of_nan_end_their_request_with_an_error_and_no_other(engine, monkeypatch):
+    original = engine._runner._logits
+
+    def poisoned(batch):
+        logits = original(batch)
+        logits[0] = torch.nan
+        return logits
+
+    engine.add(request("bad", max_tokens=1))
+    engine.add(request("good", max_tokens=1))
+    monkeypatch.setattr(engine._runner, "_logits", poisoned)
+    outputs = {output.request_id: output for output in engine.step()}
+    assert outputs["bad"].finish_reason == "error"
+    assert "not a number" in outputs["bad"].error
+    assert outputs["good"].finish_reason == "length"
+    assert engine.stats().kv_blocks_used == 0
+
+
+def test_stats_count_tokens_steps_and_blocks(engine):
+    engine.add(request(tokens=[5] * 20, max_tokens=3))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.kv_blocks_used, stats.num_running) == (20, 1, 2, 1)
+    finish(engine)
+    assert (engine.stats().generation_tokens, engine.stats().steps) == (3, 3)
+
+
+def test_settings_that_cannot_work_say_what_to_do(folder):
+    with pytest.raises(ConfigurationError, match="--kv-cache-memory"):
+        Engine(EngineConfig(model=str(folder), **{**SETTINGS, "kv_cache_memory": "10B"}), folder)
+    with pytest.raises(ConfigurationError, match="--max-model-len"):
+        Engine(EngineConfig(model=str(folder), **SETTINGS, max_model_len=10**9), folder)
+
+
+def test_kv_memory_is_measured_where_it_is_not_given(folder):
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", max_num_seqs=2, max_model_len=64), folder)
+    assert engine.stats().kv_blocks_total == 2 * 4, "no more blocks than the running requests can fill"
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ConfigurationError, match="CUDA devices"):
+        choose_device("cuda:99")
+
+
+def test_timings_cover_the_parts_of_a_step(engine):
+    engine.add(request())
+    engine.step()
+    parts = dataclasses.asdict(engine.timings)
+    assert parts["run"]["model"] > 0
+    assert engine.timings.overhead > 0

@@ -1,0 +1,233 @@
+"""The engine against transformers, in float32: the same tokens alone, batched, chunked and preempted."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
+
+from tests.checkpoints import make_llama, make_llava
+from vlmserve.config import EngineConfig
+from vlmserve.engine.engine import Engine
+from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
+
+NEW_TOKENS = 12
+
+
+@dataclass
+class Oracle:
+    """A checkpoint and transformers' opinion of it."""
+
+    folder: object
+    model: torch.nn.Module
+    image_token: int | None
+    image_shape: tuple[int, ...]
+    image_tokens: int
+    vocab_size: int
+
+    def picture(self, seed: int) -> ImageInput:
+        pixels = np.random.default_rng(seed).standard_normal((1, *self.image_shape)).astype(np.float32)
+        return ImageInput(hashlib.sha256(pixels.tobytes()).digest(), pixels, self.image_tokens)
+
+    def prompt(self, seed: int, *parts: int | str) -> Prompt:
+        """Numbers are that many random text tokens, "image" is a new random picture."""
+        random = np.random.default_rng(seed)
+        token_ids: list[int] = []
+        spans = []
+        for part in parts:
+            if part == "image":
+                spans.append(ImageSpan(self.picture(seed * 100 + len(spans)), len(token_ids)))
+                token_ids += [self.image_token] * self.image_tokens
+            else:
+                token_ids += random.integers(3, self.vocab_size - 8, part).tolist()
+        return Prompt(token_ids, tuple(spans))
+
+    @torch.inference_mode()
+    def forward(self, prompt: Prompt, answer: list[int]) -> torch.Tensor:
+        """Logits after the prompt and after each token of the answer, ``[1 + len(answer), vocabulary]``."""
+        inputs = {"input_ids": torch.tensor([prompt.token_ids + answer])}
+        if prompt.images:
+            pixels = np.concatenate([span.image.pixels for span in prompt.images])
+            inputs["pixel_values"] = torch.from_numpy(pixels)
+        return self.model(**inputs).logits[0, len(prompt.token_ids) - 1 :]
+
+    def greedy(self, prompt: Prompt, count: int = NEW_TOKENS) -> list[int]:
+        answer: list[int] = []
+        for _ in range(count):
+            answer.append(int(self.forward(prompt, answer)[-1].argmax()))
+        return answer
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory) -> Oracle:
+    folder = make_llava(tmp_path_factory.mktemp("llava"))
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    vision = model.config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    shape = (3, vision.image_size, vision.image_size)
+    return Oracle(folder, model, model.config.image_token_id, shape, tokens, model.config.text_config.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Oracle:
+    folder = make_llama(tmp_path_factory.mktemp("llama"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Oracle(folder, model, None, (), 0, model.config.vocab_size)
+
+
+def engine_for(oracle: Oracle, **settings) -> Engine:
+    settings = {"kv_cache_memory": "64MiB", "dtype": "float32", "device": "cpu", **settings}
+    return Engine(EngineConfig(model=str(oracle.folder), **settings), oracle.folder)
+
+
+def small_cache(oracle: Oracle, blocks: int, **settings) -> Engine:
+    probe = engine_for(oracle)
+    block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
+    return engine_for(oracle, kv_cache_memory=blocks * block_bytes, **settings)
+
+
+def generate(engine: Engine, prompts: list[Prompt], **params) -> list[list[int]]:
+    params = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, **params}
+    answers: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        engine.add(EngineRequest(str(number), prompt, SamplingParams(**params)))
+        answers[str(number)] = []
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            answers[output.request_id] += output.token_ids
+    assert engine.stats().kv_blocks_used == 0
+    return list(answers.values())
+
+
+MIXED = [
+    (5, "image", 9), ("image", 3), (7, "image"), (4,), ("image", 2, "image", 3, "image", 1), (33,), (1,),
+    (16, "image", 16), (15,), (17,), ("image", "image", 5), (2, "image", 40), (64,), ("image", 1), (31, "image"), (8,),
+]  # fmt: skip
+
+
+def mixed_prompts(oracle: Oracle) -> list[Prompt]:
+    return [oracle.prompt(seed, *parts) for seed, parts in enumerate(MIXED)]
+
+
+@pytest.fixture(scope="module")
+def expected(llava) -> list[list[int]]:
+    return [llava.greedy(prompt) for prompt in mixed_prompts(llava)]
+
+
+def test_random_checkpoints_give_answers_that_differ(expected):
+    assert len({tuple(answer) for answer in expected}) > 12, "or these tests would prove little"
+
+
+def test_each_request_alone_gives_transformers_tokens(llava, expected):
+    engine = engine_for(llava)
+    assert [generate(engine, [prompt])[0] for prompt in mixed_prompts(llava)] == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="one batch"),
+        pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
+        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 3}, id="three at a time"),
+        pytest.param({"max_encoded_images": 1, "max_num_batched_tokens": 50}, id="one picture a step"),
+        pytest.param({"block_size": 1}, id="blocks of one token"),
+        pytest.param({"block_size": 5}, id="blocks of five tokens"),
+    ],
+)
+def test_sixteen_mixed_requests_give_transformers_tokens(llava, expected, settings):
+    assert generate(engine_for(llava, **settings), mixed_prompts(llava)) == expected
+
+
+@pytest.mark.parametrize("budget", [7, 2048])
+def test_preempted_requests_give_transformers_tokens(llava, expected, budget):
+    longest = max(len(prompt.token_ids) for prompt in mixed_prompts(llava)) + NEW_TOKENS
+    engine = small_cache(llava, -(-longest // 16) + 1, max_num_batched_tokens=budget)
+    assert generate(engine, mixed_prompts(llava)) == expected
+    assert engine.stats().preemptions > 0
+
+
+def test_a_tiny_encoder_cache_gives_the_same_tokens(llava, expected):
+    hidden = llava.model.config.text_config.hidden_size
+    engine = engine_for(llava, encoder_cache_memory=llava.image_tokens * hidden * 4)
+    assert generate(engine, mixed_prompts(llava)) == expected
+
+
+def test_requests_that_join_and_leave_at_any_step_change_nothing(llava, expected):
+    engine = engine_for(llava, max_num_batched_tokens=40)
+    prompts = mixed_prompts(llava)
+    answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    waiting = list(enumerate(prompts))
+    steps = 0
+    while waiting or engine.has_work():
+        if waiting:
+            number, prompt = waiting.pop(0)
+            engine.add(EngineRequest(str(number), prompt, params))
+            engine.add(EngineRequest(f"aborted {number}", prompt, params))
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+        steps += 1
+        engine.abort([f"aborted {steps - 3}"])
+    assert [answers[str(number)] for number in range(len(prompts))] == expected
+    assert engine.stats().kv_blocks_used == 0
+
+
+def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
+    engine = engine_for(llava, max_num_batched_tokens=50)
+    runner = engine._runner
+    original = runner._logits
+    seen: dict[str, list[torch.Tensor]] = {}
+    schedule = engine._scheduler.schedule
+    names: list[str] = []
+
+    def recording_schedule():
+        step = schedule()
+        names[:] = [chunk.sequence.request_id for chunk in step.chunks if chunk.samples]
+        return step
+
+    def recording_logits(batch):
+        logits = original(batch)
+        for name, row in zip(names, logits, strict=True):
+            seen.setdefault(name, []).append(row.clone())
+        return logits
+
+    monkeypatch.setattr(engine._scheduler, "schedule", recording_schedule)
+    monkeypatch.setattr(runner, "_logits", recording_logits)
+    prompts = mixed_prompts(llava)
+    answers = generate(engine, prompts)
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        expected = llava.forward(prompt, answer[:-1])
+        torch.testing.assert_close(torch.stack(seen[str(number)]), expected, atol=1e-4, rtol=0)
+
+
+def test_a_text_model_gives_transformers_tokens(llama):
+    prompts = [llama.prompt(seed, length) for seed, length in enumerate([1, 2, 15, 16, 17, 40, 3])]
+    expected = [llama.greedy(prompt) for prompt in prompts]
+    assert generate(engine_for(llama), prompts) == expected
+    assert generate(engine_for(llama, max_num_batched_tokens=7), prompts) == expected
+
+
+def test_seeded_sampling_is_the_same_alone_batched_and_preempted(llava):
+    prompts = mixed_prompts(llava)
+    params = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
+    alone = [generate(engine_for(llava), [prompt], **params)[0] for prompt in prompts]
+    assert generate(engine_for(llava), prompts, **params) == alone
+    longest = max(len(prompt.token_ids) for prompt in prompts) + NEW_TOKENS
+    tight = small_cache(llava, -(-longest // 16) + 1)
+    assert generate(tight, prompts, **params) == alone
+    assert tight.stats().preemptions > 0
+    assert generate(engine_for(llava), prompts, **{**params, "seed": 1235}) != alone
+
+
+def test_the_same_prompt_with_another_picture_gives_another_answer(llava):
+    one, other = llava.prompt(1, 3, "image", 5), llava.prompt(1, 3, "image", 5)
+    other = Prompt(other.token_ids, (ImageSpan(llava.picture(77), 3),))
+    first, second = generate(engine_for(llava), [one, other])
+    assert first == llava.greedy(one)
+    assert second == llava.greedy(other)
+    assert first != second

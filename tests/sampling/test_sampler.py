@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from vlmserve.sampling.sampler import SamplingRow, draw_seed, filter_logits, sample, uniform
+from vlmserve.types import SamplingParams
+
+
+def row(seed=0, index=0, banned=frozenset(), **params) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), seed, index, banned)
+
+
+def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_greedy_takes_the_most_likely_token():
+    logits = random_logits(5, 1000)
+    assert sample(logits.clone(), [row(temperature=0)] * 5) == logits.argmax(-1).tolist()
+
+
+@settings(deadline=None)
+@given(
+    st.integers(2, 600), st.floats(0.1, 5), st.integers(0, 20), st.floats(0.05, 1), st.floats(0, 0.5),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_filters_agree_with_transformers(vocabulary, temperature, top_k, top_p, min_p, seed):
+    logits = random_logits(1, vocabulary, seed)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(TopPLogitsWarper(top_p))
+    if min_p:
+        processors.append(MinPLogitsWarper(min_p))
+    expected = processors(None, logits.clone()).softmax(-1)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    actual = filter_logits(logits.clone(), [params]).softmax(-1)
+    # A token exactly on a threshold may fall on either side; its probability is then tiny or at the rim.
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_with_other_parameters_do_not_change_a_row():
+    logits = random_logits(4, 300)
+    rows = [
+        row(seed=1, temperature=0.8), row(seed=2, top_k=5), row(seed=3, top_p=0.4), row(temperature=0),
+    ]  # fmt: skip
+    alone = [sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(4)]
+    assert sample(logits.clone(), rows) == alone
+    assert sample(logits.flip(0).clone(), rows[::-1]) == alone[::-1]
+
+
+def test_the_same_seed_and_index_draw_the_same_token_and_others_do_not():
+    logits = torch.zeros(200, 500)
+    same = sample(logits.clone(), [row(seed=5, index=3)] * 200)
+    assert len(set(same)) == 1
+    assert len(set(sample(logits.clone(), [row(seed=5, index=index) for index in range(200)]))) > 100
+    assert len(set(sample(logits.clone(), [row(seed=seed, index=3) for seed in range(200)]))) > 100
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"temperature": 0.5}])
+def test_tokens_come_as_often_as_their_probability_says(params):
+    draws = 20_000
+    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0, -torch.inf, 0.7]])
+    expected = filter_logits(logits.clone(), [SamplingParams(**params)]).softmax(-1)[0]
+    drawn = sample(logits.repeat(draws, 1), [row(seed=9, index=index, **params) for index in range(draws)])
+    counts = torch.bincount(torch.tensor(drawn), minlength=6) / draws
+    torch.testing.assert_close(counts, expected, atol=0.015, rtol=0)
+    assert (counts[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 5000])
+def test_only_possible_tokens_are_drawn_whatever_the_vocabulary(vocabulary):
+    logits = torch.full((300, vocabulary), -torch.inf)
+    possible = {0, vocabulary // 2, vocabulary - 1}
+    for token in possible:
+        logits[:, token] = 1.0
+    drawn = sample(logits, [row(index=index) for index in range(300)])
+    assert set(drawn) == possible
+
+
+def test_banned_tokens_never_come():
+    logits = torch.tensor([[5.0, 1.0, 0.0]])
+    assert sample(logits.clone(), [row(temperature=0, banned=frozenset({0}))]) == [1]
+    assert sample(logits.clone(), [row(seed=1, banned=frozenset({0, 1}))]) == [2]
+
+
+def test_a_row_of_nan_fails_alone():
+    logits = random_logits(3, 50)
+    logits[1, 7] = torch.nan
+    first, failed, last = sample(logits, [row(temperature=0), row(temperature=0), row(seed=3)])
+    assert failed is None
+    assert first is not None
+    assert last is not None
+
+
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
+    logits = random_logits(1, 100)
+    assert sample(logits.clone() * 1e4, [row(temperature=1e-6)]) == [int(logits.argmax())]
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+def test_random_numbers_lie_in_the_unit_interval(seed, index):
+    assert 0 <= uniform(seed, index) < 1
+    assert 0 <= draw_seed(seed, index) < 2**63

@@ -1,0 +1,249 @@
+"""The scheduler without a model: tokens are made up here, so that only its bookkeeping is on trial."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmserve.cache.blocks import BlockPool
+from vlmserve.cache.encoder import EncoderCache
+from vlmserve.scheduler.scheduler import Scheduler, Step
+from vlmserve.scheduler.sequence import Sequence
+from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams
+
+BLOCK = 4
+END = 999
+
+
+def image(number: int, num_tokens: int) -> ImageInput:
+    return ImageInput(bytes([number]) * 32, np.zeros((1, 3, 2, 2), np.float32), num_tokens)
+
+
+def sequence(name, length, *, max_tokens=3, capacity=10_000, images=(), **params) -> Sequence:
+    spans = tuple(ImageSpan(picture, start) for picture, start in images)
+    request = EngineRequest(name, Prompt([1] * length, spans), SamplingParams(max_tokens=max_tokens, **params))
+    return Sequence(request, seed=0, max_len=capacity, end_token_ids=frozenset({END}))
+
+
+def scheduler(num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4) -> Scheduler:
+    return Scheduler(
+        pool=BlockPool(num_blocks),
+        encoder_cache=EncoderCache(encoder_bytes),
+        block_size=BLOCK,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        max_encoded_images=max_encoded_images,
+        image_token_bytes=1,
+    )
+
+
+def run(scheduler: Scheduler, token: int = 7) -> tuple[Step, list[RequestOutput]]:
+    step = scheduler.schedule()
+    return step, scheduler.update(step, [token for chunk in step.chunks if chunk.samples])
+
+
+def plan(step: Step) -> list[tuple[str, int]]:
+    return [(chunk.sequence.request_id, chunk.num_tokens) for chunk in step.chunks]
+
+
+def test_decodes_go_first_and_prompt_chunks_fill_the_budget():
+    s = scheduler(budget=10)
+    s.add(sequence("a", 8))
+    run(s)
+    s.add(sequence("b", 20))
+    assert plan(run(s)[0]) == [("a", 1), ("b", 9)]
+    assert plan(run(s)[0]) == [("a", 1), ("b", 9)]
+    assert plan(run(s)[0]) == [("b", 2)]
+
+
+def test_requests_are_served_in_order_of_arrival():
+    s = scheduler(num_blocks=4, budget=100)
+    s.add(sequence("big", 12))
+    s.add(sequence("bigger", 16))
+    s.add(sequence("small", 1))
+    assert plan(run(s)[0]) == [("big", 12)], "a small one must not overtake a big one that waits for blocks"
+
+
+def test_the_latest_arrival_is_preempted_and_computed_again():
+    s = scheduler(num_blocks=5, budget=100)
+    first, second = sequence("first", 4, max_tokens=9), sequence("second", 4, max_tokens=9)
+    s.add(first)
+    s.add(second)
+    run(s)
+    while s.num_preemptions == 0:
+        run(s)
+    assert second.num_computed == 0
+    assert not second.block_table
+    assert list(s.waiting) == [second]
+    generated = list(second.token_ids)
+    while first.num_generated < 9:
+        run(s)
+    step, _ = run(s)
+    assert step.chunks[0].sequence is second
+    assert step.chunks[0].num_tokens == len(generated)
+
+
+def test_an_end_token_ends_and_frees_everything():
+    s = scheduler()
+    s.add(sequence("a", 5))
+    _, (output,) = run(s, token=END)
+    assert (output.token_ids, output.finish_reason, output.stop_token_id) == ([], "stop", END)
+    assert s.pool.num_used == 0
+    assert len(s) == 0
+
+
+def test_ignore_eos_keeps_the_end_token_but_stop_token_ids_still_stop():
+    s = scheduler()
+    s.add(sequence("a", 5, ignore_eos=True, stop_token_ids=(5,)))
+    assert run(s, token=END)[1][0].token_ids == [END]
+    assert run(s, token=5)[1][0].finish_reason == "stop"
+
+
+def test_a_chunk_ends_before_a_picture_that_cannot_be_encoded_yet():
+    s = scheduler(max_encoded_images=1)
+    s.add(sequence("a", 20, images=[(image(1, 4), 2), (image(2, 4), 10)]))
+    step, _ = run(s)
+    assert plan(step) == [("a", 10)]
+    assert [picture.key[0] for picture in step.encode] == [1]
+    step, _ = run(s)
+    assert plan(step) == [("a", 10)]
+    assert [picture.key[0] for picture in step.encode] == [2]
+
+
+def test_equal_pictures_of_several_requests_are_encoded_once():
+    s = scheduler()
+    s.add(sequence("a", 10, images=[(image(1, 4), 2)]))
+    s.add(sequence("b", 10, images=[(image(1, 4), 4)]))
+    step, _ = run(s)
+    assert len(step.encode) == 1
+
+
+def test_a_picture_cut_by_a_chunk_stays_pinned_until_its_last_token():
+    s = scheduler(budget=7)
+    s.add(sequence("a", 14, images=[(image(1, 6), 5)]))
+    run(s)
+    assert s.encoder_cache.num_pinned == 1
+    run(s)
+    assert s.encoder_cache.num_pinned == 0
+
+
+def test_a_picture_that_comes_twice_stays_pinned_until_its_last_place():
+    s = scheduler(budget=7)
+    s.add(sequence("a", 20, images=[(image(1, 4), 1), (image(1, 4), 12)]))
+    run(s)
+    assert s.encoder_cache.num_pinned == 1
+    step, _ = run(s)
+    assert step.encode == []
+
+
+def test_aborting_frees_everything_at_once():
+    s = scheduler(budget=7)
+    s.add(sequence("a", 14, images=[(image(1, 6), 5)]))
+    s.add(sequence("b", 14))
+    run(s)
+    s.abort(["a", "b", "nobody"])
+    assert (s.pool.num_used, s.encoder_cache.num_pinned, len(s)) == (0, 0, 0)
+    assert s.schedule().chunks == []
+
+
+@st.composite
+def requests(draw):
+    length = draw(st.integers(1, 40))
+    images = []
+    start = 0
+    while draw(st.booleans()):
+        size = draw(st.integers(1, 8))
+        start += draw(st.integers(0, 6))
+        if start + size > length:
+            break
+        images.append((image(draw(st.integers(0, 3)) * 10 + size, size), start))
+        start += size
+    return length, draw(st.integers(1, 12)), images
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), requests()),
+        st.tuples(st.just("step"), st.sampled_from([7, 7, 7, END])),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 5), st.integers(8, 20), st.integers(1, 3), OPERATIONS)
+def test_no_block_leaks_and_every_request_ends(num_blocks, budget, seqs, encoder_bytes, max_images, operations):
+    s = scheduler(num_blocks, budget, seqs, encoder_bytes, max_images)
+    capacity = num_blocks * BLOCK
+    open_requests: set[str] = set()
+    embeddings: set[bytes] = set()
+    added = 0
+
+    def step(token):
+        planned = s.schedule()
+        assert sum(chunk.num_tokens for chunk in planned.chunks) <= budget
+        assert len(planned.encode) <= max_images
+        assert len(s.running) <= seqs
+        ones = [chunk.num_tokens == 1 for chunk in planned.chunks]
+        assert ones == sorted(ones, reverse=True)
+        embeddings.difference_update(planned.evict)
+        assert not embeddings & {picture.key for picture in planned.encode}
+        embeddings.update(picture.key for picture in planned.encode)
+        for chunk in planned.chunks:
+            start, end = chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_tokens
+            assert end <= len(chunk.sequence.block_table) * BLOCK
+            assert all(span.image.key in embeddings for span in chunk.sequence.spans_between(start, end))
+        for output in s.update(planned, [token for chunk in planned.chunks if chunk.samples]):
+            if output.finish_reason is not None:
+                open_requests.remove(output.request_id)
+        held = [block for running in s.running for block in running.block_table]
+        assert len(held) == len(set(held)) == s.pool.num_used
+        assert s.encoder_cache.used_bytes <= encoder_bytes
+        return planned
+
+    for operation, argument in operations:
+        if operation == "add":
+            length, max_tokens, images = argument
+            if length < capacity:
+                name = f"request {added}"
+                s.add(sequence(name, length, max_tokens=max_tokens, capacity=capacity, images=images))
+                open_requests.add(name)
+                added += 1
+        elif operation == "abort":
+            s.abort([f"request {argument}"])
+            open_requests.discard(f"request {argument}")
+        else:
+            step(argument)
+    for _ in range(10_000):
+        if not open_requests:
+            break
+        assert step(7).chunks, "an engine with work must always make progress"
+    assert not open_requests
+    assert (s.pool.num_used, s.encoder_cache.num_pinned, len(s)) == (0, 0, 0)
+
+
+def test_the_running_list_stays_in_order_of_arrival_through_preemptions():
+    s = scheduler(num_blocks=6, budget=100)
+    names = [f"{number}" for number in range(6)]
+    for name in names:
+        s.add(sequence(name, 4, max_tokens=9))
+    finished = []
+    while len(s):
+        running = [sequence.request_id for sequence in s.running]
+        assert running == sorted(running)
+        finished += [output.request_id for output in run(s)[1] if output.finish_reason]
+    assert finished == names
+    assert s.num_preemptions > 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_max_tokens_is_exact(max_tokens):
+    s = scheduler()
+    s.add(sequence("a", 3, max_tokens=max_tokens))
+    tokens = []
+    while len(s):
+        tokens += run(s)[1][0].token_ids
+    assert len(tokens) == max_tokens
