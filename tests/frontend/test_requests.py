@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+
 from tests.media.pictures_for_tests import encoded, noise, png_header
 from tests.prompt.tokenizers_for_tests import (
     CHATML_PARTS,
@@ -19,10 +23,6 @@ from tests.prompt.tokenizers_for_tests import (
     sentencepiece,
     write_checkpoint,
 )
-from transformers import PreTrainedTokenizerFast
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.llava.processing_llava import LlavaProcessor
-
 from vlmserve.config import MediaConfig
 from vlmserve.errors import (
     ImageFetchError,
@@ -84,9 +84,9 @@ def _with_pictures(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     pictures = iter(PICTURES)
     converted = []
     for message in messages:
-        parts = [{"type": "text", "text": message["content"]}] if isinstance(message["content"], str) else [
-            part if part["type"] == "text" else {"type": "image", "image": next(pictures)} for part in message["content"]
-        ]  # fmt: skip
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [part if part["type"] == "text" else {"type": "image", "image": next(pictures)} for part in parts]
         converted.append({"role": message["role"], "content": parts})
     return converted
 

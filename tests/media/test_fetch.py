@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.media.pictures_for_tests import encoded, noise
 
+from tests.media.pictures_for_tests import encoded, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError
 from vlmserve.media import fetch
@@ -175,7 +175,7 @@ def test_a_server_that_drips_bytes_gains_no_time(site: Site, where: str) -> None
             except OSError:
                 return
 
-    with pytest.raises(ImageFetchError, match="longer than 0.3 s"):
+    with pytest.raises(ImageFetchError, match=r"longer than 0\.3 s"):
         fetch_picture(site.url(f"/drip-{where}", drip), limits(fetch_timeout=0.3))
     stop.set()
 
@@ -191,7 +191,7 @@ def test_a_name_that_is_slow_to_resolve_gains_no_time(monkeypatch: pytest.Monkey
 
 
 def test_hosts_that_do_not_exist_and_ports_that_nobody_listens_on_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ImageFetchError, match="no-such-host.invalid was not found"):
+    with pytest.raises(ImageFetchError, match=r"no-such-host\.invalid was not found"):
         fetch_picture("http://no-such-host.invalid/a.png", limits())
     with pytest.raises(ImageFetchError, match="refused"):
         fetch_picture("http://127.0.0.1:1/a.png", limits())

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tests.media.pictures_for_tests import noise
 
+from tests.media.pictures_for_tests import noise
 from vlmserve.media.keys import image_key, pil_image_key
 from vlmserve.types import KEY_BYTES
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise, palette_with_transparency
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from tests.media.pictures_for_tests import encoded, exif_rotated, noise, palette_with_transparency
 from vlmserve.config import MediaConfig
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.media.pictures import decode_picture

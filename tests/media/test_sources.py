@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise
 
+from tests.media.pictures_for_tests import encoded, exif_rotated, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError, InvalidImageError
 from vlmserve.media.processor import ImageProcessor

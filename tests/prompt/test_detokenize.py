@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.prompt.tokenizers_for_tests import byte_level, sentencepiece, word_level
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests.prompt.tokenizers_for_tests import byte_level, sentencepiece, word_level
 from vlmserve.prompt.checkpoint import PromptFiles
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.tokenizer import Tokenizer

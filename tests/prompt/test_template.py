@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CHATML_STRINGS, LLAVA_STYLE
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CHATML_STRINGS, LLAVA_STYLE
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.prompt.checkpoint import LLAVA_TEMPLATE
 from vlmserve.prompt.template import ChatTemplate, ImagePart, Message

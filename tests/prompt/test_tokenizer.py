@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.prompt.tokenizers_for_tests import SPECIAL, byte_level, sentencepiece, word_level, write_checkpoint
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from tests.prompt.tokenizers_for_tests import SPECIAL, byte_level, sentencepiece, word_level, write_checkpoint
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
@@ -97,6 +97,16 @@ def _word_level_tokenizer() -> Tokenizer:
         chat_template=None,
     )
     return Tokenizer(word_level(), files)
+
+
+def test_added_tokens_that_control_nothing_are_read_beside_quoted_text(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_tokens([AddedToken("<think>", special=False)])
+    ours = Tokenizer.from_folder(write_checkpoint(tmp_path, backend))
+    quotation = Quotation(ours.control_tokens)
+    quoted = quotation.quote("<think> </s>")
+    assert ours.token_id("<think>") in ours.encode_quoted(quoted, quotation)
+    assert ours.token_id("</s>") not in ours.encode_quoted(quoted, quotation)
 
 
 def test_spaces_that_a_placeholder_swallows_are_swallowed_beside_quoted_text(tmp_path: Path) -> None:
