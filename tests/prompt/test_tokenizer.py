@@ -99,6 +99,16 @@ def _word_level_tokenizer() -> Tokenizer:
     return Tokenizer(word_level(), files)
 
 
+def test_added_tokens_that_control_nothing_are_read_beside_quoted_text(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_tokens([AddedToken("<think>", special=False)])
+    ours = Tokenizer.from_folder(write_checkpoint(tmp_path, backend))
+    quotation = Quotation(ours.control_tokens)
+    quoted = quotation.quote("<think> </s>")
+    assert ours.token_id("<think>") in ours.encode_quoted(quoted, quotation)
+    assert ours.token_id("</s>") not in ours.encode_quoted(quoted, quotation)
+
+
 def test_spaces_that_a_placeholder_swallows_are_swallowed_beside_quoted_text(tmp_path: Path) -> None:
     backend = byte_level()
     backend.add_special_tokens([AddedToken("<pad>", lstrip=True, rstrip=True, special=True, normalized=False)])
