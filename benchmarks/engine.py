@@ -327,7 +327,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"answers of {report['answer_lens'][0]}-{report['answer_lens'][1]}; medians of {report['repeats']}",
         highlight=False,
     )
-    table = Table("at once", "", "tokens/s", "ratio", "TTFT ms", "TPOT ms", "step overhead ms", "same tokens")
+    table = Table("at\nonce", "", "tokens/s", "ratio", "TTFT\nms", "TPOT\nms", "step over-\nhead ms", "same\ntokens")
     for row in report["rows"]:
         overhead = row["step_overhead_ms"]
         table.add_row(

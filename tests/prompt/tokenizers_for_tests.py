@@ -23,8 +23,8 @@ LLAVA_STYLE = (
 """The way published LLaVA checkpoints write it: parts only, pictures first."""
 
 CHATML_STRINGS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + (message.content | trim) + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{{ message.content | trim }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """Strings only, and stripped."""
 

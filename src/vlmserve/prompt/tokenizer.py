@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.prompt.checkpoint import PromptFiles
@@ -159,7 +159,7 @@ class Tokenizer:
 
 
 def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
-    """Add what only tokenizer_config.json knows: missing added tokens, and whether BOS and EOS are added."""
+    """Add the tokens that only tokenizer_config.json knows. Whether BOS and EOS are added, tokenizer.json decides."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = files.tokenizer_config.get("added_tokens_decoder") or {}
     missing = []
@@ -171,26 +171,11 @@ def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
     known |= {token.content for token in missing}
     named = [token for token in files.special_tokens.values() if token not in known]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])
-    if not {"add_bos_token", "add_eos_token"} & files.tokenizer_config.keys() and backend.post_processor is not None:
-        return
-    before, after = (_frame_token(backend, files, name) for name in ("bos", "eos"))
-    single = " ".join([*(token for token, _ in before), "$A", *(token for token, _ in after)])
-    backend.post_processor = processors.TemplateProcessing(
-        single=single, pair=f"{single} $B:1", special_tokens=list({*before, *after})
-    )
 
 
 def _unknown_id(backend: tokenizers.Tokenizer, files: PromptFiles) -> int | None:
     token = files.special_tokens.get("unk_token") or getattr(backend.model, "unk_token", None)
     return backend.token_to_id(token) if token is not None else getattr(backend.model, "unk_id", None)
-
-
-def _frame_token(backend: tokenizers.Tokenizer, files: PromptFiles, name: str) -> list[tuple[str, int]]:
-    token = files.special_tokens.get(f"{name}_token")
-    if token is None or not files.tokenizer_config.get(f"add_{name}_token", False):
-        return []
-    token_id = backend.token_to_id(token)
-    return [] if token_id is None else [(token, token_id)]
 
 
 def _ensure_image_token(backend: tokenizers.Tokenizer, files: PromptFiles) -> str | None:

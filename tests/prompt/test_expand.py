@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.expand import expand_placeholders
+from vlmserve.types import ImageInput
+
+IMAGE = 9
+
+
+def picture(num_tokens: int) -> ImageInput:
+    return ImageInput(bytes(32), np.zeros((1, 3, 2, 2), np.float32), num_tokens)
+
+
+def test_each_placeholder_takes_the_room_of_its_own_picture() -> None:
+    first, second = picture(3), picture(2)
+    prompt = expand_placeholders([IMAGE, 1, 2, IMAGE], IMAGE, [first, second])
+    assert prompt.token_ids == [IMAGE] * 3 + [1, 2] + [IMAGE] * 2
+    assert [(span.image, span.start, span.end) for span in prompt.images] == [(first, 0, 3), (second, 5, 7)]
+
+
+def test_text_stays_as_it_is() -> None:
+    prompt = expand_placeholders([1, 2, 3], None, [])
+    assert (prompt.token_ids, prompt.images) == ([1, 2, 3], ())
+
+
+@pytest.mark.parametrize(("ids", "num_images"), [([1], 1), ([IMAGE], 0), ([IMAGE, IMAGE], 1)])
+def test_as_many_placeholders_as_pictures(ids: list[int], num_images: int) -> None:
+    with pytest.raises(InvalidRequestError, match="placeholder"):
+        expand_placeholders(ids, IMAGE, [picture(1)] * num_images)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmserve.prompt.untrusted import ControlTokens, Quotation
+
+TOKENS = ["<image>", "<|im_end|>", "</s>"]
+CONTROL = ControlTokens(TOKENS)
+PIECES = st.lists(st.sampled_from([*TOKENS, *"<>|/s_ \n", "im", "age", "end", "word"]), max_size=6).map("".join)
+
+
+def test_ordinary_text_passes_untouched() -> None:
+    quotation = Quotation(CONTROL)
+    text = "  What is in the picture?\n"
+    assert quotation.quote(text) == text
+    assert quotation.is_empty
+
+
+@given(texts=st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=4), strips=st.booleans())
+def test_no_control_token_is_left_whatever_texts_are_joined_and_all_can_be_restored(
+    texts: list[str], strips: bool
+) -> None:
+    quotation = Quotation(CONTROL)
+    quoted = [quotation.quote(text) for text in texts]
+    if strips:
+        texts, quoted = [text.strip() for text in texts], [text.strip() for text in quoted]
+    joined = "".join(quoted)
+    assert not any(token in joined for token in TOKENS)
+    assert quotation.unquote(joined) == "".join(texts)
+
+
+@pytest.mark.parametrize(
+    "parts", [["<im", "age>"], ["<", "image", ">"], ["a <", "image", "> b"], ["<", "i", "mage>"], ["<im ", " age>"]]
+)
+def test_control_tokens_cannot_be_put_together_from_parts(parts: list[str]) -> None:
+    quotation = Quotation(CONTROL)
+    assert "<image>" not in "".join(quotation.quote(part).strip() for part in parts)
+
+
+def test_codes_cannot_be_forged() -> None:
+    quotation = Quotation(CONTROL)
+    code = quotation.quote("<image>")
+    forged = quotation.quote(code)
+    assert code not in forged
+    assert quotation.unquote(forged) == code
+
+
+def test_quoted_spans_point_at_the_quoted_characters() -> None:
+    quotation = Quotation(CONTROL)
+    rendered = quotation.quote("a <image> b </s>c")
+    plain = quotation.unquote(rendered)
+    assert [plain[start:end] for start, end in quotation.quoted_spans(rendered)] == ["<image>", "</s>"]
+
+
+def test_nothing_is_quoted_without_control_tokens() -> None:
+    quotation = Quotation(ControlTokens([]))
+    assert quotation.quote("<image>") == "<image>"
