@@ -154,7 +154,8 @@ class MockEngine:
         if nap > 0:
             time.sleep(nap)
         # Ticks keep their rhythm while they can, so that the time spent between steps does not slow the mock down.
-        self._next_tick = max(wake, now - tpot) + tpot
+        late = self._next_tick < now - tpot
+        self._next_tick = (max(wake, now) if late else wake) + tpot
         return True
 
     def _digest(self, request: EngineRequest) -> bytes:
