@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from tokenizers import Tokenizer
 
@@ -68,7 +70,7 @@ def test_tokens_come_at_the_speed_that_was_set(folder, clock):
     add(engine)
     times = arrivals(engine, clock)["a"]
     assert times[0] - start == pytest.approx(1.0, abs=0.25)
-    assert [after - before for before, after in zip(times, times[1:], strict=False)] == pytest.approx([0.25] * 4)
+    assert [after - before for before, after in itertools.pairwise(times)] == pytest.approx([0.25] * 4)
 
 
 def test_a_step_takes_as_long_for_many_as_for_one(folder, clock):
@@ -107,7 +109,7 @@ def test_decoding_goes_on_while_another_request_waits_for_its_first_token(folder
         pass
     add(engine, "b")
     times = arrivals(engine, clock)
-    gaps = [after - before for before, after in zip(times["a"], times["a"][1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(times["a"])]
     assert gaps == pytest.approx([0.1] * len(gaps))
 
 

@@ -63,7 +63,7 @@ class MockEngine:
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
-        """Raises CheckpointNotFoundError for a folder without a tokenizer.json, ConfigurationError as the real engine."""
+        """Raises CheckpointNotFoundError without a tokenizer.json, ConfigurationError as the real engine does."""
         if folder is None:
             from vlmserve.models.hub import resolve_model
 
