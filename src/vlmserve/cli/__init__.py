@@ -38,9 +38,9 @@ def serve(
     model: Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))] = BUILT_IN_MODEL,
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
-    from vlmserve.server.app import run
+    from vlmserve.server.run import serve as run_server
 
-    run(engine, media, server)
+    run_server(engine, media, server)
 
 
 @app.command()
