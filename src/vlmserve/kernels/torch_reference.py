@@ -20,6 +20,8 @@ from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
 # What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
 # multiplying of one token's keys and values.
 BUCKET_COST = 512
+# Up to this many decodes the fused operator beats separate products, whose fixed costs are higher.
+FUSED_DECODES = 2
 # Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips the keys no row can see.
 ROWS_PER_MASK = 256
 
@@ -62,7 +64,8 @@ class LayerPlan:
 
     write: cache row (one token of one head) of each new key. order: decodes sorted by length, None if they stay as they
     are. mask: ``[rows, length]`` additive, right aligned: element ``[-1 - i, -1 - j]`` is for a query and a key that
-    lie i and j tokens before the newest.
+    lie i and j tokens before the newest. workspace: where gathered blocks go, one bucket's or chunk's after the other;
+    memory taken anew for each would cost more in page faults than the copying itself.
     """
 
     write: Tensor
@@ -70,6 +73,7 @@ class LayerPlan:
     buckets: list[DecodeBucket]
     chunks: list[PromptChunk]
     mask: Tensor | None
+    workspace: Tensor
 
 
 @dataclass(slots=True)
@@ -122,7 +126,7 @@ class TorchReference:
         if layer.buckets:
             _attend_decodes(query[: metadata.num_decodes], cache, spec, layer, output)
         for chunk in layer.chunks:
-            _attend_chunk(query, key, value, cache, spec, chunk, layer.mask, output)
+            _attend_chunk(query, key, value, cache, spec, chunk, layer, output)
         return output.view(query.shape[0], -1)
 
 
@@ -136,19 +140,36 @@ def _attend_decodes(query: Tensor, cache: LayerCache, spec: AttentionSpec, layer
     by_group = attended.view(grouped.shape)
     for bucket in layer.buckets:
         rows = slice(bucket.start * spec.num_kv_heads, bucket.end * spec.num_kv_heads)
-        keys = _gather(cache.keys, bucket.gather, rows.stop - rows.start)[:, : bucket.length]
-        scores = _scores(grouped[rows], keys)
-        if spec.soft_cap is not None:
-            scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
-        else:
-            scores.mul_(spec.scale)
-        if bucket.mask is not None:
-            scores.view(bucket.end - bucket.start, spec.num_kv_heads, -1, bucket.length).add_(bucket.mask)
-        weights = torch.softmax(scores, -1).to(query.dtype)
-        values = _gather(cache.values, bucket.gather, rows.stop - rows.start)[:, : bucket.length]
-        torch.bmm(weights, values, out=by_group[rows])
+        keys = _gather(cache.keys, bucket.gather, layer.workspace[0], rows.stop - rows.start)
+        values = _gather(cache.values, bucket.gather, layer.workspace[1], rows.stop - rows.start)
+        _attend_bucket(grouped[rows], keys, values, spec, bucket, by_group[rows])
     if layer.order is not None:
         output.index_copy_(0, layer.order, attended)
+
+
+def _attend_bucket(
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, bucket: DecodeBucket, output: Tensor
+) -> None:
+    """``[sequences * kv_heads, group, head_size]`` over as many ``[length, head_size]``, into `output`."""
+    shape = (bucket.end - bucket.start, spec.num_kv_heads, -1)
+    if bucket.end - bucket.start <= FUSED_DECODES and spec.soft_cap is None:
+        attended = F.scaled_dot_product_attention(
+            query.view(*shape, spec.head_size),
+            keys.view(*shape, spec.head_size),
+            values.view(*shape, spec.head_size),
+            attn_mask=None if bucket.mask is None else bucket.mask.to(query.dtype),
+            scale=spec.scale,
+        )
+        output.copy_(attended.view(output.shape))
+        return
+    scores = _scores(query, keys)
+    if spec.soft_cap is None:
+        scores.mul_(spec.scale)
+    else:
+        scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if bucket.mask is not None:
+        scores.view(*shape, bucket.length).add_(bucket.mask)
+    torch.bmm(torch.softmax(scores, -1).to(query.dtype), values, out=output)
 
 
 def _scores(query: Tensor, keys: Tensor) -> Tensor:
@@ -170,7 +191,7 @@ def _attend_chunk(
     cache: LayerCache,
     spec: AttentionSpec,
     chunk: PromptChunk,
-    mask: Tensor | None,
+    layer: LayerPlan,
     output: Tensor,
 ) -> None:
     rows = slice(chunk.start, chunk.end)
@@ -178,12 +199,13 @@ def _attend_chunk(
     if chunk.gather is None:
         keys, values = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
     else:
-        keys = _gather(cache.keys, chunk.gather, spec.num_kv_heads)
-        values = _gather(cache.values, chunk.gather, spec.num_kv_heads)
+        keys = _gather(cache.keys, chunk.gather, layer.workspace[0], spec.num_kv_heads)
+        values = _gather(cache.values, chunk.gather, layer.workspace[1], spec.num_kv_heads)
     result = output[rows].transpose(0, 1)
     if not chunk.masked:
         result.copy_(_dot_product_attention(queries, keys, values, spec, None))
         return
+    mask = layer.mask
     assert mask is not None
     for first, last, low, high in _row_groups(chunk, spec.window):
         bias = mask[-(last - first) :, mask.shape[1] - (high - low) :]
@@ -228,10 +250,12 @@ def _capped_attention(query: Tensor, keys: Tensor, values: Tensor, spec: Attenti
     return torch.bmm(weights.view(spec.num_kv_heads, -1, keys.shape[1]), values).view(heads, rows, size)
 
 
-def _gather(cache: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """Blocks of the cache as ``[batch, tokens, head_size]``."""
+def _gather(cache: Tensor, rows: Tensor, workspace: Tensor, batch: int) -> Tensor:
+    """Blocks of the cache as ``[batch, tokens, head_size]``, in `workspace`."""
     blocks, heads, block_size, size = cache.shape
-    return cache.view(blocks * heads, block_size * size).index_select(0, rows).view(batch, -1, size)
+    gathered = workspace[: len(rows)]
+    torch.index_select(cache.view(blocks * heads, block_size * size), 0, rows, out=gathered)
+    return gathered.view(batch, -1, size)
 
 
 def _plan_layer(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, query: Tensor) -> LayerPlan:
@@ -244,12 +268,15 @@ def _plan_layer(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, q
     order, bounds = _bucket_decodes(metadata.host_context_lens[: metadata.num_decodes], device.type)
     buckets = [_plan_bucket(metadata, block_size, spec, order, start, end) for start, end in bounds]
     chunks = _plan_chunks(metadata, block_size, spec)
+    gathers = [bucket.gather for bucket in buckets] + [chunk.gather for chunk in chunks if chunk.gather is not None]
+    largest = max((len(gather) for gather in gathers), default=0)
     return LayerPlan(
         write,
         None if order is None else torch.tensor(order, device=device),
         buckets,
         chunks,
         _chunk_mask(chunks, spec, query),
+        query.new_empty(2, largest, block_size * spec.head_size),
     )
 
 
@@ -279,12 +306,13 @@ def _plan_bucket(
     sequences = list(range(start, end)) if order is None else order[start:end]
     contexts = [metadata.host_context_lens[s] for s in sequences]
     starts = [0 if spec.window is None else max(0, c - spec.window) // block_size * block_size for c in contexts]
-    length = max(c - s for c, s in zip(contexts, starts, strict=True))
+    # Whole blocks: the matrix product would first copy a slice of them.
+    length = max(-(-(c - s) // block_size) for c, s in zip(contexts, starts, strict=True)) * block_size
     device = tables.device
     context = torch.tensor(contexts, device=device)[:, None]
     first = torch.tensor(starts, device=device)[:, None]
 
-    columns = first // block_size + torch.arange(-(-length // block_size), device=device)
+    columns = first // block_size + torch.arange(length // block_size, device=device)
     # Padding repeats the sequence's own last block: whatever another sequence left behind, it stays its own.
     columns = torch.minimum(columns, (context - 1) // block_size)
     rows = tables[start:end] if order is None else tables[torch.tensor(sequences, device=device)]

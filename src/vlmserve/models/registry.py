@@ -14,6 +14,7 @@ from torch import nn
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layers.linear import Linear, can_pack
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
 from vlmserve.models.protocols import LoadedModel
@@ -61,6 +62,11 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelLoadError(f"{folder / 'config.json'} does not describe a model: {error!r}") from error
     checkpoint.load(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if can_pack(wanted, device):
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.pack()
     return LoadedModel(
         architecture=architecture,
         language_model=decoder,
@@ -71,7 +77,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
         dtype=wanted,
         device=device,
         backend=backend,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_parameters,
     )
 
 

@@ -99,7 +99,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
     message = {
-        HTTPStatus.NOT_FOUND: f"There is no {request.url.path} here; the API is under /v1, /docs lists it",
+        HTTPStatus.NOT_FOUND: f"There is no {request.url.path} here; /openapi.json lists what there is",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
     }.get(status, str(error.detail))
     code = {HTTPStatus.NOT_FOUND: "not_found", HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed"}.get(

@@ -156,11 +156,15 @@ class ChatRequest(RequestModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to the same question.")
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_COUNT, description="Default: up to the end of the context.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=_MAX_COUNT, description="Default: up to the end of the context."
+    )
     max_tokens: int | None = Field(None, ge=1, le=_MAX_COUNT, description="The older name of max_completion_tokens.")
     temperature: float | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
     top_p: float | None = Field(None, description="Default: the model's, else 1.")
-    top_k: int | None = Field(None, ge=-1, le=_MAX_COUNT, description="0 or -1 keeps all tokens. Default: the model's, else 0.")
+    top_k: int | None = Field(
+        None, ge=-1, le=_MAX_COUNT, description="0 or -1 keeps all tokens. Default: the model's, else 0."
+    )
     min_p: float | None = Field(None, description="Default: the model's, else 0.")
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field([], description="A string or up to 16.")
@@ -313,10 +317,10 @@ class ChatChunk(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """An entry of ``/v1/models``."""
+    """An entry of ``/v1/models``. max_model_len: prompt and answer together, in tokens; null while loading."""
 
     id: str
     created: int
-    max_model_len: int
+    max_model_len: int | None
     object: str = "model"
     owned_by: str = "vlmserve"

@@ -1,0 +1,113 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from vlmserve.errors import EngineDeadError, VLMServeError
+from vlmserve.server.chat import chat_completions
+from vlmserve.server.connection import RequestLog
+from vlmserve.server.errors import RETRY_AFTER_S, handle_http_exception, handle_vlmserve_error, json_response
+from vlmserve.server.metrics import CONTENT_TYPE, exposition
+from vlmserve.server.page import start_page
+from vlmserve.server.schema import ChatRequest, ModelCard
+from vlmserve.server.service import Service
+
+_SCHEMA_REF = "#/components/schemas/{model}"
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application around a service, which may still be loading."""
+    app = FastAPI(title="vlmserve", version=version(), redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.add_middleware(RequestLog)
+    app.add_exception_handler(VLMServeError, handle_vlmserve_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
+    for path, endpoint in (
+        ("/v1/models", list_models),
+        ("/v1/models/{name:path}", show_model),
+        ("/health", health),
+        ("/version", show_version),
+        ("/metrics", show_metrics),
+    ):
+        app.add_api_route(path, endpoint, response_class=Response, response_model=None)
+    app.add_api_route("/", index, include_in_schema=False, response_class=HTMLResponse)
+    schema = ChatRequest.model_json_schema(ref_template=_SCHEMA_REF)
+    parts = schema.pop("$defs")
+    body = {"content": {"application/json": {"schema": schema}}, "required": True}
+    app.add_api_route(
+        "/v1/chat/completions",
+        chat_completions,
+        methods=["POST"],
+        response_class=Response,
+        response_model=None,
+        openapi_extra={"requestBody": body},
+    )
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(parts)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # how FastAPI documents it
+    return app
+
+
+def version() -> str:
+    """The installed version; "unknown" when it runs from a folder that was never installed."""
+    try:
+        return metadata.version("vlmserve")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _card(service: Service) -> ModelCard:
+    info = service.info
+    return ModelCard(service.model_name, service.created, info.max_model_len if info else None)
+
+
+async def list_models(request: Request) -> Response:
+    """The model that is served."""
+    service: Service = request.app.state.service
+    return json_response({"object": "list", "data": [_card(service)]})
+
+
+async def show_model(request: Request, name: str) -> Response:
+    """One model by name."""
+    service: Service = request.app.state.service
+    service.check_model(name)
+    return json_response(_card(service))
+
+
+async def health(request: Request) -> Response:
+    """200 when requests are answered, else 503 with the reason."""
+    service: Service = request.app.state.service
+    problem = service.problem()
+    if problem is None:
+        return json_response({"status": "ok"})
+    status = "dead" if isinstance(problem, EngineDeadError) else service.phase
+    return json_response({"status": status, "reason": str(problem)}, 503, {"Retry-After": RETRY_AFTER_S})
+
+
+async def show_version() -> Response:
+    """The version of vlmserve."""
+    return json_response({"version": version()})
+
+
+async def show_metrics(request: Request) -> Response:
+    """The engine's counters for Prometheus."""
+    service: Service = request.app.state.service
+    return PlainTextResponse(exposition(service.client.stats), media_type=CONTENT_TYPE)
+
+
+async def index(request: Request) -> HTMLResponse:
+    """What this is, for people with a browser."""
+    service: Service = request.app.state.service
+    return HTMLResponse(start_page(service.model_name, str(request.base_url).rstrip("/")))

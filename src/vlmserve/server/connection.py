@@ -1,0 +1,184 @@
+"""The HTTP connection itself: bodies within limits, clients that leave, a request's id and its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlmserve.server.errors import RefusedError, internal_error_response
+
+access_log = logging.getLogger("vlmserve.access")
+logger = logging.getLogger(__name__)
+
+BODY_TIMEOUT = 30.0
+"""Seconds that a client may pause while it sends its body."""
+CLIENT_CLOSED_REQUEST = 499
+"""What the log says when the client left first; https://nginx.org writes it so."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_NOTES = "vlmserve.notes"
+_PROBES = ("/health", "/metrics")
+"""Paths that machines ask all the time."""
+
+Result = TypeVar("Result")
+
+
+async def read_json_body(request: Request, max_bytes: int) -> bytearray:
+    """The body of a JSON request.
+
+    Raises RefusedError for another content type, a body over `max_bytes`, declared or not, or one that stalls.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise RefusedError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"The header Content-Type should be application/json, not {kind or 'absent'}",
+            "unsupported_content_type",
+        )
+    expects_continue = "expect" in request.headers
+    declared = request.headers.get("content-length", "")
+    spare = 2 * max_bytes
+    too_large = declared.isdecimal() and int(declared) > max_bytes
+    body = bytearray()
+    chunks = request.stream()
+    # Many clients read no answer before they have sent everything: up to as much again is read and dropped.
+    while spare >= 0 and not (too_large and expects_continue):
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "The body stopped arriving", "body_timeout") from None
+        if chunk is None:
+            break
+        spare -= len(chunk)
+        too_large = too_large or len(body) + len(chunk) > max_bytes
+        if not too_large:
+            body += chunk
+    if too_large:
+        message = f"The body is larger than the limit of {max_bytes} bytes"
+        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, "body_too_large")
+    return body
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client leaves; then raises ClientDisconnect.
+
+    The body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        await _cancel(task, watcher)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. The generator and `resources` close as soon as the client leaves, also between events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], resources: contextlib.ExitStack) -> None:
+        self._events = events
+        self._resources = resources
+        # X-Accel-Buffering tells nginx to pass every event on at once.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(None, headers=headers)
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.ensure_future(self._send_all(send))
+        watcher = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not sender.done():
+                raise ClientDisconnect
+            sender.result()
+        finally:
+            await _cancel(sender, watcher)
+            await self._events.aclose()
+            self._resources.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def note(request: Request, text: str) -> None:
+    """Add something to the request's line in the access log."""
+    request.scope[_NOTES].append(text)
+
+
+class RequestLog:
+    """Middleware: gives every request an id, logs a line when it is over, and keeps tracebacks from the client."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        wanted_id = Headers(scope=scope).get("x-request-id", "")
+        request_id = wanted_id if _REQUEST_ID.fullmatch(wanted_id) else f"req-{uuid.uuid4().hex}"
+        notes: list[str] = []
+        scope[_NOTES] = notes
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = CLIENT_CLOSED_REQUEST
+            notes.append("the client left")
+        except Exception:
+            logger.exception("%s %s failed, request %s", scope["method"], scope["path"], request_id)
+            if status == 0:
+                await internal_error_response()(scope, receive, send_with_id)
+        finally:
+            client = scope["client"][0] if scope.get("client") else "-"
+            routine = status == HTTPStatus.OK and scope["path"] in _PROBES
+            access_log.log(
+                logging.DEBUG if routine else logging.INFO,
+                "%s %s %s %d in %.3f s%s",
+                client,
+                scope["method"],
+                scope["path"],
+                status or CLIENT_CLOSED_REQUEST,
+                time.monotonic() - started,
+                "".join(f", {text}" for text in notes),
+            )

@@ -1,0 +1,168 @@
+"""Starting and stopping: the engine process and the web server, side by side.
+
+Little is imported here before the engine process runs, so that the two load their libraries at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.engine.process import EngineProcess
+from vlmserve.errors import ConfigurationError, InvalidRequestError
+from vlmserve.models.hub import resolve_model
+from vlmserve.types import ModelInfo, SamplingParams
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.client import EngineClient
+    from vlmserve.server.service import Preparer, Service
+    from vlmserve.server.web import WebServer
+
+logger = logging.getLogger(__name__)
+
+
+def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
+    """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything at once.
+
+    The port opens before the model is loaded, with a `/health` that says so.
+    Raises ConfigurationError if the address cannot be had, ModelLoadError if the model cannot be loaded.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for chatty in ("uvicorn.error", "httpx"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    listener = bind(server)
+    folder = resolve_model(engine.model, engine.revision)
+    process = EngineProcess.launch(engine, folder)
+    try:
+        from vlmserve.server.service import Service
+        from vlmserve.server.web import WebServer
+
+        service = Service(engine, media, server)
+        asyncio.run(_serve(service, WebServer(service, listener), process, engine, folder, media))
+    finally:
+        process.close()
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """A socket on the address, which refuses connections until the web server listens on it.
+
+    Raises ConfigurationError if the address is in use or not this machine's.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigurationError(f"cannot listen on {server.host} port {server.port}: {reason}; try --port") from None
+    return listener
+
+
+def default_sampling(folder: Path) -> SamplingParams:
+    """What the checkpoint's generation_config.json says about sampling; OpenAI's defaults for what it leaves open.
+
+    ``"do_sample": false``, written out, means greedy.
+    """
+    path = folder / "generation_config.json"
+    settings: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        settings = dict(json.loads(path.read_text("utf-8")))
+    if settings.get("do_sample") is False:
+        return SamplingParams(temperature=0.0)
+    names = ("temperature", "top_p", "top_k", "min_p")
+    wanted = {name: settings[name] for name in names if isinstance(settings.get(name), int | float)}
+    try:
+        return SamplingParams(**wanted)
+    except InvalidRequestError as error:
+        logger.warning("%s is ignored: %s", path, error)
+        return SamplingParams()
+
+
+async def _serve(
+    service: Service,
+    web: WebServer,
+    process: EngineProcess,
+    engine: EngineConfig,
+    folder: Path,
+    media: MediaConfig,
+) -> None:
+    stop = _stop_on_signals(process)
+    web.start()
+    try:
+        loading = asyncio.ensure_future(_load(process, engine, folder, media))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            return
+        stopping.cancel()
+        client, preparer = loading.result()
+        service.open(client, preparer, default_sampling(folder))
+        print(ready_line(web.url, service.model_name, client.info), flush=True)
+        await stop.wait()
+        await _shut_down(service, client)
+    finally:
+        await web.stop()
+        service.close()
+
+
+async def _load(
+    process: EngineProcess, engine: EngineConfig, folder: Path, media: MediaConfig
+) -> tuple[EngineClient, Preparer]:
+    """The engine client and the preparer, made at the same time."""
+    from vlmserve.frontend.client import EngineClient
+
+    def make_preparer() -> Preparer:
+        from vlmserve.frontend.requests import RequestPreparer
+
+        return RequestPreparer(folder, media)
+
+    starting = asyncio.ensure_future(EngineClient.start(engine, process=process))
+    try:
+        preparer = await asyncio.to_thread(make_preparer)
+        return await starting, preparer
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
+
+
+async def _shut_down(service: Service, client: EngineClient) -> None:
+    grace = service.config.shutdown_grace
+    if service.num_answers:
+        logger.info("Finishing %d answers, for at most %g s; Ctrl-C again ends them", service.num_answers, grace)
+    if not await service.drain(grace):
+        logger.warning("%d answers are not finished and fail now", service.num_answers)
+    await client.close()
+
+
+def _stop_on_signals(process: EngineProcess) -> asyncio.Event:
+    """An event that the first signal sets. The second one ends the process."""
+    stop = asyncio.Event()
+
+    def handle() -> None:
+        if stop.is_set():
+            process.close()
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, handle)
+    return stop
+
+
+def ready_line(url: str, model: str, info: ModelInfo) -> str:
+    """What is printed when requests are answered."""
+    return f"vlmserve is ready: {url} (model {model}, {info.device}, {info.dtype})"

@@ -1,0 +1,155 @@
+"""What the routes share: the engine client, the request preparer, the names, the limits, and the server's phase."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Any, Literal, Protocol
+
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, UnknownModelError, VLMServeError
+from vlmserve.frontend.client import EngineClient
+from vlmserve.server.errors import RefusedError
+from vlmserve.types import ModelInfo, Prompt, SamplingParams
+
+Phase = Literal["loading", "serving", "closing"]
+
+
+class TextStream(Protocol):
+    """Turns one answer's token ids into text; see `vlmserve.prompt.detokenize.Detokenizer`."""
+
+    stopped: bool
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Preparer(Protocol):
+    """Makes prompts; see `vlmserve.frontend.requests.RequestPreparer`. Called from worker threads."""
+
+    def chat(self, messages: Sequence[Any]) -> Prompt: ...
+
+    def detokenizer(self, params: SamplingParams) -> TextStream: ...
+
+
+class Service:
+    """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on."""
+
+    def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
+        self.config = server
+        self.model_name = server.served_model_name or engine.model.rstrip("/").rsplit("/", 1)[-1] or engine.model
+        if server.served_model_name is None and not engine.model.startswith(("/", "./", "../", "~")):
+            self.model_name = engine.model
+        self._aliases = {self.model_name, engine.model}
+        self.created = int(time.time())
+        self.defaults = SamplingParams()
+        self._max_answers = engine.max_waiting + engine.max_num_seqs
+        self._num_answers = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
+        self._client: EngineClient | None = None
+        self._preparer: Preparer | None = None
+        # A slow picture must not hold up text, nor a slow host the pictures that are here already.
+        self._text_workers = ThreadPoolExecutor(1, "prepare-text")
+        self._picture_workers = ThreadPoolExecutor(media.num_workers, "prepare-pictures")
+        self._fetch_workers = ThreadPoolExecutor(4 * media.num_workers, "prepare-remote")
+
+    def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
+        """Begin to serve. defaults: what requests that say nothing about sampling get."""
+        self._client = client
+        self._preparer = preparer
+        self.defaults = defaults or self.defaults
+
+    async def drain(self, grace: float) -> bool:
+        """Refuse new requests from now on, wait for those under way; whether they ended within `grace` seconds."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        return self._idle.is_set()
+
+    def close(self) -> None:
+        """Let go of the worker threads. The client belongs to the caller."""
+        for pool in (self._text_workers, self._picture_workers, self._fetch_workers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers under way, from the arrival of their request on."""
+        return self._num_answers
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine client, to which requests may be sent now. Raises UnavailableError or EngineDeadError."""
+        problem = self.problem()
+        if problem is not None:
+            raise problem
+        assert self._client is not None
+        return self._client
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """The model; None while it is loading."""
+        return None if self._client is None else self._client.info
+
+    @property
+    def phase(self) -> Phase:
+        return "closing" if self._closing else "loading" if self._client is None else "serving"
+
+    def problem(self) -> VLMServeError | None:
+        """Why no request can be answered now."""
+        if self._closing:
+            return UnavailableError("The server is shutting down")
+        if self._client is None:
+            return UnavailableError(f"The server is still loading {self.model_name}; try again soon")
+        if not self._client.alive:
+            return EngineDeadError(self._client.death or "The engine is closed")
+        return None
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError for a name that is not served here."""
+        if name is not None and name not in self._aliases:
+            raise UnknownModelError(f"There is no model {name!r} here, only {self.model_name!r}", param="model")
+
+    @contextlib.contextmanager
+    def admit(self, num_answers: int) -> Iterator[None]:
+        """Count a request's answers for as long as it is under way. Raises OverloadedError if there are too many."""
+        if self._num_answers + num_answers > self._max_answers:
+            raise OverloadedError(f"{self._num_answers} answers are under way already; try again later")
+        self._num_answers += num_answers
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_answers -= num_answers
+            if self._num_answers == 0:
+                self._idle.set()
+
+    async def prepare(self, messages: list[dict[str, Any]]) -> Prompt:
+        """The prompt of a conversation, made in a worker thread. Raises what the preparer does."""
+        assert self._preparer is not None
+        urls = [
+            part["image_url"]["url"]
+            for message in messages
+            if isinstance(message["content"], list)
+            for part in message["content"]
+            if part["type"] == "image_url"
+        ]
+        remote = any(not url.startswith("data:") for url in urls)
+        workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
+        try:
+            return await asyncio.get_running_loop().run_in_executor(workers, self._preparer.chat, messages)
+        except MemoryError:
+            raise RefusedError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these pictures", "out_of_memory"
+            ) from None
+
+    def detokenizer(self, params: SamplingParams) -> TextStream:
+        """A new detokenizer for one answer."""
+        assert self._preparer is not None
+        return self._preparer.detokenizer(params)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from tests.media.pictures_for_tests import noise
+
+from vlmserve.media.keys import image_key, pil_image_key
+from vlmserve.types import KEY_BYTES
+
+PRINT = bytes(32)
+
+
+@given(a=st.tuples(st.binary(max_size=6), st.binary(max_size=6)), b=st.tuples(st.binary(max_size=6), st.binary(max_size=6)))
+def test_keys_are_equal_only_for_equal_bytes_and_preprocessing(a: tuple[bytes, bytes], b: tuple[bytes, bytes]) -> None:
+    assert (image_key(*a) == image_key(*b)) == (a == b)
+    assert len(image_key(*a)) == KEY_BYTES
+
+
+def test_bytes_do_not_move_between_file_and_fingerprint() -> None:
+    assert image_key(b"ab", b"c") != image_key(b"a", b"bc")
+
+
+def test_a_decoded_picture_is_named_by_all_that_makes_its_pixels() -> None:
+    palette = noise(6, 4, "P")
+    recolored = palette.copy()
+    recolored.putpalette(bytes(range(256)) * 3)
+    transparent = palette.copy()
+    transparent.info["transparency"] = 0
+    turned = noise(6, 4)
+    turned.getexif()[0x0112] = 6
+    pictures = [
+        noise(6, 4),
+        noise(6, 4, seed=1),
+        noise(6, 4, "L"),
+        Image.frombytes("RGB", (4, 6), noise(6, 4).tobytes()),
+        turned,
+        palette,
+        recolored,
+        transparent,
+    ]
+    keys = [pil_image_key(picture, PRINT) for picture in pictures]
+    assert len(set(keys)) == len(pictures)
+    assert pil_image_key(noise(6, 4), PRINT) == keys[0]
+    assert pil_image_key(noise(6, 4), bytes([1]) * 32) != keys[0]
+
+
+def test_a_decoded_picture_never_has_the_key_of_a_file() -> None:
+    picture = noise(6, 4)
+    assert pil_image_key(picture, PRINT) != image_key(picture.tobytes(), PRINT)

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import base64
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tests.media.pictures_for_tests import encoded, exif_rotated, noise, png_header
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ImageTooLargeError, InvalidImageError
+from vlmserve.media.pictures import FORMATS, decode_data_url, decode_picture
+
+LIMITS = MediaConfig()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_is_read(format: str) -> None:
+    picture = decode_picture(encoded(noise(40, 30), format), LIMITS)
+    assert picture.size == (40, 30)
+
+
+def test_other_formats_are_not_pictures() -> None:
+    with pytest.raises(InvalidImageError, match="not a picture in a supported format"):
+        decode_picture(encoded(noise(4, 4), "PPM"), LIMITS)
+
+
+def test_an_animation_is_its_first_frame() -> None:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decode_picture(data, LIMITS).convert("RGB").getpixel((4, 4)) == (255, 0, 0)
+
+
+def test_pictures_are_turned_upright() -> None:
+    assert decode_picture(exif_rotated(40, 20, 6), LIMITS).size == (20, 40)
+
+
+def test_broken_exif_data_does_not_hide_a_picture() -> None:
+    data = encoded(noise(40, 20), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff broken")
+    assert decode_picture(data, LIMITS).size == (40, 20)
+
+
+def test_an_empty_file_is_refused() -> None:
+    with pytest.raises(InvalidImageError, match="empty"):
+        decode_picture(b"", LIMITS)
+
+
+@pytest.mark.parametrize("data", [b"this is a text file called picture.png", b"<svg/>", b"%PDF-1.4", b"\0" * 100])
+def test_what_is_no_picture_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidImageError, match="not a picture"):
+        decode_picture(data, LIMITS)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.95])
+def test_a_truncated_picture_is_refused(format: str, share: float) -> None:
+    data = encoded(noise(120, 90), format)
+    with pytest.raises(InvalidImageError, match="truncated|broken"):
+        decode_picture(data[: int(len(data) * share)], LIMITS)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+def test_a_picture_cut_in_half_is_called_truncated(format: str) -> None:
+    data = encoded(noise(120, 90), format)
+    with pytest.raises(InvalidImageError, match="truncated"):
+        decode_picture(data[: len(data) // 2], LIMITS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(format=st.sampled_from(FORMATS), position=st.floats(0, 1), garbage=st.binary(min_size=1, max_size=12))
+def test_garbage_inside_a_file_is_either_a_picture_or_refused(format: str, position: float, garbage: bytes) -> None:
+    data = bytearray(encoded(noise(24, 18), format))
+    start = int(position * (len(data) - 1))
+    data[start : start + len(garbage)] = garbage
+    try:
+        decode_picture(bytes(data), LIMITS)
+    except (InvalidImageError, ImageTooLargeError):
+        return
+
+
+@pytest.mark.parametrize(("width", "height"), [(30_000, 30_000), (10_000, 10_000), (2**31 - 1, 2**31 - 1)])
+def test_a_bomb_is_refused_from_its_header(width: int, height: int) -> None:
+    tracemalloc.start()
+    with pytest.raises(ImageTooLargeError, match="pixels"):
+        decode_picture(png_header(width, height), LIMITS)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+def test_an_operator_may_allow_more_pixels_than_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert decode_picture(encoded(noise(40, 30)), MediaConfig(max_image_pixels=1200)).size == (40, 30)
+    with pytest.raises(ImageTooLargeError, match="1,199"):
+        decode_picture(encoded(noise(40, 30)), MediaConfig(max_image_pixels=1199))
+
+
+def test_a_file_over_the_limit_is_refused() -> None:
+    data = encoded(noise(40, 30))
+    assert decode_picture(data, MediaConfig(max_image_bytes=len(data))).size == (40, 30)
+    with pytest.raises(ImageTooLargeError, match="bytes"):
+        decode_picture(data, MediaConfig(max_image_bytes=len(data) - 1))
+
+
+def _data_url(data: bytes, header: str = "data:image/png;base64,") -> str:
+    return header + base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["data:image/png;base64,", "data:;base64,", "DATA:IMAGE/JPEG;BASE64,", "data:image/png;charset=utf-8;base64,"],
+)
+def test_data_urls_are_decoded(header: str) -> None:
+    data = encoded(noise(5, 4))
+    assert decode_data_url(_data_url(data, header), LIMITS) == data
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data:image/png;base64", "malformed"),
+        ("data:image/png,%89PNG", "not base64"),
+        ("data:text/html;base64,AAAA", "text/html"),
+        ("data:image/png;base64,AAA", "valid base64"),
+        ("data:image/png;base64,AA A", "valid base64"),
+        ("data:image/png;base64,AAAA!!!!", "valid base64"),
+        ("data:image/png;base64,AAAA=AAA", "valid base64"),
+        ("data:image/png;base64,日本", "valid base64"),
+    ],
+)
+def test_malformed_data_urls_are_refused(url: str, message: str) -> None:
+    with pytest.raises(InvalidImageError, match=message):
+        decode_data_url(url, LIMITS)
+
+
+@given(data=st.binary(max_size=20))
+def test_the_limit_of_a_data_url_is_that_of_its_content(data: bytes) -> None:
+    assert decode_data_url(_data_url(data), MediaConfig(max_image_bytes=len(data))) == data
+    if data:
+        with pytest.raises(ImageTooLargeError):
+            decode_data_url(_data_url(data), MediaConfig(max_image_bytes=len(data) - 1))
+
+
+def test_pixels_survive_the_way_through_a_data_url() -> None:
+    picture = noise(17, 11)
+    decoded = decode_picture(decode_data_url(_data_url(encoded(picture)), LIMITS), LIMITS)
+    np.testing.assert_array_equal(np.asarray(decoded), np.asarray(picture))

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from tests.media.pictures_for_tests import encoded, exif_rotated, noise, palette_with_transparency
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import UnsupportedModelError
+from vlmserve.media.pictures import decode_picture
+from vlmserve.media.processor import ImageProcessor
+
+ORACLES: dict[str, Any] = {
+    "CLIP": CLIPImageProcessorPil,
+    "Llava": LlavaImageProcessorPil,
+    "Siglip": SiglipImageProcessorPil,
+    "ViT": ViTImageProcessorPil,
+}
+CROPPED = {"size": {"shortest_edge": 30}, "crop_size": {"height": 28, "width": 28}}
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("CLIP", {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}),
+    ("CLIP", {**CROPPED, "resample": 2, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.9, 0.8, 0.7]}),
+    ("CLIP", {"size": {"height": 28, "width": 28}, "do_center_crop": False}),
+    ("CLIP", {"do_resize": False, "crop_size": {"height": 28, "width": 28}}),
+    ("CLIP", {**CROPPED, "do_normalize": False}),
+    ("CLIP", {**CROPPED, "do_rescale": False}),
+    ("CLIP", {**CROPPED, "rescale_factor": 1 / 127.5}),
+    ("Llava", {**CROPPED, "do_pad": True}),
+    ("Llava", {**CROPPED, "do_pad": False}),
+    ("Siglip", {"size": {"height": 28, "width": 28}}),
+    ("ViT", {"size": {"height": 28, "width": 28}, "do_convert_rgb": True}),
+]
+FILES = {
+    "wide": encoded(noise(61, 37)),
+    "tall": encoded(noise(13, 53)),
+    "small": encoded(noise(5, 9)),
+    "exact": encoded(noise(28, 28)),
+    "one pixel wide": encoded(noise(1, 47)),
+    "one pixel high": encoded(noise(47, 1)),
+    "one pixel": encoded(noise(1, 1)),
+    "gray": encoded(noise(31, 40, "L")),
+    "black and white": encoded(noise(31, 40, "1")),
+    "gray with alpha": encoded(noise(31, 40, "LA")),
+    "palette": encoded(noise(31, 40, "P")),
+    "palette with transparency": palette_with_transparency(),
+    "alpha": encoded(noise(33, 21, "RGBA")),
+    "CMYK": encoded(noise(33, 21, "CMYK"), "JPEG"),
+    "GIF": encoded(noise(33, 21), "GIF"),
+    "WebP": encoded(noise(33, 21, "RGBA"), "WEBP", lossless=True),
+    "BMP": encoded(noise(33, 21), "BMP"),
+    "TIFF": encoded(noise(33, 21), "TIFF"),
+    **{f"turned {orientation}": exif_rotated(40, 25, orientation) for orientation in range(1, 9)},
+}
+VISION = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+CONFIG = {"model_type": "llava", "vision_config": VISION}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("family", "settings"), SETTINGS)
+def test_pixels_are_those_of_transformers(family: str, settings: dict[str, Any], name: str) -> None:
+    processor = ImageProcessor(CONFIG, {"image_processor_type": f"{family}ImageProcessor", **settings})
+    ours = processor.process(decode_picture(FILES[name], MediaConfig()))
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(FILES[name])))
+    theirs = ORACLES[family](**settings)(images=upright, return_tensors="np")["pixel_values"]
+    assert ours.dtype == np.float32
+    assert ours.shape == (1, 3, 28, 28)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ORACLES)
+def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None:
+    config = {"vision_config": {"image_size": 224, "patch_size": 32}}
+    ours = ImageProcessor(config, {"image_processor_type": f"{family}ImageProcessorFast"}).process(noise(80, 60))
+    theirs = ORACLES[family]()(images=noise(80, 60), return_tensors="np")["pixel_values"]
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 40_000), (40_000, 1), (3, 60_000), (9_000, 2)])
+@pytest.mark.parametrize("edge", [28, 33])
+def test_extremely_long_pictures_are_cropped_as_in_transformers_without_being_blown_up(
+    width: int, height: int, edge: int
+) -> None:
+    settings = {"size": {"shortest_edge": edge}, "crop_size": {"height": 28, "width": 28}}
+    processor = ImageProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **settings})
+    picture = noise(width, height)
+    theirs = CLIPImageProcessorPil(**settings)(images=picture, return_tensors="np")["pixel_values"]
+    one_level = 1 / 255 / 0.26
+    np.testing.assert_allclose(processor.process(picture), theirs, rtol=0, atol=1.1 * one_level)
+
+
+@pytest.mark.parametrize("size", [(1, 5_000_000), (5_000_000, 1)])
+@pytest.mark.parametrize("do_pad", [True, False])
+def test_no_allowed_picture_needs_more_memory_than_itself(size: tuple[int, int], do_pad: bool) -> None:
+    settings = {"image_processor_type": "LlavaImageProcessor", "do_pad": do_pad, **CROPPED}
+    picture = Image.new("RGB", size, (255, 0, 0))
+    pixels = ImageProcessor(CONFIG, settings).process(picture)
+    assert pixels.shape == (1, 3, 28, 28)
+    assert np.ptp(pixels[0, 0]) == 0 or do_pad
+
+
+def test_sixteen_bit_gray_keeps_its_shades() -> None:
+    levels = np.linspace(0, 65535, 28 * 28).reshape(28, 28).astype(np.uint16)
+    settings = {"image_processor_type": "CLIPImageProcessor", "do_normalize": False, "do_resize": False, "crop_size": 28}
+    pixels = ImageProcessor(CONFIG, settings).process(Image.fromarray(levels))
+    np.testing.assert_allclose(pixels[0], np.repeat(levels[None] / 65535, 3, axis=0), atol=1 / 255)
+
+
+@pytest.mark.parametrize(
+    ("vision", "strategy", "expected"),
+    [
+        ({"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}, "default", 576),
+        ({"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}, "full", 577),
+        ({"model_type": "clip_vision_model", "image_size": 336}, "default", 100),
+        ({"model_type": "clip_vision_model"}, "default", 49),
+        ({"model_type": "siglip_vision_model", "image_size": 336, "patch_size": 14}, "full", 576),
+        ({}, "default", 576),
+    ],
+)
+def test_a_picture_takes_one_placeholder_for_each_embedding(
+    vision: dict[str, Any], strategy: str, expected: int
+) -> None:
+    edge = vision.get("image_size", 224 if vision else 336)
+    settings = {"size": {"height": edge, "width": edge}, "do_center_crop": False}
+    config = {"model_type": "llava", "vision_config": vision, "vision_feature_select_strategy": strategy}
+    assert ImageProcessor(config, settings).num_tokens == expected
+
+
+def test_the_fingerprint_names_every_setting_that_changes_pixels() -> None:
+    def fingerprint(**settings: Any) -> bytes:
+        base = {"image_processor_type": "LlavaImageProcessor", **CROPPED}
+        return ImageProcessor(CONFIG, {**base, **settings}).fingerprint
+
+    variants = [
+        fingerprint(),
+        fingerprint(size={"shortest_edge": 29}),
+        fingerprint(size={"height": 28, "width": 28}),
+        fingerprint(resample=2),
+        fingerprint(do_center_crop=False, size={"height": 28, "width": 28}),
+        fingerprint(do_pad=True),
+        fingerprint(do_rescale=False),
+        fingerprint(rescale_factor=1 / 127.5),
+        fingerprint(do_normalize=False),
+        fingerprint(image_mean=[0.1, 0.2, 0.3]),
+        fingerprint(image_std=[0.1, 0.2, 0.3]),
+    ]
+    assert len(set(variants)) == len(variants)
+    assert {len(value) for value in variants} == {32}
+    assert fingerprint() == fingerprint(processor_class="LlavaProcessor", image_processor_type="CLIPImageProcessor")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_processor_type": "Qwen2VLImageProcessor"}, "supported: CLIPImageProcessor, LlavaImageProcessor"),
+        ({"size": {"longest_edge": 28}}, "size"),
+        ({"size": {"shortest_edge": 28}, "do_center_crop": False}, "different sizes"),
+        ({"size": {"shortest_edge": 56}, "crop_size": 56}, "56 x 56"),
+        ({"image_mean": [0.5], "image_std": [0.5]}, "channels"),
+        ({"do_pad": True}, "do_pad"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ImageProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **CROPPED, **settings})
+
+
+def test_an_unknown_vision_tower_is_refused() -> None:
+    config = {"vision_config": {"model_type": "pixtral", "image_size": 28}}
+    with pytest.raises(UnsupportedModelError, match="pixtral"):
+        ImageProcessor(config, dict(CROPPED))
