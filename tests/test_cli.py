@@ -17,7 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlmserve
-from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
+from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
 from vlmserve.cli.options import command
@@ -28,10 +28,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    text = {"model_type": "llama", "eos_token_id": 2, "max_position_embeddings": 512}
-    folder = write_checkpoint(tmp_path_factory.mktemp("mock"), byte_level(), config={"text_config": text})
-    (folder / "model.safetensors").touch()
-    return folder
+    return make_mock_checkpoint(tmp_path_factory.mktemp("mock"))
 
 
 @pytest.fixture(scope="module")
@@ -294,3 +291,10 @@ def test_version_is_the_packages():
 def test_the_package_runs_as_a_module():
     shown = subprocess.run([sys.executable, "-m", "vlmserve", "version"], capture_output=True, text=True, timeout=60)
     assert (shown.returncode, shown.stdout) == (0, vlmserve.__version__ + "\n")
+
+
+def test_models_lists_the_built_in_model_and_all_architectures():
+    from vlmserve.models.registry import ARCHITECTURES
+
+    shown = run("models").stdout
+    assert all(name in shown for name in ["pixie", *ARCHITECTURES, *ARCHITECTURES.values()])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
+from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import (
     CheckpointNotFoundError,
@@ -28,10 +28,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    text = {"model_type": "llama", "eos_token_id": 2, "max_position_embeddings": 512}
-    folder = write_checkpoint(tmp_path_factory.mktemp("mock"), byte_level(), config={"text_config": text})
-    (folder / "model.safetensors").touch()
-    return folder
+    return make_mock_checkpoint(tmp_path_factory.mktemp("mock"))
 
 
 @pytest.fixture
@@ -231,13 +228,12 @@ def test_a_request_that_fails_while_it_runs_does_not_take_the_others_with_it(llm
 
 
 def test_without_parameters_the_checkpoint_decides_how_to_sample(folder, tmp_path):
-    assert LLM(str(folder), engine="mock").default_sampling_params == SamplingParams()
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert LLM(str(folder), engine="mock").default_sampling_params == GREEDY
+    make_mock_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams()
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}')
     assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams(temperature=0.6, top_p=0.9)
-    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
-    assert LLM(str(tmp_path), engine="mock").default_sampling_params == GREEDY
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
     assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams()
 
