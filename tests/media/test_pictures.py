@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise, png_header
 
+from tests.media.pictures_for_tests import encoded, exif_rotated, noise, png_header
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
 from vlmserve.media.pictures import FORMATS, decode_data_url, decode_picture
