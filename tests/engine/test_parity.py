@@ -234,3 +234,59 @@ def test_the_same_prompt_with_another_picture_gives_another_answer(llava):
     assert first == llava.greedy(one)
     assert second == llava.greedy(other)
     assert first != second
+
+
+@pytest.mark.parametrize("budget", [7, 64, 2048])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_tokens_are_the_same_cold_and_warm_with_and_without_a_prefix_cache(llava, expected, budget, prefix_caching):
+    engine = engine_for(
+        llava,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=prefix_caching,
+        block_size=4,
+        encoder_cache_memory="2KB",
+    )
+    prompts = mixed_prompts(llava)
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts[::-1]) == expected[::-1]
+    assert (engine.stats().prefix_cached_tokens > 0) == prefix_caching
+
+
+def test_prefix_hits_under_constant_eviction_and_preemption_change_nothing(llava, expected):
+    prompts = mixed_prompts(llava)
+    engine = tight_cache(llava, prompts, max_num_batched_tokens=100)
+    twice = [answer for answer in expected for _ in range(2)]
+    for _ in range(3):
+        assert generate(engine, [prompt for prompt in prompts for _ in range(2)]) == twice
+    assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_cached_tokens > 0
+
+
+def test_a_second_turn_finds_the_first_with_its_answer_and_its_picture(llava):
+    engine = engine_for(llava, block_size=4)
+    first = llava.prompt(5, 6, "image", 9)
+    (answer,) = generate(engine, [first])
+    second = Prompt(first.token_ids + answer + [7, 8, 9, 10], first.images)
+    before = engine.stats()
+    assert generate(engine, [second]) == [llava.greedy(second)]
+    after = engine.stats()
+    known = len(first.token_ids) + len(answer) - 1
+    assert after.prefix_cached_tokens - before.prefix_cached_tokens == known // 4 * 4
+    assert after.images_encoded == before.images_encoded
+
+
+def test_pictures_in_another_order_share_only_what_comes_before_them(llava):
+    engine = engine_for(llava, block_size=4)
+    one, other = llava.picture(1), llava.picture(2)
+    text, placeholders = [5, 6, 7, 8], [llava.image_token] * llava.image_tokens
+
+    def prompt(*pictures: ImageInput) -> Prompt:
+        token_ids, spans = list(text), []
+        for picture in pictures:
+            spans.append(ImageSpan(picture, len(token_ids)))
+            token_ids += placeholders
+        return Prompt([*token_ids, 9, 10, 11], tuple(spans))
+
+    for pictures in ((one, other), (other, one), (one, one), (other, other), (one, other)):
+        assert generate(engine, [prompt(*pictures)]) == [llava.greedy(prompt(*pictures))]
