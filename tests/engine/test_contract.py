@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.checkpoints import make_llama, make_llava
 from tests.mock_checkpoint import IMAGE_TOKEN_ID, IMAGE_TOKENS, make_mock_checkpoint
 from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
@@ -31,7 +32,26 @@ def mock_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
     return make
 
 
-ENGINES = [pytest.param(mock_factory, id="mock")]
+def real_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
+    sees = make_llava(tmp_path_factory.mktemp("llava"), vision={"image_size": 28, "patch_size": 14})
+    blind = make_llama(tmp_path_factory.mktemp("llama"))
+
+    def make(*, sees_images: bool = True, **settings: Any) -> VLMEngine:
+        folder = sees if sees_images else blind
+        settings = {
+            "kv_cache_memory": "4MiB",
+            "dtype": "float32",
+            "device": "cpu",
+            "max_model_len": 128,
+            "num_threads": 1,
+            **settings,
+        }
+        return create_engine(EngineConfig(model=str(folder), **settings), folder)
+
+    return make
+
+
+ENGINES = [pytest.param(mock_factory, id="mock"), pytest.param(real_factory, id="real")]
 """Factories of engines whose pictures take `IMAGE_TOKENS` tokens and whose context is at least 128 tokens."""
 
 
