@@ -92,7 +92,7 @@ def make_jobs(
         lengths.append(spread)
     jobs = []
     for prompt_len, answer_len in zip(*lengths, strict=True):
-        text = [draw.randrange(vocab_size // 2, vocab_size) for _ in range(prompt_len)]
+        text = [draw.randrange(vocab_size // 4, vocab_size // 2) for _ in range(prompt_len)]
         if picture is None:
             jobs.append(Job(Prompt(text), answer_len))
         else:

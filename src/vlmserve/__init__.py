@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from vlmserve.llm import LLM, Completion, RequestResult
     from vlmserve.types import SamplingParams
 
+__version__ = "0.1.0"
+
 __all__ = ["LLM", "Completion", "RequestResult", "SamplingParams", "__version__"]
 
 _HOMES = {
@@ -21,10 +23,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for on first use, so that importing a single room stays cheap."""
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("vlmserve")
     if name not in _HOMES:
         raise AttributeError(f"module 'vlmserve' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

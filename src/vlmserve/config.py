@@ -73,6 +73,7 @@ class EngineConfig(Settings):
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
     memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of the free memory of a GPU to use in all.")
     max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Token budget of one step.")

@@ -86,6 +86,7 @@ class LLM:
 
     model: built-in name, local folder or Hugging Face repository id. Further options are the fields of
     `EngineConfig` and `MediaConfig` (``dtype="float32"``, ``kv_cache_memory="2GiB"``, ``max_images=4``…).
+    `default_sampling_params` is what calls without sampling parameters use: the checkpoint's own.
 
     Raises ConfigurationError for an unknown or impossible option, ModelLoadError for a checkpoint that cannot be
     served. Not thread-safe: use one LLM from one thread.
@@ -93,6 +94,7 @@ class LLM:
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
         from vlmserve.engine import create_engine
+        from vlmserve.frontend.defaults import default_sampling
         from vlmserve.frontend.requests import RequestPreparer
         from vlmserve.models.hub import resolve_model
 
@@ -100,6 +102,7 @@ class LLM:
         self._media = read_settings(MediaConfig, media)
         self.config = read_settings(EngineConfig, {"max_waiting": UNBOUNDED_QUEUE, **options, "model": model})
         folder = resolve_model(self.config.model, self.config.revision)
+        self.default_sampling_params = default_sampling(folder)
         self._preparer = RequestPreparer(folder, self._media)
         self.engine = create_engine(self.config, folder)
         self._generations: dict[str, _Generation] = {}
@@ -125,7 +128,7 @@ class LLM:
         conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
 
         def prepare(conversation: Any) -> Prompt:
-            return self._preparer.chat(conversation, add_generation_prompt=add_generation_prompt)
+            return self._preparer.chat(conversation, add_generation_prompt=add_generation_prompt, allow_local=True)
 
         return self._run(self._prepare(prepare, conversations), sampling_params, use_tqdm)
 
@@ -148,7 +151,8 @@ class LLM:
 
         Raises as `chat` does, and VLMServeError if the request fails while it runs, when the iterator is advanced.
         """
-        [generation] = self._add([self._preparer.chat(messages)], [sampling_params or self.default_sampling_params()])
+        prompt = self._preparer.chat(messages, allow_local=True)
+        [generation] = self._add([prompt], [sampling_params or self.default_sampling_params])
         try:
             sent = 0
             while generation.finish_reason is None or sent < len(generation.pieces):
@@ -163,10 +167,6 @@ class LLM:
                 raise VLMServeError(generation.error)
         finally:
             self._forget([generation])
-
-    def default_sampling_params(self) -> SamplingParams:
-        """What is used where a call names no sampling parameters."""
-        return SamplingParams()
 
     def _text_prompt(self, prompt: TextPrompt) -> Prompt:
         if isinstance(prompt, str):
@@ -184,7 +184,7 @@ class LLM:
         images = data.get("image", [])
         images = list(images) if isinstance(images, list | tuple) else [images]
         if "prompt" in prompt:
-            return self._preparer.text(prompt["prompt"], images)
+            return self._preparer.text(prompt["prompt"], images, allow_local=True)
         if images:
             raise InvalidRequestError('pictures need a "prompt" in words, not token ids', param="prompt")
         return Prompt(list(prompt["prompt_token_ids"]))
@@ -201,7 +201,7 @@ class LLM:
                     prompts.append(future.result())
                 except BaseException as error:
                     executor.shutdown(wait=True, cancel_futures=True)
-                    error.add_note(f"This is about number {number} of the list.")
+                    _name(error, number)
                     raise
         return prompts
 
@@ -212,7 +212,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestResult]:
         if sampling_params is None:
-            sampling_params = self.default_sampling_params()
+            sampling_params = self.default_sampling_params
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -243,7 +243,9 @@ class LLM:
                 generation = _Generation(request, self._preparer.detokenizer(param))
                 self._generations[request.request_id] = generation
                 generations.append(generation)
-        except BaseException:
+        except BaseException as error:
+            if len(prompts) > 1:
+                _name(error, len(generations))
             self._forget(generations)
             raise
         return generations
@@ -272,6 +274,10 @@ class LLM:
             self.engine.abort(unfinished)
             for generation in generations:
                 del self._generations[generation.request.request_id]
+
+
+def _name(error: BaseException, number: int) -> None:
+    error.add_note(f"This is about number {number} of the list, counted from 0.")
 
 
 def _is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGuard[Conversation]:

@@ -92,11 +92,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class EngineRequest(msgspec.Struct, frozen=True, eq=False):
-    """One generation. `request_id` is unique among the engine's unfinished requests."""
+    """One generation. `request_id` is unique among the engine's unfinished requests.
+
+    cache_salt: requests share cached prefixes only with those of the same salt, so that one tenant cannot find out
+    from timings what another has sent.
+    """
 
     request_id: str
     prompt: Prompt
     params: SamplingParams = SamplingParams()
+    cache_salt: str = ""
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
@@ -104,7 +109,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
 
     token_ids: the new tokens, without the end token that finished it.
     finish_reason: None while it goes on. stop_token_id: the end token, if one finished it.
-    error: what went wrong, with finish_reason "error".
+    error: what went wrong, with finish_reason "error". cached_tokens: prompt tokens that did not have to be computed
+    when the request first ran.
     """
 
     request_id: str
@@ -112,6 +118,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    cached_tokens: int = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -143,3 +150,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     images_encoded: int = 0
     steps: int = 0
+    prefix_queried_tokens: int = 0
+    """Prompt tokens of requests that have started."""
+    prefix_cached_tokens: int = 0
+    """Those of them that were found in the prefix cache."""

@@ -48,3 +48,56 @@ def test_the_pool_agrees_with_a_plain_count_of_holders(num_blocks, operations):
         assert all(pool.ref_count(block) == held.count(block) for block in range(num_blocks))
         assert pool.num_used == len(set(held))
         assert pool.num_free == num_blocks - len(set(held))
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def test_a_released_block_is_found_until_it_is_taken():
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.register(block, key(1))
+    pool.release([block])
+    assert pool.find([key(1), key(2)]) == [block]
+    assert pool.allocate(1) != [block], "a block without content goes first"
+    assert pool.allocate(1) == [block]
+    assert pool.find([key(1)]) == []
+    assert pool.num_evictions == 1
+
+
+def test_the_block_released_longest_ago_is_evicted_first():
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    for number, block in enumerate(blocks):
+        pool.register(block, key(number))
+    pool.release([blocks[1], blocks[0], blocks[2]])
+    pool.share([blocks[1]])
+    pool.release([blocks[1]])
+    assert pool.allocate(3) == [blocks[0], blocks[2], blocks[1]]
+
+
+def test_of_two_blocks_with_the_same_content_the_first_is_found():
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.register(first, key(1))
+    pool.register(second, key(1))
+    assert pool.find([key(1)]) == [first]
+
+
+def test_a_run_of_keys_ends_at_the_first_unknown_one():
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    pool.register(blocks[0], key(0))
+    pool.register(blocks[1], key(2))
+    assert pool.find([key(0), key(1), key(2)]) == [blocks[0]]
+
+
+def test_a_block_cannot_be_registered_for_something_else():
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.register(block, key(1))
+    with pytest.raises(ValueError, match="something else"):
+        pool.register(block, key(2))
+    with pytest.raises(ValueError, match="free"):
+        pool.register(1, key(3))

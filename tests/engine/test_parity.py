@@ -56,16 +56,18 @@ class Oracle:
         return self.model(**inputs).logits[0, len(prompt.token_ids) - 1 :]
 
     def greedy(self, prompt: Prompt, count: int = NEW_TOKENS) -> list[int]:
-        answer: list[int] = []
-        for _ in range(count):
-            answer.append(int(self.forward(prompt, answer)[-1].argmax()))
-        return answer
+        inputs = {"input_ids": torch.tensor([prompt.token_ids])}
+        if prompt.images:
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate([span.image.pixels for span in prompt.images]))
+        generated = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
+        return generated[0, len(prompt.token_ids) :].tolist()
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory) -> Oracle:
     folder = make_llava(tmp_path_factory.mktemp("llava"))
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
     vision = model.config.vision_config
     tokens = (vision.image_size // vision.patch_size) ** 2
     shape = (3, vision.image_size, vision.image_size)
@@ -76,6 +78,7 @@ def llava(tmp_path_factory) -> Oracle:
 def llama(tmp_path_factory) -> Oracle:
     folder = make_llama(tmp_path_factory.mktemp("llama"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
     return Oracle(folder, model, None, (), 0, model.config.vocab_size)
 
 
@@ -84,10 +87,12 @@ def engine_for(oracle: Oracle, **settings) -> Engine:
     return Engine(EngineConfig(model=str(oracle.folder), **settings), oracle.folder)
 
 
-def small_cache(oracle: Oracle, blocks: int, **settings) -> Engine:
-    probe = engine_for(oracle)
+def tight_cache(oracle: Oracle, prompts: list[Prompt], **settings) -> Engine:
+    """An engine whose cache holds the longest request and little more, in blocks of 4 tokens."""
+    probe = engine_for(oracle, block_size=4)
     block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
-    return engine_for(oracle, kv_cache_memory=blocks * block_bytes, **settings)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + NEW_TOKENS
+    return engine_for(oracle, kv_cache_memory=(longest // 4 + 8) * block_bytes, block_size=4, **settings)
 
 
 def generate(engine: Engine, prompts: list[Prompt], **params) -> list[list[int]]:
@@ -143,10 +148,9 @@ def test_sixteen_mixed_requests_give_transformers_tokens(llava, expected, settin
     assert generate(engine_for(llava, **settings), mixed_prompts(llava)) == expected
 
 
-@pytest.mark.parametrize("budget", [7, 2048])
+@pytest.mark.parametrize("budget", [100, 2048])
 def test_preempted_requests_give_transformers_tokens(llava, expected, budget):
-    longest = max(len(prompt.token_ids) for prompt in mixed_prompts(llava)) + NEW_TOKENS
-    engine = small_cache(llava, -(-longest // 16) + 1, max_num_batched_tokens=budget)
+    engine = tight_cache(llava, mixed_prompts(llava), max_num_batched_tokens=budget)
     assert generate(engine, mixed_prompts(llava)) == expected
     assert engine.stats().preemptions > 0
 
@@ -217,8 +221,7 @@ def test_seeded_sampling_is_the_same_alone_batched_and_preempted(llava):
     params = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
     alone = [generate(engine_for(llava), [prompt], **params)[0] for prompt in prompts]
     assert generate(engine_for(llava), prompts, **params) == alone
-    longest = max(len(prompt.token_ids) for prompt in prompts) + NEW_TOKENS
-    tight = small_cache(llava, -(-longest // 16) + 1)
+    tight = tight_cache(llava, prompts)
     assert generate(tight, prompts, **params) == alone
     assert tight.stats().preemptions > 0
     assert generate(engine_for(llava), prompts, **{**params, "seed": 1235}) != alone
@@ -231,3 +234,59 @@ def test_the_same_prompt_with_another_picture_gives_another_answer(llava):
     assert first == llava.greedy(one)
     assert second == llava.greedy(other)
     assert first != second
+
+
+@pytest.mark.parametrize("budget", [7, 64, 2048])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_tokens_are_the_same_cold_and_warm_with_and_without_a_prefix_cache(llava, expected, budget, prefix_caching):
+    engine = engine_for(
+        llava,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=prefix_caching,
+        block_size=4,
+        encoder_cache_memory="2KB",
+    )
+    prompts = mixed_prompts(llava)
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts[::-1]) == expected[::-1]
+    assert (engine.stats().prefix_cached_tokens > 0) == prefix_caching
+
+
+def test_prefix_hits_under_constant_eviction_and_preemption_change_nothing(llava, expected):
+    prompts = mixed_prompts(llava)
+    engine = tight_cache(llava, prompts, max_num_batched_tokens=100)
+    twice = [answer for answer in expected for _ in range(2)]
+    for _ in range(3):
+        assert generate(engine, [prompt for prompt in prompts for _ in range(2)]) == twice
+    assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_cached_tokens > 0
+
+
+def test_a_second_turn_finds_the_first_with_its_answer_and_its_picture(llava):
+    engine = engine_for(llava, block_size=4)
+    first = llava.prompt(5, 6, "image", 9)
+    (answer,) = generate(engine, [first])
+    second = Prompt(first.token_ids + answer + [7, 8, 9, 10], first.images)
+    before = engine.stats()
+    assert generate(engine, [second]) == [llava.greedy(second)]
+    after = engine.stats()
+    known = len(first.token_ids) + len(answer) - 1
+    assert after.prefix_cached_tokens - before.prefix_cached_tokens == known // 4 * 4
+    assert after.images_encoded == before.images_encoded
+
+
+def test_pictures_in_another_order_share_only_what_comes_before_them(llava):
+    engine = engine_for(llava, block_size=4)
+    one, other = llava.picture(1), llava.picture(2)
+    text, placeholders = [5, 6, 7, 8], [llava.image_token] * llava.image_tokens
+
+    def prompt(*pictures: ImageInput) -> Prompt:
+        token_ids, spans = list(text), []
+        for picture in pictures:
+            spans.append(ImageSpan(picture, len(token_ids)))
+            token_ids += placeholders
+        return Prompt([*token_ids, 9, 10, 11], tuple(spans))
+
+    for pictures in ((one, other), (other, one), (one, one), (other, other), (one, other)):
+        assert generate(engine, [prompt(*pictures)]) == [llava.greedy(prompt(*pictures))]

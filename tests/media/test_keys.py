@@ -3,15 +3,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tests.media.pictures_for_tests import noise
 
+from tests.media.pictures_for_tests import noise
 from vlmserve.media.keys import image_key, pil_image_key
 from vlmserve.types import KEY_BYTES
 
 PRINT = bytes(32)
 
 
-@given(a=st.tuples(st.binary(max_size=6), st.binary(max_size=6)), b=st.tuples(st.binary(max_size=6), st.binary(max_size=6)))
+@given(
+    a=st.tuples(st.binary(max_size=6), st.binary(max_size=6)), b=st.tuples(st.binary(max_size=6), st.binary(max_size=6))
+)
 def test_keys_are_equal_only_for_equal_bytes_and_preprocessing(a: tuple[bytes, bytes], b: tuple[bytes, bytes]) -> None:
     assert (image_key(*a) == image_key(*b)) == (a == b)
     assert len(image_key(*a)) == KEY_BYTES

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise, png_header
 
+from tests.media.pictures_for_tests import encoded, exif_rotated, noise, png_header
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
 from vlmserve.media.pictures import FORMATS, decode_data_url, decode_picture
@@ -58,7 +58,7 @@ def test_what_is_no_picture_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.95])
 def test_a_truncated_picture_is_refused(format: str, share: float) -> None:
     data = encoded(noise(120, 90), format)
-    with pytest.raises(InvalidImageError, match="truncated|broken"):
+    with pytest.raises(InvalidImageError, match=r"truncated|broken"):
         decode_picture(data[: int(len(data) * share)], LIMITS)
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise, palette_with_transparency
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from tests.media.pictures_for_tests import encoded, exif_rotated, noise, palette_with_transparency
 from vlmserve.config import MediaConfig
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.media.pictures import decode_picture
@@ -107,7 +107,12 @@ def test_no_allowed_picture_needs_more_memory_than_itself(size: tuple[int, int],
 
 def test_sixteen_bit_gray_keeps_its_shades() -> None:
     levels = np.linspace(0, 65535, 28 * 28).reshape(28, 28).astype(np.uint16)
-    settings = {"image_processor_type": "CLIPImageProcessor", "do_normalize": False, "do_resize": False, "crop_size": 28}
+    settings = {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_normalize": False,
+        "do_resize": False,
+        "crop_size": 28,
+    }
     pixels = ImageProcessor(CONFIG, settings).process(Image.fromarray(levels))
     np.testing.assert_allclose(pixels[0], np.repeat(levels[None] / 65535, 3, axis=0), atol=1 / 255)
 

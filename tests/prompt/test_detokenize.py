@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.prompt.tokenizers_for_tests import byte_level, sentencepiece, word_level
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests.prompt.tokenizers_for_tests import byte_level, sentencepiece, word_level
 from vlmserve.prompt.checkpoint import PromptFiles
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.tokenizer import Tokenizer
@@ -93,7 +93,12 @@ def test_invalid_bytes_do_not_hold_text_back() -> None:
     tokenizer = Tokenizer(sentencepiece(), NO_FILES)
     ids = [tokenizer.token_id(token) for token in ("<0xFF>", "<0xE6>", "a", "<0x97>")]
     detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.push([id_]) for id_ in ids if id_ is not None] == [REPLACEMENT, "", REPLACEMENT + "a", REPLACEMENT]
+    assert [detokenizer.push([id_]) for id_ in ids if id_ is not None] == [
+        REPLACEMENT,
+        "",
+        REPLACEMENT + "a",
+        REPLACEMENT,
+    ]
 
 
 def test_special_tokens_are_not_shown(letters: Tokenizer) -> None:

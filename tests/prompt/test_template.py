@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CHATML_STRINGS, LLAVA_STYLE
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CHATML_STRINGS, LLAVA_STYLE
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.prompt.checkpoint import LLAVA_TEMPLATE
 from vlmserve.prompt.template import ChatTemplate, ImagePart, Message
@@ -47,9 +47,7 @@ def test_parts_render_as_in_transformers(source: str, add_generation_prompt: boo
 def test_strings_render_as_in_transformers(source: str) -> None:
     messages = [Message("system", (" Be <b>brief</b>.\n",), True), Message("user", ("Who's “there”?",), True)]
     chat = [{"role": message.role, "content": message.parts[0]} for message in messages]
-    theirs, _ = render_jinja_template(
-        conversations=[chat], chat_template=source, add_generation_prompt=True, **SPECIAL
-    )
+    theirs, _ = render_jinja_template(conversations=[chat], chat_template=source, add_generation_prompt=True, **SPECIAL)
     assert ChatTemplate(source, SPECIAL, None).render(messages) == theirs[0]
 
 

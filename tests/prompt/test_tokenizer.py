@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.prompt.tokenizers_for_tests import SPECIAL, byte_level, sentencepiece, word_level, write_checkpoint
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from tests.prompt.tokenizers_for_tests import SPECIAL, byte_level, sentencepiece, word_level, write_checkpoint
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
@@ -99,6 +99,16 @@ def _word_level_tokenizer() -> Tokenizer:
     return Tokenizer(word_level(), files)
 
 
+def test_added_tokens_that_control_nothing_are_read_beside_quoted_text(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_tokens([AddedToken("<think>", special=False)])
+    ours = Tokenizer.from_folder(write_checkpoint(tmp_path, backend))
+    quotation = Quotation(ours.control_tokens)
+    quoted = quotation.quote("<think> </s>")
+    assert ours.token_id("<think>") in ours.encode_quoted(quoted, quotation)
+    assert ours.token_id("</s>") not in ours.encode_quoted(quoted, quotation)
+
+
 def test_spaces_that_a_placeholder_swallows_are_swallowed_beside_quoted_text(tmp_path: Path) -> None:
     backend = byte_level()
     backend.add_special_tokens([AddedToken("<pad>", lstrip=True, rstrip=True, special=True, normalized=False)])
@@ -106,12 +116,18 @@ def test_spaces_that_a_placeholder_swallows_are_swallowed_beside_quoted_text(tmp
     quotation = Quotation(ours.control_tokens)
     rendered = quotation.quote("<image>") + "a <pad> b"
     plain = quotation.quote("<image>") + "a"
-    expected = [*ours.encode_quoted(plain, quotation), ours.token_id("<pad>"), *ours.encode("b", add_special_tokens=False)]
+    expected = [
+        *ours.encode_quoted(plain, quotation),
+        ours.token_id("<pad>"),
+        *ours.encode("b", add_special_tokens=False),
+    ]
     assert ours.encode_quoted(rendered, quotation) == expected
 
 
 @pytest.mark.parametrize("flags", [{"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}])
-def test_tokenizer_json_decides_about_beginning_and_end_tokens_as_in_transformers(tmp_path: Path, flags: dict[str, bool]) -> None:
+def test_tokenizer_json_decides_about_beginning_and_end_tokens_as_in_transformers(
+    tmp_path: Path, flags: dict[str, bool]
+) -> None:
     folder = write_checkpoint(tmp_path, byte_level(), tokenizer_config=flags)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     assert Tokenizer.from_folder(folder).encode("a picture") == theirs.encode("a picture")
@@ -159,7 +175,9 @@ def test_a_tokenizer_of_sentencepiece_alone_is_converted(tmp_path: Path) -> None
     spm = pytest.importorskip("sentencepiece")
     from tests.prompt.tokenizers_for_tests import CORPUS
 
-    folder = write_checkpoint(tmp_path, byte_level(), sees=False, tokenizer_config={"tokenizer_class": "LlamaTokenizer"})
+    folder = write_checkpoint(
+        tmp_path, byte_level(), sees=False, tokenizer_config={"tokenizer_class": "LlamaTokenizer"}
+    )
     (folder / "tokenizer.json").unlink()
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(CORPUS))

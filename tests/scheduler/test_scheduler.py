@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
+from vlmserve.cache.keys import root_key
 from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams
@@ -21,13 +22,17 @@ def image(number: int, num_tokens: int) -> ImageInput:
     return ImageInput(bytes([number]) * 32, np.zeros((1, 3, 2, 2), np.float32), num_tokens)
 
 
-def sequence(name, length, *, max_tokens=3, capacity=10_000, images=(), **params) -> Sequence:
+def sequence(name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), **params) -> Sequence:
     spans = tuple(ImageSpan(picture, start) for picture, start in images)
-    request = EngineRequest(name, Prompt([1] * length, spans), SamplingParams(max_tokens=max_tokens, **params))
-    return Sequence(request, seed=0, max_len=capacity, end_token_ids=frozenset({END}))
+    request = EngineRequest(name, Prompt([token] * length, spans), SamplingParams(max_tokens=max_tokens, **params))
+    return Sequence(
+        request, root_key=root_key(b"", salt=salt), seed=0, max_len=capacity, end_token_ids=frozenset({END})
+    )
 
 
-def scheduler(num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4) -> Scheduler:
+def scheduler(
+    num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False
+) -> Scheduler:
     return Scheduler(
         pool=BlockPool(num_blocks),
         encoder_cache=EncoderCache(encoder_bytes),
@@ -36,6 +41,7 @@ def scheduler(num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encode
         max_num_batched_tokens=budget,
         max_encoded_images=max_encoded_images,
         image_token_bytes=1,
+        prefix_caching=prefix_caching,
     )
 
 
@@ -174,9 +180,19 @@ OPERATIONS = st.lists(
 
 
 @settings(deadline=None)
-@given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 5), st.integers(8, 20), st.integers(1, 3), OPERATIONS)
-def test_no_block_leaks_and_every_request_ends(num_blocks, budget, seqs, encoder_bytes, max_images, operations):
-    s = scheduler(num_blocks, budget, seqs, encoder_bytes, max_images)
+@given(
+    st.integers(1, 30),
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.integers(8, 20),
+    st.integers(1, 3),
+    st.booleans(),
+    OPERATIONS,
+)
+def test_no_block_leaks_and_every_request_ends(
+    num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, operations
+):
+    s = scheduler(num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching)
     capacity = num_blocks * BLOCK
     open_requests: set[str] = set()
     embeddings: set[bytes] = set()
@@ -200,7 +216,12 @@ def test_no_block_leaks_and_every_request_ends(num_blocks, budget, seqs, encoder
             if output.finish_reason is not None:
                 open_requests.remove(output.request_id)
         held = [block for running in s.running for block in running.block_table]
-        assert len(held) == len(set(held)) == s.pool.num_used
+        assert len(set(held)) == s.pool.num_used
+        assert all(s.pool.ref_count(block) == held.count(block) for block in set(held))
+        assert prefix_caching or len(held) == len(set(held))
+        for running in s.running:
+            for block in set(running.block_table[running.num_computed // BLOCK :]):
+                assert s.pool.ref_count(block) == 1, "a block that is still written to is in one hand only"
         assert s.encoder_cache.used_bytes <= encoder_bytes
         return planned
 
@@ -247,3 +268,92 @@ def test_max_tokens_is_exact(max_tokens):
     while len(s):
         tokens += run(s)[1][0].token_ids
     assert len(tokens) == max_tokens
+
+
+def finish(s: Scheduler) -> list[RequestOutput]:
+    outputs = []
+    while len(s):
+        outputs += run(s)[1]
+    return outputs
+
+
+def test_a_prompt_that_was_computed_before_is_found_but_for_its_last_token():
+    s = scheduler(prefix_caching=True)
+    s.add(sequence("a", 8))
+    finish(s)
+    s.add(sequence("b", 8))
+    step, (output,) = run(s)
+    assert plan(step) == [("b", 4)], "the block with the last token is computed again, for its logits"
+    assert output.cached_tokens == 4
+    assert (s.prefix_cached_tokens, s.prefix_queried_tokens) == (4, 16)
+
+
+def test_generated_tokens_are_found_in_the_next_turn():
+    s = scheduler(prefix_caching=True)
+    s.add(sequence("a", 6, token=7, max_tokens=7))
+    finish(s)
+    s.add(sequence("b", 20, token=7))
+    run(s)
+    assert s.running[0].num_cached == 12, "13 tokens were known, the last one never had its keys computed"
+
+
+def test_aborted_requests_leave_blocks_to_be_found():
+    s = scheduler(prefix_caching=True, budget=8)
+    s.add(sequence("a", 20))
+    run(s)
+    s.abort(["a"])
+    s.add(sequence("b", 20))
+    run(s)
+    assert s.running[0].num_cached == 8
+
+
+def test_a_running_request_shares_its_blocks():
+    s = scheduler(prefix_caching=True)
+    s.add(sequence("a", 9))
+    run(s)
+    s.add(sequence("b", 9))
+    run(s)
+    a, b = s.running
+    assert a.block_table[:2] == b.block_table[:2]
+    assert a.block_table[2] != b.block_table[2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"salt": "tenant"},
+        {"token": 2},
+        {"images": [(image(2, 4), 2)]},
+        {"images": [(image(1, 4), 3)]},
+        {"images": []},
+    ],
+)
+def test_other_salts_tokens_pictures_and_offsets_share_nothing(other):
+    s = scheduler(prefix_caching=True)
+    s.add(sequence("a", 12, images=[(image(1, 4), 2)]))
+    finish(s)
+    s.add(sequence("b", 12, **{"images": [(image(1, 4), 2)], **other}))
+    run(s)
+    assert s.running[0].num_cached == 0
+
+
+def test_a_picture_behind_cached_blocks_is_not_encoded():
+    s = scheduler(prefix_caching=True, encoder_bytes=4)
+    s.add(sequence("a", 12, images=[(image(1, 4), 2)]))
+    finish(s)
+    s.add(sequence("evicts", 8, token=3, images=[(image(2, 4), 0)]))
+    finish(s)
+    s.add(sequence("b", 12, images=[(image(1, 4), 2)]))
+    step, _ = run(s)
+    assert step.encode == []
+
+
+def test_the_deepest_blocks_of_a_chain_are_evicted_first():
+    s = scheduler(num_blocks=4, prefix_caching=True)
+    s.add(sequence("a", 13, max_tokens=1))
+    finish(s)
+    s.add(sequence("b", 7, token=2, max_tokens=1))
+    finish(s)
+    s.add(sequence("c", 13, max_tokens=1))
+    run(s)
+    assert s.prefix_cached_tokens == 8

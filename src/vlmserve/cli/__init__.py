@@ -100,3 +100,27 @@ def version() -> None:
     import vlmserve
 
     typer.echo(vlmserve.__version__)
+
+
+@app.command()
+@command()
+def models() -> None:
+    """List the built-in model and the architectures that can be served."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vlmserve.models.registry import ARCHITECTURES, LLAVA
+    from vlmserve.models.spec import FAMILIES
+
+    table = Table("Model", "Sees pictures", "What it is")
+    table.add_row(BUILT_IN_MODEL, "yes", "built in: a small LLaVA for simple pictures", end_section=True)
+    for model_type, architecture in sorted(ARCHITECTURES.items(), key=lambda item: item[1]):
+        sees = architecture == LLAVA
+        what = f"CLIP tower, projector, and a decoder: {', '.join(sorted(FAMILIES))}" if sees else "text only"
+        table.add_row(architecture, "yes" if sees else "no", f"model_type {model_type}: {what}")
+    console = Console()
+    console.print(table)
+    console.print(
+        "Give serve, ask or chat a local folder or a Hugging Face id with one of these in its config.json.",
+        highlight=False,
+    )

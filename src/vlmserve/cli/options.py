@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
@@ -86,13 +86,13 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo) -> inspect.Par
     """An optional flag; its default is the settings' own."""
     option = typer.Option(
         *SHORT.get(name, ()),
-        flag(name),
+        f"{flag(name)}/{flag('no_' + name)}" if field.annotation is bool else flag(name),
         help=field.description,
-        show_default=field.default is not None,
+        show_default=field.default not in (None, ()),
         metavar=_metavar(field),
         rich_help_panel=PANELS[kind],
     )
-    annotation = Annotated[_plain_type(field), option]
+    annotation: Any = Annotated[_plain_type(field), option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation)
 
 
@@ -106,7 +106,10 @@ def _metadata(field: FieldInfo) -> list[Any]:
 
 
 def _plain_type(field: FieldInfo) -> Any:
-    """The type that typer parses: ranges and patterns are the settings' business."""
+    """The type that typer parses: ranges and patterns are the settings' business.
+
+    A tuple becomes a flag that may be repeated.
+    """
     if _is_size(field):
         return str | None
     annotation: Any = field.annotation
@@ -114,7 +117,9 @@ def _plain_type(field: FieldInfo) -> Any:
         [annotation] = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
-    return annotation | None if get_origin(annotation) is not Literal else Union[annotation, None]  # noqa: UP007
+    if get_origin(annotation) is tuple:
+        return list[get_args(annotation)[0]]  # type: ignore[misc]
+    return annotation | None
 
 
 def _metavar(field: FieldInfo) -> str | None:
@@ -122,6 +127,8 @@ def _metavar(field: FieldInfo) -> str | None:
 
 
 def _default(field: FieldInfo) -> Any:
+    if isinstance(field.default, tuple):
+        return list(field.default)
     return _size_text(field.default) if _is_size(field) and field.default is not None else field.default
 
 

@@ -11,6 +11,7 @@ import torch
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
+from vlmserve.cache.keys import root_key
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
 from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError
@@ -71,6 +72,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
         )
         self._config = config
+        self._fingerprint = f"{config.model} {config.revision} {model.architecture} {model.dtype}".encode()
         self._end_token_ids = model.end_token_ids
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._image_token_bytes = language_model.hidden_size * model.dtype.itemsize
@@ -86,6 +88,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_encoded_images=config.max_encoded_images,
             image_token_bytes=self._image_token_bytes,
+            prefix_caching=config.enable_prefix_caching,
         )
         self._info = ModelInfo(
             name=config.model,
@@ -114,6 +117,7 @@ class Engine:
         self._scheduler.add(
             Sequence(
                 request,
+                root_key=root_key(self._fingerprint, salt=request.cache_salt),
                 seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
                 max_len=self._max_len,
                 end_token_ids=self._end_token_ids,
@@ -158,6 +162,8 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             images_encoded=self._images_encoded,
             steps=self._steps,
+            prefix_queried_tokens=self._scheduler.prefix_queried_tokens,
+            prefix_cached_tokens=self._scheduler.prefix_cached_tokens,
         )
 
     def _check_image(self, image: ImageInput) -> None:

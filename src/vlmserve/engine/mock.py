@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
-from vlmserve.errors import CheckpointNotFoundError, OverloadedError
+from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, OverloadedError
 from vlmserve.types import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 _WORDS = (
@@ -63,7 +63,7 @@ class MockEngine:
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
-        """Raises CheckpointNotFoundError for a model folder without a tokenizer.json."""
+        """Raises CheckpointNotFoundError without a tokenizer.json, ConfigurationError as the real engine does."""
         if folder is None:
             from vlmserve.models.hub import resolve_model
 
@@ -154,7 +154,8 @@ class MockEngine:
         if nap > 0:
             time.sleep(nap)
         # Ticks keep their rhythm while they can, so that the time spent between steps does not slow the mock down.
-        self._next_tick = max(wake, now - tpot) + tpot
+        late = self._next_tick < now - tpot
+        self._next_tick = (max(wake, now) if late else wake) + tpot
         return True
 
     def _digest(self, request: EngineRequest) -> bytes:
@@ -200,7 +201,9 @@ def _model_info(config: EngineConfig, folder: Path, vocab_size: int) -> ModelInf
     checkpoint = _read_json(folder / "config.json")
     text = checkpoint.get("text_config") or checkpoint
     own_context = int(text.get("max_position_embeddings") or _DEFAULT_CONTEXT)
-    context = min(config.max_model_len or own_context, own_context)
+    context = config.max_model_len or own_context
+    if context > own_context:
+        raise ConfigurationError(f"--max-model-len {context} is more than the model's {own_context} positions")
     return ModelInfo(
         name=config.model,
         architecture="mock",

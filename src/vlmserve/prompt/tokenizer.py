@@ -40,12 +40,11 @@ class Tokenizer:
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._control_ids = self.special_ids | ({self.image_token_id} if self.image_token_id is not None else set())
-        self._control = {token.content: token for id_, token in added.items() if id_ in self._control_ids}
+        self._added = {token.content: (id_, token) for id_, token in added.items()}
         # A tokenizer may write its unknown token for ordinary text; it means nothing to a model.
         self._forbidden_ids = self._control_ids - {_unknown_id(backend, files)}
-        self._control_id = {added[id_].content: id_ for id_ in self._control_ids}
-        self.control_tokens = ControlTokens(self._control)
-        self._control_pattern = _control_pattern(list(self._control.values()))
+        self.control_tokens = ControlTokens(added[id_].content for id_ in self._control_ids)
+        self._added_pattern = _pattern(list(added.values()))
         self._plain_start = self._plain_variant(continuing=False)
         self._plain_continuing = self._plain_variant(continuing=True)
         self._prefix, self._suffix = self._added_by_post_processor()
@@ -104,11 +103,11 @@ class Tokenizer:
         ids = list(self._prefix) if framed else []
         done = 0
         trim = False
-        for match in self._control_pattern.finditer(text):
-            token = self._control[match[0]]
+        for match in self._added_pattern.finditer(text):
+            id_, token = self._added[match[0]]
             segment = text[done : match.start()]
             ids += self._encode_plain(segment, quotation, first=done == 0, left=trim, right=token.lstrip)
-            ids.append(self._control_id[match[0]])
+            ids.append(id_)
             done, trim = match.end(), token.rstrip
         ids += self._encode_plain(text[done:], quotation, first=done == 0, left=trim, right=False)
         return ids + list(self._suffix) if framed else ids
@@ -139,14 +138,13 @@ class Tokenizer:
         return ids
 
     def _plain_variant(self, *, continuing: bool) -> tokenizers.Tokenizer:
-        """The same tokenizer blind to control tokens; `continuing` for text that is not the beginning of a prompt."""
-        state = json.loads(self._backend.to_str())
-        for token in state["added_tokens"]:
-            token["special"] = token["id"] in self._control_ids
-        if continuing:
-            _replace_values(state["pre_tokenizer"], "prepend_scheme", "first", "never")
-        variant = tokenizers.Tokenizer.from_str(json.dumps(state))
-        variant.encode_special_tokens = True
+        """The same model blind to added tokens; `continuing` for text that is not the beginning of a prompt."""
+        variant = tokenizers.Tokenizer(self._backend.model)
+        pre_tokenizer = self._backend.pre_tokenizer
+        if pre_tokenizer is not None:
+            variant.pre_tokenizer = _without_first_space(pre_tokenizer) if continuing else pre_tokenizer
+        if self._backend.normalizer is not None:
+            variant.normalizer = self._backend.normalizer
         return variant
 
     def _added_by_post_processor(self) -> tuple[list[int], list[int]]:
@@ -192,13 +190,21 @@ def _ensure_image_token(backend: tokenizers.Tokenizer, files: PromptFiles) -> st
     return str(token)
 
 
-def _control_pattern(tokens: list[AddedToken]) -> re.Pattern[str]:
+def _pattern(tokens: list[AddedToken]) -> re.Pattern[str]:
     longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
     alternatives = [
         rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
         for token in longest_first
     ]
     return re.compile("|".join(alternatives) or "(?!)")
+
+
+def _without_first_space(pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer) -> Any:
+    """The same pre-tokenizer without the space that some put before the first word of a text."""
+    state = json.loads(pre_tokenizer.__getstate__())
+    _replace_values(state, "prepend_scheme", "first", "never")
+    empty = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps({**empty, "pre_tokenizer": state})).pre_tokenizer
 
 
 def _replace_values(node: Any, key: str, old: str, new: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import ImageInput, RequestOutput
+from vlmserve.types import FinishReason, ImageInput, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,30 @@ class Scheduler:
     """Owns the sequences, their blocks and their pictures' places in the encoder cache."""
 
     def __init__(
-        self, *, pool: BlockPool, encoder_cache: EncoderCache, block_size: int, max_num_seqs: int,
-        max_num_batched_tokens: int, max_encoded_images: int, image_token_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        pool: BlockPool,
+        encoder_cache: EncoderCache,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_encoded_images: int,
+        image_token_bytes: int,
+        prefix_caching: bool,
+    ) -> None:
         self.pool = pool
         self.encoder_cache = encoder_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.prefix_queried_tokens = 0
+        self.prefix_cached_tokens = 0
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_encoded_images = max_encoded_images
         self._image_token_bytes = image_token_bytes
+        self._prefix_caching = prefix_caching
         self._by_id: dict[str, Sequence] = {}
 
     def __contains__(self, request_id: object) -> bool:
@@ -79,14 +90,9 @@ class Scheduler:
             if sequence.num_uncomputed > 1 and budget > 0:
                 budget -= self._schedule_chunk(step, sequence, budget)
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting[0]
-            blocks = -(-len(sequence.token_ids) // self._block_size)
-            if blocks + len(self.running) > self.pool.num_free:
-                break  # a free block for each running sequence, or the newcomer would soon be preempted
-            self.waiting.popleft()
-            sequence.block_table.extend(self.pool.allocate(blocks))
-            self.running.append(sequence)
-            budget -= self._schedule_chunk(step, sequence, budget)
+            if not self._admit(self.waiting[0]):
+                break
+            budget -= self._schedule_chunk(step, self.running[-1], budget)
         step.chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
         return step
 
@@ -102,6 +108,7 @@ class Scheduler:
             for span in sequence.spans_between(sequence.num_computed, sequence.num_computed + chunk.num_tokens):
                 if span.end <= sequence.num_computed + chunk.num_tokens:
                     self._unpin(sequence, span.image.key, span.end)
+            self._register(sequence, sequence.num_computed + chunk.num_tokens)
             sequence.num_computed += chunk.num_tokens
             if chunk.samples:
                 output = self._append(sequence, next(tokens))
@@ -126,6 +133,41 @@ class Scheduler:
                 sequence.block_table.extend(self.pool.allocate(1))
             budget -= self._schedule_chunk(step, sequence, 1)
         return budget
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move the first waiting sequence to the running ones, with blocks for all its tokens, if there are enough.
+
+        Leading blocks that are cached are shared. At least one token is left to compute, for its logits.
+        """
+        num_tokens = len(sequence.token_ids)
+        cached: list[int] = []
+        if self._prefix_caching:
+            full = (num_tokens - 1) // self._block_size
+            cached = self.pool.find(sequence.keys_of_full_blocks(full, self._block_size))
+        missing = -(-num_tokens // self._block_size) - len(cached)
+        revived = sum(self.pool.ref_count(block) == 0 for block in cached)
+        # A free block for each running sequence, or the newcomer would soon be preempted.
+        if missing + revived + len(self.running) > self.pool.num_free:
+            return False
+        self.waiting.popleft()
+        self.pool.share(cached)
+        sequence.block_table.extend(cached)
+        sequence.block_table.extend(self.pool.allocate(missing))
+        sequence.num_computed = len(cached) * self._block_size
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+            self.prefix_queried_tokens += sequence.num_prompt_tokens
+            self.prefix_cached_tokens += sequence.num_cached
+        self.running.append(sequence)
+        return True
+
+    def _register(self, sequence: Sequence, num_computed: int) -> None:
+        """Make the blocks findable that become full when `num_computed` tokens are computed."""
+        before, after = sequence.num_computed // self._block_size, num_computed // self._block_size
+        if after > before and self._prefix_caching:
+            keys = sequence.keys_of_full_blocks(after, self._block_size)
+            for index in range(before, after):
+                self.pool.register(sequence.block_table[index], keys[index])
 
     def _schedule_chunk(self, step: Step, sequence: Sequence, budget: int) -> int:
         """A chunk of at most `budget` tokens, cut before the first picture that cannot be encoded in this step.
@@ -158,14 +200,18 @@ class Scheduler:
         return True
 
     def _append(self, sequence: Sequence, token: int | None) -> RequestOutput:
+        new: list[int] = []
+        reason: FinishReason | None = None
+        end, error = None, None
         if token is None:
-            message = "the model's output is not a number; try another dtype (--dtype float32)"
-            return RequestOutput(sequence.request_id, [], "error", error=message)
-        if token in sequence.end_token_ids:
-            return RequestOutput(sequence.request_id, [], "stop", stop_token_id=token)
-        sequence.token_ids.append(token)
-        finished = len(sequence.token_ids) >= sequence.max_len
-        return RequestOutput(sequence.request_id, [token], "length" if finished else None)
+            reason, error = "error", "the model's output is not a number; try another dtype (--dtype float32)"
+        elif token in sequence.end_token_ids:
+            reason, end = "stop", token
+        else:
+            sequence.token_ids.append(token)
+            new = [token]
+            reason = "length" if len(sequence.token_ids) >= sequence.max_len else None
+        return RequestOutput(sequence.request_id, new, reason, end, error, sequence.num_cached or 0)
 
     def _unpin(self, sequence: Sequence, key: bytes, position: int) -> None:
         """Unpin a picture unless the same one comes again at or after `position`."""
@@ -173,7 +219,8 @@ class Scheduler:
             self.encoder_cache.unpin(key, sequence.request_id)
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_table)
+        # The deepest block first: it is of no use without those before it, so it is to be evicted before them.
+        self.pool.release(reversed(sequence.block_table))
         del sequence.block_table[:]
         for span in sequence.image_spans:
             self.encoder_cache.unpin(span.image.key, sequence.request_id)

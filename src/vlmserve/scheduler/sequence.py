@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
+from vlmserve.cache.keys import block_key, touched_images
 from vlmserve.types import EngineRequest, ImageSpan
 
 
@@ -12,15 +13,28 @@ class Sequence:
     """Tokens so far, how many of them are in the KV cache, and where.
 
     token_ids: prompt and answer. num_computed: leading tokens whose keys and values are in `block_table`'s blocks.
+    num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
     """
 
     __slots__ = (
-        "block_table", "end_token_ids", "image_spans", "max_len", "num_computed", "num_prompt_tokens", "params",
-        "request_id", "seed", "token_ids",
-    )  # fmt: skip
+        "block_keys",
+        "block_table",
+        "end_token_ids",
+        "image_spans",
+        "max_len",
+        "num_cached",
+        "num_computed",
+        "num_prompt_tokens",
+        "params",
+        "request_id",
+        "seed",
+        "token_ids",
+    )
 
-    def __init__(self, request: EngineRequest, *, seed: int, max_len: int, end_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, request: EngineRequest, *, root_key: bytes, seed: int, max_len: int, end_token_ids: frozenset[int]
+    ) -> None:
         self.request_id = request.request_id
         self.params = request.params
         self.seed = seed
@@ -28,7 +42,9 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.image_spans = request.prompt.images
         self.num_computed = 0
+        self.num_cached: int | None = None
         self.block_table = array("i")
+        self.block_keys = [root_key]
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
         wanted = max_len if self.params.max_tokens is None else self.num_prompt_tokens + self.params.max_tokens
@@ -50,3 +66,12 @@ class Sequence:
     def spans_between(self, start: int, end: int) -> Iterator[ImageSpan]:
         """Pictures with a placeholder in ``start <= i < end``."""
         return (span for span in self.image_spans if span.start < end and span.end > start)
+
+    def keys_of_full_blocks(self, count: int, block_size: int) -> list[bytes]:
+        """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
+        while len(self.block_keys) <= count:
+            start = (len(self.block_keys) - 1) * block_size
+            end = start + block_size
+            images = touched_images(self.image_spans, start, end)
+            self.block_keys.append(block_key(self.block_keys[-1], self.token_ids[start:end], images))
+        return self.block_keys[1 : count + 1]

@@ -18,8 +18,8 @@ _PAGE = """<!doctype html>
 <p>This server answers questions about pictures over an OpenAI-compatible API. It serves <b>{model}</b>.</p>
 <p>Ask about a picture:</p>
 <pre>{command}</pre>
-<p>Also here: <a href="openapi.json">the API's description</a>, <a href="v1/models">models</a>, <a href="health">health</a>,
-<a href="metrics">metrics</a>.</p>
+<p>Also here: <a href="openapi.json">the API's description</a>, <a href="v1/models">models</a>,
+<a href="health">health</a>, <a href="metrics">metrics</a>.</p>
 </html>
 """
 

@@ -1,0 +1,58 @@
+"""Keys of KV blocks: 32 bytes that say everything a block's content depends on.
+
+A block's key covers its parent's key, its own token ids, and for every picture that it touches the picture's key, the
+offset into the picture at which the block meets it, and which of the block's tokens are the picture's. Placeholder
+tokens look alike for all pictures, and a text may hold their id, too; the key is what tells them apart.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from vlmserve.types import KEY_BYTES, ImageSpan
+
+
+class TouchedImage(NamedTuple):
+    """A picture in a block: rows ``offset <= row < offset + length`` of it are at `position` of the block on."""
+
+    key: bytes
+    offset: int
+    position: int
+    length: int
+
+
+def root_key(fingerprint: bytes, *, adapter: str = "", salt: str = "") -> bytes:
+    """The parent of every first block: one for each model, adapter and tenant."""
+    parts = (fingerprint, adapter.encode(), salt.encode())
+    return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
+
+
+def block_key(parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedImage]) -> bytes:
+    """The key of a full block with the pictures it touches, in order.
+
+    All keys have one length and the token ids come with theirs, so no two inputs read alike. Raises ValueError for
+    keys of another length.
+    """
+    if len(parent) != KEY_BYTES or any(len(image.key) != KEY_BYTES for image in images):
+        raise ValueError(f"keys have {KEY_BYTES} bytes")
+    hasher = blake3(parent)
+    hasher.update(struct.pack("<Q", len(token_ids)))
+    hasher.update(array("q", token_ids).tobytes())
+    for image in images:
+        hasher.update(image.key + struct.pack("<QQQ", image.offset, image.position, image.length))
+    return hasher.digest()
+
+
+def touched_images(spans: Sequence[ImageSpan], start: int, end: int) -> list[TouchedImage]:
+    """The pictures with a placeholder in ``start <= i < end``."""
+    touched = []
+    for span in spans:
+        first, last = max(span.start, start), min(span.end, end)
+        if first < last:
+            touched.append(TouchedImage(span.image.key, first - span.start, first - start, last - first))
+    return touched

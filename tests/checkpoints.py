@@ -1,0 +1,187 @@
+"""Small random checkpoints with all the files that a server needs, made by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CORPUS
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 42,
+    "patch_size": 14,
+}
+
+
+def make_text_model(
+    folder: Path,
+    model_class: type[PreTrainedModel] = LlamaForCausalLM,
+    config_class: type[PreTrainedConfig] = LlamaConfig,
+    *,
+    shard_size: str = "1GB",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """A decoder, a tokenizer and a chat template in `folder`; overrides are fields of the config."""
+    tokenizer = write_tokenizer(folder, sees=False)
+    config = config_class(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **overrides})
+    _save(folder, model_class, config, seed, dtype, shard_size)
+    return folder
+
+
+make_llama = make_text_model
+
+
+def make_llava(
+    folder: Path,
+    *,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+    published_names: bool = False,
+    shard_size: str = "1GB",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """A LLaVA checkpoint in `folder`; text, vision and overrides are fields of its three configs.
+
+    The placeholder is among the last 8 ids of the vocabulary, which is padded as published checkpoints pad theirs.
+    published_names: name tensors as the checkpoints of the llava-hf organization do, else as transformers 5 does.
+    """
+    tokenizer = write_tokenizer(folder, sees=True)
+    vision_config = CLIPVisionConfig(**{**VISION, **(vision or {})})
+    text_config = LlamaConfig(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **(text or {})})
+    config = LlavaConfig(
+        vision_config=vision_config,
+        text_config=text_config,
+        image_token_index=tokenizer.token_to_id("<image>"),
+        **{"image_seq_length": (vision_config.image_size // vision_config.patch_size) ** 2, **overrides},
+    )
+    _save(folder, LlavaForConditionalGeneration, config, seed, dtype, shard_size)
+    if published_names:
+        rename_tensors(folder, published_name)
+    write_image_processor(folder, vision_config, config.vision_feature_select_strategy)
+    return folder
+
+
+def published_name(name: str) -> str:
+    """A tensor's name in transformers 5 to the name that published LLaVA checkpoints give it."""
+    for new, old in {
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+        "model.vision_tower.": "vision_tower.vision_model.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+    }.items():
+        if name.startswith(new):
+            return old + name.removeprefix(new)
+    raise ValueError(name)
+
+
+def rename_tensors(folder: Path, rename: Callable[[str], str | None]) -> None:
+    """Rename tensors of a single-file checkpoint; None removes one."""
+    change_tensors(folder, lambda name, tensor: (new, tensor) if (new := rename(name)) else None)
+
+
+def change_tensors(folder: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]) -> None:
+    """Rewrite a single-file checkpoint, tensor by tensor; None removes one."""
+    path = folder / "model.safetensors"
+    changed = [pair for name, tensor in load_file(path).items() if (pair := change(name, tensor)) is not None]
+    save_file(dict(changed), path, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    """Set fields of config.json; None removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def write_tokenizer(folder: Path, *, sees: bool) -> Tokenizer:
+    """A byte-level tokenizer with its chat template; if the model sees, its last token is ``<image>``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=360,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    if sees:
+        tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
+    (folder / "chat_template.jinja").write_text(CHATML_PARTS.replace("<|im_start|>", "").replace("<|im_end|>", "</s>"))
+    return tokenizer
+
+
+def write_image_processor(folder: Path, vision: CLIPVisionConfig, strategy: str) -> None:
+    """The files that tell pictures' size and how many placeholders they take."""
+    processor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": vision.image_size},
+        "crop_size": {"height": vision.image_size, "width": vision.image_size},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    sizes = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": vision.patch_size,
+        "vision_feature_select_strategy": strategy,
+        "num_additional_image_tokens": 1,
+    }
+    (folder / "processor_config.json").write_text(json.dumps(sizes))
+
+
+def _save(
+    folder: Path,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    seed: int,
+    dtype: torch.dtype,
+    shard_size: str,
+) -> None:
+    torch.manual_seed(seed)
+    model = model_class(config)
+    # Ones and zeros, as transformers initializes them, would hide a norm or bias that is left out or swapped.
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith(".bias") or "class_embedding" in name:
+            nn.init.normal_(parameter, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size, save_original_format=False)

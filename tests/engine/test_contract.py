@@ -1,0 +1,267 @@
+"""What holds for every engine behind the `VLMEngine` protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import make_llama, make_llava
+from tests.mock_checkpoint import IMAGE_TOKEN_ID, IMAGE_TOKENS, make_mock_checkpoint
+from vlmserve.config import EngineConfig
+from vlmserve.engine import create_engine
+from vlmserve.engine.protocol import VLMEngine
+from vlmserve.errors import InvalidRequestError, OverloadedError, PromptTooLongError, TooManyImagesError
+from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams
+
+MakeEngine = Callable[..., VLMEngine]
+
+
+def mock_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
+    folders: dict[bool, Path] = {}
+
+    def make(*, sees_images: bool = True, **settings: Any) -> VLMEngine:
+        if sees_images not in folders:
+            folders[sees_images] = make_mock_checkpoint(tmp_path_factory.mktemp("mock"), sees_images=sees_images)
+        folder = folders[sees_images]
+        return create_engine(EngineConfig(model=str(folder), engine="mock", **settings), folder)
+
+    return make
+
+
+def real_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
+    sees = make_llava(tmp_path_factory.mktemp("llava"), vision={"image_size": 28, "patch_size": 14})
+    blind = make_llama(tmp_path_factory.mktemp("llama"))
+
+    def make(*, sees_images: bool = True, **settings: Any) -> VLMEngine:
+        folder = sees if sees_images else blind
+        settings = {
+            "kv_cache_memory": "4MiB",
+            "dtype": "float32",
+            "device": "cpu",
+            "max_model_len": 128,
+            "num_threads": 1,
+            **settings,
+        }
+        return create_engine(EngineConfig(model=str(folder), **settings), folder)
+
+    return make
+
+
+ENGINES = [pytest.param(mock_factory, id="mock"), pytest.param(real_factory, id="real")]
+"""Factories of engines whose pictures take `IMAGE_TOKENS` tokens and whose context is at least 128 tokens."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def make(request, tmp_path_factory) -> MakeEngine:
+    return request.param(tmp_path_factory)
+
+
+@pytest.fixture
+def engine(make) -> VLMEngine:
+    return make()
+
+
+def request_of(name: str = "a", tokens: Iterable[int] = (5, 6, 7), images: Any = (), **params: Any) -> EngineRequest:
+    params = {"temperature": 0.0, "max_tokens": 8, **params}
+    return EngineRequest(name, Prompt(list(tokens), tuple(images)), SamplingParams(**params))
+
+
+def picture_request(shade: float, name: str = "a") -> EngineRequest:
+    pixels = np.full((1, 3, 28, 28), shade, np.float32)
+    image = ImageInput(int(shade * 100).to_bytes(32, "big"), pixels, IMAGE_TOKENS)
+    tokens = [5, *[IMAGE_TOKEN_ID] * IMAGE_TOKENS, 6]
+    return request_of(name, tokens, [ImageSpan(image, 1)], ignore_eos=True)
+
+
+def run(engine: VLMEngine, *requests: EngineRequest) -> dict[str, list[RequestOutput]]:
+    """All outputs by request."""
+    for request in requests:
+        engine.add(request)
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    while engine.has_work():
+        step = engine.step()
+        assert len({output.request_id for output in step}) == len(step)
+        for output in step:
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens_of(engine: VLMEngine, request: EngineRequest) -> list[int]:
+    return [token for output in run(engine, request)[request.request_id] for token in output.token_ids]
+
+
+def test_a_new_engine_has_nothing_to_do(engine):
+    assert not engine.has_work()
+    assert engine.step() == []
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.generation_tokens) == (0, 0, 0)
+
+
+def test_its_info_is_consistent(engine):
+    info = engine.info
+    assert 0 < info.max_prompt_len < info.max_model_len
+    assert info.vocab_size > 0
+    assert info.sees_images
+
+
+def test_every_request_ends_with_exactly_one_finish_reason_and_nothing_after_it(engine):
+    requests = [request_of(str(number), [5] * (number + 1), max_tokens=number + 1) for number in range(20)]
+    for outputs in run(engine, *requests).values():
+        assert [output.finish_reason is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_max_tokens_bounds_the_answer_which_ends_with_length(engine):
+    [*_, last] = outputs = run(engine, request_of(max_tokens=5, ignore_eos=True))["a"]
+    assert sum(len(output.token_ids) for output in outputs) == 5
+    assert (last.finish_reason, last.stop_token_id) == ("length", None)
+
+
+def test_an_answer_ends_with_the_context(engine):
+    tokens = tokens_of(engine, request_of(max_tokens=None, ignore_eos=True))
+    assert engine.info.max_prompt_len - 3 <= len(tokens) <= engine.info.max_model_len - 3
+
+
+def test_the_longest_prompt_gets_a_token(engine):
+    longest = request_of(tokens=[5] * engine.info.max_prompt_len, ignore_eos=True)
+    assert len(tokens_of(engine, longest)) >= 1
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_among_its_tokens(engine):
+    tokens = tokens_of(engine, request_of(ignore_eos=True))
+    stop = tokens[-1]
+    [*_, last] = outputs = run(engine, request_of(ignore_eos=True, stop_token_ids=(stop,)))["a"]
+    assert [token for output in outputs for token in output.token_ids] == tokens[: tokens.index(stop)]
+    assert (last.finish_reason, last.stop_token_id) == ("stop", stop)
+
+
+def test_min_tokens_makes_stop_tokens_impossible_before(engine):
+    first = tokens_of(engine, request_of(ignore_eos=True))[0]
+    tokens = tokens_of(engine, request_of(stop_token_ids=(first,), min_tokens=6, max_tokens=6))
+    assert len(tokens) == 6
+    assert first not in tokens
+
+
+def test_min_tokens_holds_the_end_back(engine):
+    assert len(tokens_of(engine, request_of(min_tokens=60, max_tokens=60))) == 60
+
+
+def test_greedy_answers_depend_on_the_prompt_alone(engine):
+    alone = tokens_of(engine, request_of(ignore_eos=True))
+    assert tokens_of(engine, request_of(ignore_eos=True, seed=5)) == alone
+    crowd = [request_of(str(number), [number + 5], ignore_eos=True) for number in range(10)]
+    together = run(engine, *crowd, request_of(ignore_eos=True))
+    assert [token for output in together["a"] for token in output.token_ids] == alone
+    assert tokens_of(engine, request_of(tokens=[7, 6, 5], ignore_eos=True)) != alone
+
+
+def test_a_seed_reproduces_an_answer_and_another_changes_it(engine):
+    def ask(seed: int) -> list[int]:
+        return tokens_of(engine, request_of(temperature=5.0, seed=seed, max_tokens=20, ignore_eos=True))
+
+    assert ask(1) == ask(1) != ask(2)
+
+
+def test_another_picture_gives_another_answer(engine):
+    red, again, blue = (tokens_of(engine, picture_request(shade)) for shade in (0.1, 0.1, 0.9))
+    assert red == again != blue
+
+
+def test_pictures_for_a_model_that_cannot_see_are_refused(make):
+    with pytest.raises(TooManyImagesError):
+        make(sees_images=False).add(picture_request(0.5))
+
+
+def test_refused_requests_name_the_reason_and_leave_nothing_behind(engine):
+    vocab_size, longest = engine.info.vocab_size, engine.info.max_prompt_len
+    for error, bad in [
+        (PromptTooLongError, request_of(tokens=[5] * (longest + 1))),
+        (InvalidRequestError, request_of(tokens=[])),
+        (InvalidRequestError, request_of(tokens=[5, vocab_size])),
+        (InvalidRequestError, request_of(tokens=[5, -1])),
+    ]:
+        with pytest.raises(error):
+            engine.add(bad)
+    assert not engine.has_work()
+    assert run(engine, request_of())["a"]
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards(engine):
+    engine.add(request_of())
+    with pytest.raises(InvalidRequestError):
+        engine.add(request_of())
+    while engine.has_work():
+        engine.step()
+    engine.add(request_of())
+
+
+def test_a_full_queue_refuses_until_there_is_room(make):
+    engine = make(max_num_seqs=1, max_waiting=2)
+    engine.add(request_of("a"))
+    engine.add(request_of("b"))
+    with pytest.raises(OverloadedError):
+        engine.add(request_of("c"))
+    engine.step()
+    engine.add(request_of("c"))
+
+
+def test_no_more_requests_run_than_max_num_seqs_and_first_come_is_first_served(make):
+    engine = make(max_num_seqs=2)
+    for name in "abcd":
+        engine.add(request_of(name, max_tokens=3, ignore_eos=True))
+    finished = []
+    while engine.has_work():
+        finished += [output.request_id for output in engine.step() if output.finish_reason]
+        assert engine.stats().num_running <= 2
+    assert finished == list("abcd")
+
+
+def test_an_aborted_request_is_gone_at_once_whether_it_ran_or_waited(make):
+    engine = make(max_num_seqs=1)
+    for name in "abc":
+        engine.add(request_of(name, max_tokens=50, ignore_eos=True))
+    engine.step()
+    engine.abort(["a", "c", "unknown"])
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert {output.request_id for output in outputs} == {"b"}
+    engine.add(request_of("a"))
+
+
+def test_aborting_everything_leaves_no_work_and_no_blocks(engine):
+    for name in "abc":
+        engine.add(request_of(name, max_tokens=50, ignore_eos=True))
+    engine.step()
+    engine.abort("abc")
+    engine.abort("abc")
+    assert not engine.has_work()
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_stats_count_what_was_done(engine):
+    run(engine, request_of("a", max_tokens=4, ignore_eos=True), picture_request(0.3, "b"))
+    stats = engine.stats()
+    assert stats.generation_tokens == 4 + 8
+    assert stats.prompt_tokens == 3 + IMAGE_TOKENS + 2
+    assert stats.images_encoded == 1
+    assert stats.steps >= 8
+    assert (stats.num_running, stats.kv_blocks_used) == (0, 0)
+
+
+def test_what_joins_later_does_not_change_what_runs(engine):
+    alone = tokens_of(engine, request_of(max_tokens=30, ignore_eos=True))
+    engine.add(request_of(max_tokens=30, ignore_eos=True))
+    tokens: list[int] = []
+    number = 0
+    while engine.has_work():
+        tokens += [token for output in engine.step() if output.request_id == "a" for token in output.token_ids]
+        if number < 10:
+            engine.add(request_of(f"later {number}", [number + 8] * (number + 1), max_tokens=number + 1))
+            number += 1
+    assert tokens == alone

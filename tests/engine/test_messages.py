@@ -1,0 +1,134 @@
+"""Messages between the processes arrive as they were sent."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from vlmserve import errors
+from vlmserve.engine.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Failed,
+    Failure,
+    Fatal,
+    Outputs,
+    Ready,
+    Shutdown,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
+from vlmserve.types import (
+    EngineRequest,
+    EngineStats,
+    ImageInput,
+    ImageSpan,
+    ModelInfo,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+)
+
+SHAPES = [(1, 3, 4, 4), (2, 3, 28, 28), (1, 3, 5, 7)]
+
+
+def request_with_pictures() -> EngineRequest:
+    generator = np.random.default_rng(0)
+    images = [
+        ImageInput(bytes([index]) * 32, generator.random(shape, np.float32), 4) for index, shape in enumerate(SHAPES)
+    ]
+    spans = tuple(ImageSpan(image, start) for image, start in zip(images, (0, 5, 11), strict=True))
+    return EngineRequest("a", Prompt(list(range(20)), spans), SamplingParams(stop=("x",), seed=2**63 - 1))
+
+
+@pytest.fixture
+def sockets():
+    context = zmq.Context()
+    one, other = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    one.bind("inproc://test")
+    other.connect("inproc://test")
+    yield one, other
+    context.destroy(linger=0)
+
+
+def test_pictures_cross_a_socket_unchanged_beside_the_message(sockets):
+    one, other = sockets
+    request = request_with_pictures()
+    frames = encode(Add(request))
+    assert len(frames) == 1 + len(SHAPES)
+    assert len(frames[0]) < 1000
+    one.send_multipart(frames, copy=False)
+    received = decode_to_engine([frame.buffer for frame in other.recv_multipart(copy=False)])
+    assert isinstance(received, Add)
+    assert received.request.prompt.token_ids == request.prompt.token_ids
+    assert received.request.params == request.params
+    for sent, got in zip(request.prompt.images, received.request.prompt.images, strict=True):
+        assert (got.start, got.end, got.image.key) == (sent.start, sent.end, sent.image.key)
+        assert got.image.pixels.dtype == np.float32
+        assert got.image.pixels.flags.aligned
+        np.testing.assert_array_equal(got.image.pixels, sent.image.pixels)
+
+
+def test_large_pictures_are_views_of_the_frames_and_not_copies():
+    request = request_with_pictures()
+    frames = encode(Add(request))
+    sent = request.prompt.images[1].image.pixels
+    assert np.shares_memory(np.frombuffer(frames[2], np.float32), sent)
+    received = decode_to_engine(frames)
+    assert isinstance(received, Add)
+    assert np.shares_memory(received.request.prompt.images[1].image.pixels, sent)
+
+
+def test_arrays_that_are_not_plain_float32_memory_are_made_so():
+    pixels = np.arange(48, dtype=np.float64).reshape(1, 4, 4, 3).transpose(0, 3, 1, 2)
+    prompt = Prompt([1, 2], (ImageSpan(ImageInput(b"k" * 32, pixels, 1), 0),))
+    received = decode_to_engine(encode(Add(EngineRequest("a", prompt))))
+    assert isinstance(received, Add)
+    np.testing.assert_array_equal(received.request.prompt.images[0].image.pixels, pixels)
+
+
+@pytest.mark.parametrize("message", [Abort(["a", "b"]), Shutdown()])
+def test_messages_to_the_engine(message):
+    assert decode_to_engine(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(ModelInfo("m", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True)),
+        Accepted(["a"]),
+        Outputs([RequestOutput("a", [1, 2], "stop", 5), RequestOutput("b", [])], EngineStats(num_running=1)),
+        Failed("a", Failure("OverloadedError", "full")),
+        Fatal(Failure("MissingWeightsError", "no weights")),
+    ],
+)
+def test_messages_from_the_engine(message):
+    [frame] = encode(message)
+    assert decode_from_engine(frame) == message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.PromptTooLongError("too long", param="messages"),
+        errors.OverloadedError("full"),
+        errors.MissingWeightsError("no weights"),
+        errors.EngineDeadError("dead"),
+    ],
+)
+def test_errors_keep_their_class_their_message_and_the_field_that_they_name(error):
+    again = Failure.of(error).error()
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert getattr(again, "param", None) == getattr(error, "param", None)
+
+
+def test_what_is_no_message_is_refused():
+    with pytest.raises(msgspec.ValidationError):
+        decode_to_engine([msgspec.msgpack.encode({"type": "Ready"})])
+    with pytest.raises(msgspec.ValidationError):
+        decode_from_engine(msgspec.msgpack.encode({"type": "Add"}))

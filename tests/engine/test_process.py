@@ -1,0 +1,230 @@
+"""The loop of the engine process, and the process itself."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterable
+
+import pytest
+import zmq
+
+from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve.config import EngineConfig
+from vlmserve.engine.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Failed,
+    Fatal,
+    FromEngine,
+    Outputs,
+    Ready,
+    Shutdown,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from vlmserve.engine.process import EngineProcess, serve_engine
+from vlmserve.errors import InvalidRequestError
+from vlmserve.types import EngineRequest, EngineStats, Prompt, RequestOutput
+
+
+class CountingEngine:
+    """Answers every request with one token a step, for as many steps as its prompt says."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.polled = 0
+        self.broken = False
+
+    def add(self, request: EngineRequest) -> None:
+        if request.request_id in self.left:
+            raise InvalidRequestError("in use", param="request_id")
+        self.left[request.request_id] = request.prompt.token_ids[0]
+
+    def step(self) -> list[RequestOutput]:
+        if self.broken:
+            raise RuntimeError("no memory")
+        time.sleep(0.002)
+        outputs = []
+        for name in list(self.left):
+            self.left[name] -= 1
+            outputs.append(RequestOutput(name, [1], None if self.left[name] else "length"))
+        self.left = {name: left for name, left in self.left.items() if left}
+        return outputs
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.left.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        self.polled += 1
+        return bool(self.left)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self.left))
+
+
+class Peer:
+    """The frontend's end of a loop that runs in a thread."""
+
+    def __init__(self) -> None:
+        self.engine = CountingEngine()
+        self.error: Exception | None = None
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.RCVTIMEO, 10_000)
+        self._socket.bind("inproc://loop")
+        self._engine_socket = self._context.socket(zmq.PAIR)
+        self._engine_socket.connect("inproc://loop")
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            serve_engine(self.engine, self._engine_socket)
+        except Exception as error:
+            self.error = error
+
+    def send(self, message: ToEngine) -> None:
+        self._socket.send_multipart(encode(message))
+
+    def add(self, name: str, steps: int) -> None:
+        self.send(Add(EngineRequest(name, Prompt([steps]))))
+
+    def receive(self) -> FromEngine:
+        return decode_from_engine(self._socket.recv())
+
+    def close(self) -> None:
+        if self.thread.is_alive():
+            self.send(Shutdown())
+        self.thread.join(10)
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def peer():
+    peer = Peer()
+    yield peer
+    peer.close()
+
+
+def test_a_request_is_accepted_and_then_answered_step_by_step(peer):
+    peer.add("a", 2)
+    assert peer.receive() == Accepted(["a"])
+    assert peer.receive() == Outputs([RequestOutput("a", [1])], EngineStats(num_running=1))
+    assert peer.receive() == Outputs([RequestOutput("a", [1], "length")], EngineStats())
+
+
+def test_a_refusal_concerns_that_request_alone(peer):
+    peer.add("a", 3)
+    peer.add("a", 3)
+    messages = [peer.receive() for _ in range(5)]
+    [failed] = [message for message in messages if isinstance(message, Failed)]
+    assert failed.request_id == "a"
+    assert str(failed.failure.error()) == "in use"
+    assert sum(isinstance(message, Outputs) for message in messages) == 3
+
+
+def test_an_abort_takes_effect_within_a_step_and_updates_the_stats(peer):
+    peer.add("a", 10_000)
+    while not isinstance(peer.receive(), Outputs):
+        pass
+    peer.send(Abort(["a"]))
+    while (message := peer.receive()) != Outputs([], EngineStats()):
+        assert isinstance(message, Outputs)
+    assert not peer.engine.left
+
+
+def test_it_blocks_while_there_is_nothing_to_do(peer):
+    peer.add("a", 1)
+    assert peer.receive() == Accepted(["a"])
+    assert isinstance(peer.receive(), Outputs)
+    time.sleep(0.02)
+    polled = peer.engine.polled
+    time.sleep(0.1)
+    assert peer.engine.polled == polled
+
+
+def test_an_exception_of_a_step_ends_the_loop(peer):
+    peer.engine.broken = True
+    peer.add("a", 1)
+    peer.thread.join(10)
+    assert isinstance(peer.error, RuntimeError)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_mock_checkpoint(tmp_path_factory.mktemp("mock"))
+
+
+class Child:
+    """An engine process with a plain socket to it."""
+
+    def __init__(self, config: EngineConfig, folder) -> None:
+        self.process = EngineProcess.launch(config, folder)
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.PAIR)
+        self.socket.set(zmq.RCVTIMEO, 20_000)
+        self.socket.bind(self.process.endpoint)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+        self.process.close()
+
+    def receive(self) -> FromEngine:
+        return decode_from_engine(self.socket.recv())
+
+
+def test_the_process_says_what_it_loaded_and_exits_when_told(folder):
+    with Child(EngineConfig(engine="mock", model="tiny"), folder) as child:
+        ready = child.receive()
+        assert isinstance(ready, Ready)
+        assert ready.info.name == "tiny"
+        child.socket.send_multipart(encode(Shutdown()))
+        assert child.process.wait(10) == 0
+
+
+def test_a_load_error_travels_with_its_class_and_without_a_traceback(tmp_path, capfd):
+    with Child(EngineConfig(engine="mock"), tmp_path) as child:
+        fatal = child.receive()
+        assert isinstance(fatal, Fatal)
+        assert fatal.failure.kind == "CheckpointNotFoundError"
+        assert "tokenizer.json" in fatal.failure.message
+        assert child.process.wait(10) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bug_while_loading_is_logged_with_its_traceback(tmp_path, capfd):
+    (tmp_path / "tokenizer.json").write_text("not a tokenizer")
+    with Child(EngineConfig(engine="mock"), tmp_path) as child:
+        fatal = child.receive()
+        assert isinstance(fatal, Fatal)
+        assert fatal.failure.kind == "ModelLoadError"
+        assert child.process.wait(10) == 1
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_the_process_exits_when_the_parents_pipe_closes_also_in_the_middle_of_a_step(folder):
+    with Child(EngineConfig(engine="mock", mock_tpot=30), folder) as child:
+        assert isinstance(child.receive(), Ready)
+        child.socket.send_multipart(encode(Add(EngineRequest("a", Prompt([5])))))
+        while not isinstance(child.receive(), Outputs):
+            pass
+        child.process._process.stdin.close()
+        child.process.wait(10)
+
+
+def test_closing_kills_it_and_removes_its_folder(folder):
+    child = Child(EngineConfig(engine="mock"), folder)
+    with child:
+        assert isinstance(child.receive(), Ready)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.process.wait(0)
+    assert child.process.returncode is not None
+    assert not child.process._directory.exists()

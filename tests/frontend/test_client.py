@@ -1,0 +1,175 @@
+"""The asynchronous client of an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve.config import EngineConfig
+from vlmserve.errors import (
+    CheckpointNotFoundError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    OverloadedError,
+    PromptTooLongError,
+    UnavailableError,
+)
+from vlmserve.frontend.client import EngineClient, EngineStream
+from vlmserve.types import EngineRequest, Prompt, RequestOutput, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_mock_checkpoint(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture
+def start(folder):
+    """Starts clients that are closed afterwards."""
+    clients: list[EngineClient] = []
+
+    async def start(**settings) -> EngineClient:
+        client = await EngineClient.start(EngineConfig(engine="mock", **settings), folder)
+        clients.append(client)
+        return client
+
+    return start
+
+
+def request(name: str = "a", max_tokens: int = 20, tokens: tuple[int, ...] = (5, 6)) -> EngineRequest:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(name, Prompt(list(tokens)), params)
+
+
+async def tokens_of(client: EngineClient, asked: EngineRequest) -> list[int]:
+    return [token async for output in client.generate(asked) for token in output.token_ids]
+
+
+async def until(condition, timeout: float = 20) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_it_answers_many_requests_at_once(start):
+    client = await start()
+    assert client.alive
+    answers = await asyncio.gather(*(tokens_of(client, request(str(n), tokens=(n + 5,))) for n in range(100)))
+    assert all(len(answer) == 20 for answer in answers)
+    assert await tokens_of(client, request(tokens=(7,))) == answers[2]
+    await until(lambda: client.stats.num_running == 0)
+    assert client.stats.generation_tokens == 101 * 20
+    await client.close()
+
+
+async def test_closing_the_generator_aborts_the_request(start):
+    client = await start(mock_tpot=0.01)
+    outputs = client.generate(request(max_tokens=400))
+    assert (await anext(outputs)).token_ids
+    assert client.num_unfinished == 1
+    await outputs.aclose()
+    assert client.num_unfinished == 0
+    await until(lambda: client.stats.num_running == 0)
+    assert client.stats.generation_tokens < 400
+    await client.close()
+
+
+async def test_cancelling_the_reader_aborts_the_request(start):
+    client = await start(mock_ttft=60)
+    task = asyncio.ensure_future(tokens_of(client, request()))
+    await until(lambda: client.stats.num_running == 1)
+    task.cancel()
+    await until(lambda: client.stats.num_running == 0)
+    await client.close()
+
+
+async def test_refusals_raise_what_the_engine_raised(start):
+    client = await start(max_num_seqs=1, max_waiting=1, mock_tpot=0.02)
+    with pytest.raises(PromptTooLongError) as refusal:
+        await client.submit(request(tokens=(5,) * 1000))
+    assert refusal.value.param == "messages"
+    streams = [await client.submit(request("a", 400))]
+    await until(lambda: client.stats.num_running == 1)
+    streams.append(await client.submit(request("b", 400)))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        await client.submit(request("b"))
+    with pytest.raises(OverloadedError):
+        await client.submit(request("c"))
+    assert client.num_unfinished == 2
+    for stream in streams:
+        stream.close()
+    assert len(await tokens_of(client, request("c"))) == 20
+    await client.close()
+
+
+async def test_outputs_that_nobody_waited_for_arrive_as_one(start):
+    client = await start()
+    expected = await tokens_of(client, request(max_tokens=50))
+    stream = await client.submit(request(max_tokens=50))
+    await until(lambda: client.stats.generation_tokens == 100)
+    outputs = [output async for output in stream]
+    assert len(outputs) == 1
+    assert outputs[0].token_ids == expected
+    assert outputs[0].finish_reason == "length"
+    await client.close()
+
+
+async def test_an_end_after_unread_outputs_keeps_them():
+    stream = EngineStream("a", lambda _: None)
+    stream.put(RequestOutput("a", [1, 2]))
+    stream.put(RequestOutput("a", [3], "stop", 9))
+    [output] = [output async for output in stream]
+    assert output == RequestOutput("a", [1, 2, 3], "stop", 9)
+
+
+async def test_a_killed_engine_fails_everybody_at_once(start):
+    client = await start(mock_tpot=0.01, max_num_seqs=4)
+    tasks = [asyncio.ensure_future(tokens_of(client, request(str(number), 400))) for number in range(8)]
+    await until(lambda: client.stats.num_running == 4)
+    os.kill(client.pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, EngineDeadError) and "SIGKILL" in str(result) for result in results)
+    assert not client.alive
+    assert "SIGKILL" in client.death
+    with pytest.raises(EngineDeadError):
+        await client.submit(request())
+    await client.close()
+
+
+async def test_closing_lets_running_requests_finish_within_the_grace(start):
+    client = await start(mock_tpot=0.01)
+    task = asyncio.ensure_future(tokens_of(client, request(max_tokens=20)))
+    await until(lambda: client.stats.num_running == 1)
+    closing = asyncio.ensure_future(client.close(grace=20))
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError):
+        await client.submit(request("late"))
+    assert len(await task) == 20
+    await closing
+
+
+async def test_closing_fails_what_outlasts_the_grace(start):
+    client = await start(mock_tpot=0.01)
+    task = asyncio.ensure_future(tokens_of(client, request(max_tokens=400)))
+    await until(lambda: client.stats.num_running == 1)
+    await client.close()
+    with pytest.raises(UnavailableError):
+        await task
+    with pytest.raises(ProcessLookupError):
+        os.kill(client.pid, 0)
+
+
+async def test_a_load_error_is_raised_as_it_was(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"tokenizer\.json"):
+        await EngineClient.start(EngineConfig(engine="mock"), tmp_path)
+
+
+async def test_a_load_that_takes_too_long_is_given_up(folder):
+    with pytest.raises(ModelLoadError, match="within 0 s"):
+        await EngineClient.start(EngineConfig(engine="mock"), folder, timeout=0.0)

@@ -1,0 +1,63 @@
+"""Rotary positions against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.layers.rope import RopeSpec, apply_rope, rope_tables
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [{}, {"type": "linear", "factor": 3.0}, {"rope_type": "linear", "factor": 2.5}, LLAMA3, {**LLAMA3, "factor": 32.0}],
+    ids=["default", "linear", "linear in today's spelling", "llama3", "llama3 by 32"],
+)
+def test_queries_and_keys_turn_as_in_transformers(scaling: dict[str, Any]) -> None:
+    config = LlamaConfig(hidden_size=128, num_attention_heads=4, rope_theta=5e4, rope_scaling=dict(scaling) or None)
+    positions = torch.tensor([0, 1, 7, 63, 64, 500, 8191])
+    query = torch.randn(7, 4, 32)
+    cos, sin = LlamaRotaryEmbedding(config)(query, positions[None])
+    expected, _ = apply_rotary_pos_emb(query.transpose(0, 1)[None], query.transpose(0, 1)[None], cos, sin)
+
+    frequencies = RopeSpec.from_config(32, 5e4, scaling, 2048).frequencies(torch.device("cpu"))
+    turned = apply_rope(query, rope_tables(positions, frequencies, torch.float32))
+    torch.testing.assert_close(turned, expected[0].transpose(0, 1), atol=2e-5, rtol=0)
+
+
+def test_parameters_of_transformers_5_carry_the_base() -> None:
+    assert RopeSpec.from_config(8, 1e4, {"rope_type": "default", "rope_theta": 7e5}, 2048).theta == 7e5
+
+
+def test_llama3_scaling_without_its_original_context_takes_the_config_s() -> None:
+    scaling = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+    assert RopeSpec.from_config(8, 1e4, scaling, 4096).original_context == 4096
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "yarn", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}])
+def test_other_scalings_are_refused_by_name(scaling: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=str(scaling.get("rope_type", scaling.get("type")))):
+        RopeSpec.from_config(8, 1e4, scaling, 2048)
+
+
+def test_a_partly_turning_head_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+        RopeSpec.from_config(8, 1e4, {"partial_rotary_factor": 0.5}, 2048)
+
+
+def test_an_incomplete_scaling_says_what_it_lacks() -> None:
+    with pytest.raises(ModelLoadError, match="low_freq_factor"):
+        RopeSpec.from_config(8, 1e4, {"rope_type": "llama3", "factor": 2.0}, 2048)

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.media.pictures_for_tests import encoded, noise
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ImageFetchError, ImageTooLargeError
+from vlmserve.media import fetch
+from vlmserve.media.fetch import fetch_picture, is_public
+
+PICTURE = encoded(noise(12, 9))
+Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
+
+
+class Site:
+    """A web server on this machine that answers as the tests say."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.asked: list[str] = []
+        site = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                site.asked.append(self.path)
+                site.answers[self.path](self)
+
+            def log_message(self, *args: Any) -> None:
+                return
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def url(self, path: str, answer: Answer, host: str = "127.0.0.1") -> str:
+        self.answers[path] = answer
+        return f"http://{host}:{self.server.server_port}{path}"
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.server.shutdown()
+    site.server.server_close()
+
+
+def limits(**changes: Any) -> MediaConfig:
+    return MediaConfig(allowed_media_hosts=("127.0.0.1",), **changes)
+
+
+def send(body: bytes = PICTURE, status: int = 200, **headers: str) -> Answer:
+    def answer(request: http.server.BaseHTTPRequestHandler) -> None:
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name.replace("_", "-"), value)
+        request.end_headers()
+        try:
+            request.wfile.write(body)
+        except OSError:
+            return
+
+    return answer
+
+
+def test_a_picture_is_fetched(site: Site) -> None:
+    assert fetch_picture(site.url("/picture.png?size=1", send()), limits()) == PICTURE
+
+
+def test_redirects_are_followed_up_to_the_limit(site: Site) -> None:
+    site.url("/there", send())
+    url = site.url("/here", send(b"", 302, Location="there"))
+    assert fetch_picture(url, limits(max_redirects=1)) == PICTURE
+    with pytest.raises(ImageFetchError, match="redirects more than 0 times"):
+        fetch_picture(url, limits(max_redirects=0))
+
+
+def test_a_loop_of_redirects_ends(site: Site) -> None:
+    with pytest.raises(ImageFetchError, match="redirects more than 3 times"):
+        fetch_picture(site.url("/loop", send(b"", 301, Location="/loop")), limits())
+
+
+@pytest.mark.parametrize(
+    "target", ["file:///etc/hostname", "ftp://127.0.0.1/a", "gopher://127.0.0.1", "data:image/png,a"]
+)
+def test_a_redirect_leads_only_to_the_web(site: Site, target: str) -> None:
+    with pytest.raises(ImageFetchError, match="http and https"):
+        fetch_picture(site.url("/away", send(b"", 302, Location=target)), limits())
+
+
+def test_a_redirect_cannot_lead_inside(site: Site) -> None:
+    inside = site.url("/secret", send(), host="localhost")
+    asked = len(site.asked)
+    with pytest.raises(ImageFetchError, match="not a public address"):
+        fetch_picture(site.url("/out", send(b"", 302, Location=inside)), limits())
+    assert site.asked[asked:] == ["/out"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "0"])
+def test_hosts_inside_the_network_are_refused_unless_allowed(site: Site, host: str) -> None:
+    asked = len(site.asked)
+    with pytest.raises(ImageFetchError, match="not a public address"):
+        fetch_picture(site.url("/inside", send(), host), MediaConfig())
+    assert len(site.asked) == asked
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
+     "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:10.0.0.1",
+     "64:ff9b::a00:1", "2002:a00:1::"],
+)  # fmt: skip
+def test_addresses_inside_networks_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["93.184.215.14", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_addresses_of_the_internet_are_public(address: str) -> None:
+    assert is_public(address)
+
+
+def test_a_name_with_one_inside_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["93.184.215.14", "127.0.0.1"])
+    with pytest.raises(ImageFetchError, match="not a public address"):
+        fetch_picture(site.url("/rebound", send(), "example.com"), limits())
+
+
+def test_the_next_address_is_tried_when_one_is_dead(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["127.0.0.2", "127.0.0.1"])
+    assert fetch_picture(site.url("/second", send()), limits()) == PICTURE
+
+
+@pytest.mark.parametrize("status", [404, 500, 403, 204])
+def test_other_answers_are_reported(site: Site, status: int) -> None:
+    with pytest.raises(ImageFetchError, match=f"answered {status}"):
+        fetch_picture(site.url("/missing", send(b"", status)), limits())
+
+
+def test_a_body_that_says_it_is_too_large_is_not_read(site: Site) -> None:
+    url = site.url("/large", send(b"", Content_Length="1000000"))
+    with pytest.raises(ImageTooLargeError, match="1,000,000 bytes"):
+        fetch_picture(url, limits(max_image_bytes=1000))
+
+
+def test_a_body_that_turns_out_too_large_is_not_read_to_its_end(site: Site) -> None:
+    with pytest.raises(ImageTooLargeError):
+        fetch_picture(site.url("/endless", send(bytes(2_000_000))), limits(max_image_bytes=1000))
+
+
+def test_a_body_shorter_than_announced_is_refused(site: Site) -> None:
+    with pytest.raises(ImageFetchError, match="not fetched"):
+        fetch_picture(site.url("/short", send(Content_Length=str(len(PICTURE) + 5))), limits())
+
+
+def test_compressed_bodies_are_refused(site: Site) -> None:
+    with pytest.raises(ImageFetchError, match="compressed"):
+        fetch_picture(site.url("/gzip", send(Content_Encoding="gzip")), limits())
+
+
+@pytest.mark.parametrize("where", ["head", "body"])
+def test_a_server_that_drips_bytes_gains_no_time(site: Site, where: str) -> None:
+    stop = threading.Event()
+
+    def drip(request: http.server.BaseHTTPRequestHandler) -> None:
+        request.wfile.write(b"HTTP/1.0 200 OK\r\n" + (b"\r\n" if where == "body" else b"X-Slow: "))
+        while not stop.wait(0.02):
+            try:
+                request.wfile.write(b"x")
+            except OSError:
+                return
+
+    with pytest.raises(ImageFetchError, match=r"longer than 0\.3 s"):
+        fetch_picture(site.url(f"/drip-{where}", drip), limits(fetch_timeout=0.3))
+    stop.set()
+
+
+def test_a_name_that_is_slow_to_resolve_gains_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough, resolved = threading.Event(), threading.Event()
+
+    def never_resolves(*args: Any) -> list[Any]:
+        enough.wait(20)
+        resolved.set()
+        return []
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", never_resolves)
+    with pytest.raises(ImageFetchError, match="longer than"):
+        fetch_picture("http://slow.example/a.png", limits(fetch_timeout=0.1))
+    assert not resolved.is_set()
+    enough.set()
+
+
+def test_hosts_that_do_not_exist_and_ports_that_nobody_listens_on_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImageFetchError, match=r"no-such-host\.invalid was not found"):
+        fetch_picture("http://no-such-host.invalid/a.png", limits())
+    with pytest.raises(ImageFetchError, match="refused"):
+        fetch_picture("http://127.0.0.1:1/a.png", limits())
+
+
+def test_an_answer_that_is_not_http_is_reported(site: Site) -> None:
+    def babble(request: http.server.BaseHTTPRequestHandler) -> None:
+        request.wfile.write(b"SSH-2.0-hello\r\n\r\n")
+
+    with pytest.raises(ImageFetchError, match="not fetched"):
+        fetch_picture(site.url("/ssh", babble), limits())
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http:///a.png", "http://127.0.0.1:99999/", "http://[::1/", "http://127.0.0.1/a b", "http://a\nb/",
+     "http://127.0.0.1:0/", "http://user:password@127.0.0.1/a.png", "http://日本.example/", "http:127.0.0.1"],
+)  # fmt: skip
+def test_malformed_urls_are_refused(url: str) -> None:
+    with pytest.raises(ImageFetchError, match="URL"):
+        fetch_picture(url, limits())
+
+
+def test_messages_do_not_repeat_the_query_of_a_url(site: Site) -> None:
+    with pytest.raises(ImageFetchError) as caught:
+        fetch_picture(site.url("/private?token=hunter2", send(b"", 404)), limits())
+    assert "hunter2" not in str(caught.value)

@@ -1,0 +1,55 @@
+"""Specs from configs: what configs leave out is what transformers presumes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, MistralConfig, Qwen2Config
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.models.llava import IMAGE_TOKEN_ID, VISION_DEFAULTS
+from vlmserve.models.spec import FAMILIES, decoder_spec
+from vlmserve.models.vision.clip import ClipSpec
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
+def test_an_empty_config_means_what_transformers_presumes(config_class: type[Any]) -> None:
+    config = config_class()
+    complete = config.to_dict()
+    assert decoder_spec({"model_type": config.model_type}) == decoder_spec(complete)
+    assert FAMILIES[config.model_type].defaults["eos_token_id"] == config.eos_token_id
+
+
+def test_an_empty_vision_config_means_what_transformers_presumes() -> None:
+    assert ClipSpec.from_config({}) == ClipSpec.from_config(CLIPVisionConfig().to_dict())
+
+
+def test_a_llava_config_without_parts_means_what_transformers_presumes() -> None:
+    config = LlavaConfig()
+    assert ClipSpec.from_config(VISION_DEFAULTS) == ClipSpec.from_config(config.vision_config.to_dict())
+    assert decoder_spec({}) == decoder_spec(config.text_config.to_dict())
+    assert config.image_token_id == IMAGE_TOKEN_ID
+
+
+def test_no_window_can_be_asked_for() -> None:
+    spec = decoder_spec({"model_type": "mistral", "sliding_window": None})
+    assert {attention.window for attention in spec.attention} == {None}
+
+
+def test_linear_scaling_lengthens_the_context_and_llama3_states_it() -> None:
+    linear = {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert decoder_spec(linear).max_position == 16384
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert decoder_spec({"max_position_embeddings": 131072, "rope_scaling": llama3}).max_position == 131072
+
+
+def test_another_family_is_refused_naming_the_supported_ones() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*llama, mistral, qwen2"):
+        decoder_spec({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize("heads", [{"num_key_value_heads": 3}, {"num_attention_heads": 7, "num_key_value_heads": 7}])
+def test_heads_that_do_not_divide_are_refused(heads: dict[str, int]) -> None:
+    with pytest.raises(ModelLoadError, match="heads"):
+        decoder_spec({"hidden_size": 64, "num_attention_heads": 4, **heads})

@@ -1,0 +1,165 @@
+"""Checkpoints that are sharded, incomplete, of the wrong shape or broken."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from tests.checkpoints import change_config, change_tensors, make_llama, make_llava, rename_tensors
+from tests.paged import PagedRun
+from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.models import weights
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.registry import load_model
+from vlmserve.models.weights import canonical_name
+
+
+def load(folder: Path) -> LoadedModel:
+    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    decoder = model.language_model
+    return PagedRun(decoder, [decoder.embed(torch.arange(20))]).finish([20])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "language_model.layers.0.self_attn.q_proj.weight"),
+        ("lm_head.weight", "language_model.lm_head.weight"),
+        ("language_model.model.norm.weight", "language_model.norm.weight"),
+        ("language_model.lm_head.weight", "language_model.lm_head.weight"),
+        ("vision_tower.vision_model.pre_layrnorm.bias", "vision_tower.pre_layrnorm.bias"),
+        ("vision_tower.pre_layrnorm.bias", "vision_tower.pre_layrnorm.bias"),
+        ("multi_modal_projector.linear_1.weight", "multi_modal_projector.linear_1.weight"),
+        ("model.language_model.embed_tokens.weight", "language_model.embed_tokens.weight"),
+        ("model.vision_tower.embeddings.class_embedding", "vision_tower.embeddings.class_embedding"),
+        ("model.vision_tower.vision_model.pre_layrnorm.bias", "vision_tower.pre_layrnorm.bias"),
+        ("model.multi_modal_projector.linear_2.bias", "multi_modal_projector.linear_2.bias"),
+    ],
+)
+def test_every_layout_in_the_wild_has_one_canonical_name(name: str, canonical: str) -> None:
+    assert canonical_name(name) == canonical
+
+
+def test_shards_load_like_a_single_file(tmp_path: Path) -> None:
+    single, sharded = make_llama(tmp_path / "single"), make_llama(tmp_path / "sharded", shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    assert torch.equal(logits(load(single)), logits(load(sharded)))
+
+
+def test_files_mapped_anew_for_every_tensor_load_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama(tmp_path)
+    expected = logits(load(folder))
+    opened = []
+
+    def count(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(weights, "safe_open", count)
+    monkeypatch.setattr(weights, "MAPPED_BYTES", 1)
+    assert torch.equal(logits(load(folder)), expected)
+    assert len(opened) > 30, "a mapping that stays open counts as used memory"
+
+
+def test_weights_take_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, dtype=torch.float16)
+    assert load(folder).language_model.embed(torch.arange(3)).dtype == torch.float32
+
+
+def test_missing_tensors_are_counted_and_named(tmp_path: Path) -> None:
+    folder = make_llava(tmp_path)
+    rename_tensors(folder, lambda name: None if ".mlp." in name else name)
+    with pytest.raises(MissingWeightsError, match=r"lacks 2\d of .*layers\.0\.mlp\.gate_proj\.weight.* and \d+ more"):
+        load(folder)
+
+
+def test_one_missing_part_of_a_merged_weight_is_noticed(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path)
+    rename_tensors(folder, lambda name: None if name.endswith("layers.1.self_attn.k_proj.weight") else name)
+    with pytest.raises(MissingWeightsError, match=r"lacks 1 of .*layers\.1\.self_attn\.k_proj\.weight$"):
+        load(folder)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path)
+    change_tensors(folder, lambda name, tensor: (name, tensor[:-1] if "layers.2.mlp.down_proj" in name else tensor))
+    with pytest.raises(ModelLoadError, match=r"layers\.2\.mlp\.down_proj\.weight has shape \[47, 80\].*\[48, 80\]"):
+        load(folder)
+
+
+def test_unused_tensors_are_no_error_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_llama(tmp_path)
+
+    path = folder / "model.safetensors"
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**load_file(path), **extra}, path)
+    with caplog.at_level(logging.DEBUG, logger="vlmserve.models.weights"):
+        load(folder)
+    assert "rotary_emb.inv_freq" in caplog.text
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored head", "no stored head"])
+def test_tied_embeddings_follow_what_is_stored(tmp_path: Path, stored: bool) -> None:
+    """Whatever the config says, as transformers does: a head of its own is used, a missing one is the embeddings."""
+    folder = make_llama(tmp_path, tie_word_embeddings=not stored)
+    change_config(folder, tie_word_embeddings=True)
+    expected = LlamaForCausalLM.from_pretrained(folder)(input_ids=torch.arange(20)[None]).logits[0]
+    torch.testing.assert_close(logits(load(folder)), expected.detach(), atol=1e-4, rtol=0)
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def no_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not weights at all")
+
+
+def lost_shard(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def broken_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (remove_weights, MissingWeightsError, "has no .*safetensors"),
+        (only_pickles, MissingWeightsError, "convert them to safetensors"),
+        (truncate, ModelLoadError, "broken or truncated"),
+        (no_safetensors, ModelLoadError, "broken or truncated"),
+        (lost_shard, MissingWeightsError, "model-00001-of-00002.safetensors is missing"),
+        (broken_index, ModelLoadError, "index"),
+    ],
+)
+def test_damaged_checkpoints_say_what_is_wrong(
+    tmp_path: Path, damage: Callable[[Path], None], error: type[Exception], message: str
+) -> None:
+    folder = make_llama(tmp_path)
+    damage(folder)
+    with pytest.raises(error, match=message):
+        load(folder)

@@ -1,0 +1,84 @@
+"""Sequences in a paged cache, without a scheduler: what a test needs to call a backend or a decoder by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.attention import BatchMetadata, LayerCache
+from vlmserve.models.protocols import LanguageModel
+
+
+class BlockTables:
+    """Block tables over a pool whose blocks are handed out in random order."""
+
+    def __init__(self, lengths: Sequence[int], block_size: int, seed: int = 0) -> None:
+        """lengths: the longest context of each sequence."""
+        self.block_size = block_size
+        counts = [-(-length // block_size) for length in lengths]
+        # One block more than needed: block 0 is nobody's, though padding names it.
+        blocks = list(range(1, sum(counts) + 1))
+        random.Random(seed).shuffle(blocks)
+        self.num_blocks = len(blocks) + 1
+        self.tables = [[blocks.pop() for _ in range(count)] for count in counts]
+
+    def metadata(self, chunks: Sequence[tuple[int, int, int]]) -> BatchMetadata:
+        """Of a batch of chunks ``(sequence, tokens in the cache before, new tokens)``, decodes first."""
+        query_lens = [new for _, _, new in chunks]
+        context_lens = [before + new for _, before, new in chunks]
+        width = max(-(-context // self.block_size) for context in context_lens)
+        tables = [(self.tables[sequence] + [0] * width)[:width] for sequence, _, _ in chunks]
+        slots = [
+            self.tables[sequence][token // self.block_size] * self.block_size + token % self.block_size
+            for sequence, before, new in chunks
+            for token in range(before, before + new)
+        ]
+        decodes = next((i for i, length in enumerate(query_lens) if length > 1), len(query_lens))
+        return BatchMetadata(
+            query_starts=torch.tensor([0, *query_lens]).cumsum(0).int(),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
+            query_lens=query_lens,
+            host_context_lens=context_lens,
+            num_decodes=decodes,
+        )
+
+
+class PagedRun:
+    """Feeds whole sequences of embeddings through a decoder in batches of chunks, and collects all logits."""
+
+    def __init__(self, model: LanguageModel, sequences: Sequence[Tensor], block_size: int = 4, seed: int = 0) -> None:
+        """sequences: ``[length, hidden_size]`` each."""
+        self.model = model
+        self.sequences = sequences
+        self.blocks = BlockTables([len(sequence) for sequence in sequences], block_size, seed)
+        self.caches: list[LayerCache] = model.allocate_cache(self.blocks.num_blocks, block_size)
+        self.done = [0] * len(sequences)
+        self.logits: list[list[Tensor]] = [[] for _ in sequences]
+
+    @torch.inference_mode()
+    def step(self, counts: Sequence[int]) -> None:
+        """Compute that many further tokens of each sequence, as far as there are any."""
+        chunks = [
+            (i, self.done[i], min(count, len(sequence) - self.done[i]))
+            for i, (sequence, count) in enumerate(zip(self.sequences, counts, strict=True))
+        ]
+        chunks = sorted((chunk for chunk in chunks if chunk[2]), key=lambda chunk: chunk[2] > 1)
+        if not chunks:
+            return
+        embeddings = torch.cat([self.sequences[i][before : before + new] for i, before, new in chunks])
+        positions = torch.cat([torch.arange(before, before + new) for _, before, new in chunks])
+        hidden = self.model.forward(embeddings, positions, self.blocks.metadata(chunks), self.caches)
+        for (i, _, new), rows in zip(chunks, hidden.split([new for _, _, new in chunks]), strict=True):
+            self.logits[i].append(self.model.logits(rows))
+            self.done[i] += new
+
+    def finish(self, counts: Sequence[int]) -> list[Tensor]:
+        """Repeat the step until all is computed. Returns each sequence's logits, ``[length, vocab_size]``."""
+        while any(done < len(sequence) for done, sequence in zip(self.done, self.sequences, strict=True)):
+            self.step(counts)
+        return [torch.cat(logits) for logits in self.logits]

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.mock_checkpoint import make_mock_checkpoint
+from tests.server.live import LiveServer
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def live(folder):
+    """A fast server, shared by the tests of a module."""
+    with LiveServer(folder, server={"max_body_bytes": 200_000}, media={"max_images": 2}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def slow(folder):
+    """A server whose answers take long: 20 ms a token."""
+    with LiveServer(folder, engine={"mock_tpot": 0.02}, server={"shutdown_grace": 0.2}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def live_waiting(folder):
+    """A server whose first tokens never come in time."""
+    with LiveServer(folder, engine={"mock_ttft": 60}) as server:
+        yield server

@@ -1,0 +1,101 @@
+"""A server with a mock engine in a thread of the test, on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.frontend.client import EngineClient
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.server.run import bind, default_sampling
+from vlmserve.server.service import Service
+from vlmserve.server.web import WebServer
+
+QUESTION = [{"role": "user", "content": "What is in the picture?"}]
+
+
+class LiveServer:
+    """Use as a context manager. Call nothing of `service` that needs its event loop."""
+
+    def __init__(self, folder: Path, *, engine: Any = None, media: Any = None, server: Any = None) -> None:
+        self._folder = folder
+        self._engine = EngineConfig(model=str(folder), engine="mock", **(engine or {}))
+        self._media = MediaConfig(**(media or {}))
+        self._server = ServerConfig(port=0, served_model_name="tiny", **(server or {}))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._up = threading.Event()
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        self._up.wait(30)
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        try:
+            self.service = Service(self._engine, self._media, self._server)
+            web = WebServer(self.service, bind(self._server))
+            self.url = web.url
+            web.start()
+            self.client = await EngineClient.start(self._engine, self._folder)
+            self.service.open(self.client, RequestPreparer(self._folder, self._media), default_sampling(self._folder))
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._up.set()
+        await self._stop.wait()
+        await self.client.close()
+        await web.stop()
+        self.service.close()
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    @property
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, body: Any = None, **kwargs: Any) -> httpx.Response:
+        """POST to chat completions: `body` as JSON, or what httpx takes instead."""
+        if body is not None:
+            kwargs["json"] = body
+        return httpx.post(f"{self.url}/v1/chat/completions", timeout=30, **kwargs)
+
+    def ask(self, **fields: Any) -> httpx.Response:
+        """POST a good question with these fields."""
+        return self.post({"model": "tiny", "messages": QUESTION, **fields})
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
+    """Poll a condition; fails the test when it does not come true."""
+    limit = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < limit, "it never came true"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def stream_lines(url: str, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """The lines of a streaming answer; leaving closes the connection."""
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=30) as response:
+        response.raise_for_status()
+        yield response.iter_lines()

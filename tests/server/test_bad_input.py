@@ -1,0 +1,256 @@
+"""Whatever is wrong with a request, the client is told so in OpenAI's form, and the next request works."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from tests.mock_checkpoint import CONTEXT, make_mock_checkpoint
+from tests.server.live import QUESTION, LiveServer
+
+
+@pytest.fixture(autouse=True)
+def a_good_request_still_works(live):
+    yield
+    answer = live.ask()
+    assert answer.status_code == 200, answer.text
+    assert live.client.alive
+
+
+def refused(response: httpx.Response, status: int, message: str, *, param: str | None = None, code: str = "") -> None:
+    """Check an error response: all of OpenAI's fields, no trace of the inside."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    assert error["param"] == param
+    assert error["code"] == code or not code
+    assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"hello", "not valid JSON"),
+        (b'{"messages": [', "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[1, 2]", "should be a JSON object"),
+        (b'{"messages": [], "temperature": NaN}', "not valid JSON"),
+        (b'{"messages": [], "temperature": Infinity}', "not valid JSON"),
+        (b'{"messages": [], "temperature": 1e999}', "not valid JSON"),
+    ],
+)
+def test_a_body_that_is_not_json(live, body, message):
+    refused(live.post(content=body, headers={"content-type": "application/json"}), 400, message, code="invalid_request")
+
+
+def test_a_form_instead_of_json(live):
+    refused(live.post(data={"messages": "hi"}), 415, "application/json", code="unsupported_content_type")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"messages": []}, "not be empty", "messages"),
+        ({"messages": None}, "missing", "messages"),
+        ({"messages": "hi"}, "list", "messages"),
+        ({"messages": ["hi"]}, "object", "messages[0]"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "'user'", "messages[0].role"),
+        ({"messages": [*QUESTION, {"content": "hi"}]}, "missing", "messages[1].role"),
+        ({"messages": [{"role": "user"}]}, "content is missing", "messages[0]"),
+        ({"messages": [{"role": "user", "content": ""}]}, "empty", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "empty", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "a string or a list", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "'image_url'", "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
+            "missing",
+            "messages[0].content[0].image_url.url",
+        ),
+        ({"messages": [{"role": "user", "content": "hi", "mood": "good"}]}, "no such field", "messages[0].mood"),
+        ({"temperature": -1}, "between 0 and 100", "temperature"),
+        ({"temperature": "hot"}, "number", "temperature"),
+        ({"temperature": True}, "number", "temperature"),
+        ({"top_p": 0}, "greater than 0", "top_p"),
+        ({"top_p": 1.5}, "at most 1", "top_p"),
+        ({"top_k": -5}, "-1", "top_k"),
+        ({"min_p": -0.1}, "between 0 and 1", "min_p"),
+        ({"max_tokens": 0}, "1", "max_tokens"),
+        ({"max_tokens": -5}, "1", "max_tokens"),
+        ({"max_tokens": 1.5}, "integer", "max_tokens"),
+        ({"max_tokens": 10**30}, "less than", "max_tokens"),
+        ({"max_completion_tokens": 0}, "1", "max_completion_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "at most max_tokens", "min_tokens"),
+        ({"n": 0}, "1", "n"),
+        ({"n": 1000}, "16", "n"),
+        ({"seed": -1}, "between", "seed"),
+        ({"seed": 10**30}, "between", "seed"),
+        ({"stop": [""]}, "non-empty", "stop"),
+        ({"stop": ["a"] * 17}, "16", "stop"),
+        ({"stop": [1]}, "string", "stop[0]"),
+        ({"stop_token_ids": [10**30]}, "less than", "stop_token_ids[0]"),
+        ({"stream": "yes"}, "boolean", "stream"),
+        ({"stream_options": {"include": 1}}, "no such field", "stream_options.include"),
+        ({"logprobs": True}, "not supported", "logprobs"),
+        ({"top_logprobs": 3}, "not supported", "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "not supported", "tools"),
+        ({"response_format": {"type": "json_object"}}, "not supported", "response_format"),
+        ({"logit_bias": {"5": 1}}, "not supported", "logit_bias"),
+        ({"presence_penalty": 1}, "not supported", "presence_penalty"),
+        ({"temprature": 1}, "misspelt", "temprature"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(live, fields, message, param):
+    refused(live.ask(**fields), 400, message, param=param, code="invalid_request")
+    refused(live.ask(**fields, **{"stream": True} if "stream" not in fields else {}), 400, message, param=param)
+
+
+def test_half_a_surrogate_pair_is_no_text(live):
+    body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode()
+    response = live.post(content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_model_that_is_not_served(live):
+    refused(live.ask(model="gpt-5"), 404, "'gpt-5'", param="model", code="model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        live.openai.chat.completions.create(model="gpt-5", messages=QUESTION)
+
+
+def test_a_prompt_longer_than_the_context_says_how_long_both_are(live):
+    response = live.post({"messages": [{"role": "user", "content": "no " * CONTEXT}]})
+    refused(response, 400, str(CONTEXT - 1), param="messages", code="context_length_exceeded")
+    assert live.ask(stream=True, messages=[{"role": "user", "content": "no " * CONTEXT}]).status_code == 400
+
+
+def png(width: int = 4, height: int = 4) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def bomb() -> bytes:
+    """A small file that claims to be 30,000 x 30,000 pixels."""
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(100_000))), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+
+
+def with_pictures(*urls: str) -> dict:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]}
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        (data_url(b""), "invalid_image"),
+        (data_url(b"I am a text file"), "invalid_image"),
+        (data_url(png()[:40]), "invalid_image"),
+        (data_url(png(64, 64)[:-30]), "invalid_image"),
+        (data_url(bomb()), "image_too_large"),
+        ("data:image/png;base64,????", "invalid_image"),
+        ("data:image/png", "invalid_image"),
+        ("/etc/passwd", None),
+        ("file:///etc/passwd", None),
+        ("http://127.0.0.1:1/picture.png", "image_fetch_failed"),
+        ("http://169.254.169.254/latest/meta-data", "image_fetch_failed"),
+    ],
+)
+def test_a_picture_that_cannot_be_had(live, url, code):
+    response = live.post(with_pictures(url))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"].startswith("messages[0].content[0]")
+    assert code is None or error["code"] == code
+
+
+def test_too_many_pictures(live):
+    refused(
+        live.post(with_pictures(*[data_url(png())] * 3)), 400, "at most 2", param="messages", code="too_many_images"
+    )
+
+
+def test_a_picture_for_a_model_that_cannot_see(tmp_path):
+    with LiveServer(make_mock_checkpoint(tmp_path, sees_images=False)) as blind:
+        refused(blind.post(with_pictures(data_url(png()))), 400, "cannot see", param="messages", code="too_many_images")
+        assert blind.ask().status_code == 200
+
+
+def test_a_body_over_the_limit_declared_or_in_chunks(live):
+    refused(live.ask(user="x" * 200_000), 413, "200000 bytes", code="body_too_large")
+
+    def chunks() -> Iterator[bytes]:
+        yield from [b" " * 10_000] * 25
+
+    response = live.post(content=chunks(), headers={"content-type": "application/json"})
+    refused(response, 413, "200000 bytes", code="body_too_large")
+
+
+def test_a_body_that_is_announced_but_too_large_is_refused_before_it_is_sent(live):
+    host, port = urlsplit(live.url).netloc.split(":")
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "Content-Length: 99000000000\r\nExpect: 100-continue\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_routes_and_methods_that_do_not_exist(live):
+    refused(httpx.get(f"{live.url}/v1/nothing"), 404, "/v1/nothing", code="not_found")
+    refused(httpx.get(f"{live.url}/v1/chat/completions"), 405, "GET", code="method_not_allowed")
+    assert httpx.get(f"{live.url}/v1/chat/completions").headers["allow"] == "POST"
+    refused(httpx.get(f"{live.url}/v1/models/gpt-5"), 404, "gpt-5", param="model", code="model_not_found")
+
+
+def test_a_bug_gives_500_without_a_traceback_and_the_log_has_it(live, monkeypatch, caplog):
+    def broken(*_: object) -> None:
+        raise RuntimeError("secret detail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live.service._preparer, "chat", broken)
+        response = live.ask()
+    refused(response, 500, "log", code="internal_error")
+    assert "secret" not in response.text
+    assert "secret detail" in caplog.text
+
+
+def test_a_full_queue_is_429_with_a_time_to_wait(folder):
+    engine = {"max_num_seqs": 1, "max_waiting": 1, "mock_tpot": 0.05}
+    with LiveServer(folder, engine=engine) as live:
+        long = {"ignore_eos": True, "max_tokens": 400}
+        threads = [threading.Thread(target=lambda: live.ask(**long), daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while live.service.num_answers < 2:
+            threads[0].join(0.005)
+        response = live.ask()
+        refused(response, 429, "try again later", code="overloaded")
+        assert response.headers["retry-after"].isdecimal()
+        with pytest.raises(openai.RateLimitError):
+            live.openai.chat.completions.create(model="tiny", messages=QUESTION)

@@ -1,0 +1,234 @@
+"""The whole server as a process: starting, signals, and an engine that dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import vlmserve
+from tests.server.live import QUESTION, stream_lines, wait_until
+
+PROGRAM = """
+import json, sys
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.errors import VLMServeError
+from vlmserve.server.run import serve
+engine, server = json.loads(sys.argv[1])
+try:
+    serve(EngineConfig(**engine), MediaConfig(), ServerConfig(**server))
+except VLMServeError as error:
+    print(type(error).__name__, error)
+    sys.exit(1)
+"""
+
+
+class ServerProcess:
+    """`serve` in a process of its own."""
+
+    def __init__(self, engine: dict[str, Any], server: dict[str, Any]) -> None:
+        self.started = time.monotonic()
+        environment = {**os.environ, "PYTHONPATH": str(Path(vlmserve.__file__).parents[1])}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps([engine, server])],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def wait_until_ready(self) -> str:
+        line = self.process.stdout.readline()
+        assert line.startswith("vlmserve is ready: http"), line
+        self.url = line.split()[3]
+        return line
+
+    def engine(self) -> psutil.Process:
+        [engine] = psutil.Process(self.process.pid).children()
+        return engine
+
+    def health(self) -> httpx.Response:
+        return httpx.get(f"{self.url}/health", timeout=10)
+
+    def running(self) -> int:
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            if line.startswith("vlmserve_requests_running "):
+                return int(line.split()[1])
+        raise AssertionError("no such metric")
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *, ready: bool = True, server: Any = None, **engine: Any) -> Iterator[ServerProcess]:
+    running = ServerProcess({"model": str(folder), "engine": "mock", **engine}, {"port": 0, **(server or {})})
+    try:
+        if ready:
+            running.wait_until_ready()
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+        running.process.stdout.close()
+
+
+class Asking(threading.Thread):
+    """A long streaming request in the background; collects its lines."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.url = url
+        self.body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": max_tokens}
+        self.lines: list[str] = []
+        self.first: queue.Queue[None] = queue.Queue()
+        self.start()
+        self.first.get(timeout=20)
+
+    def run(self) -> None:
+        with contextlib.suppress(httpx.RemoteProtocolError), stream_lines(self.url, self.body) as lines:
+            for line in lines:
+                if line:
+                    self.lines.append(line)
+                    self.first.put(None)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.lines[-1].removeprefix("data: "))["error"]
+
+
+def test_it_says_when_and_where_it_is_ready(folder):
+    with serving(folder, ready=False) as server:
+        line = server.wait_until_ready()
+        assert line.endswith(f"(model {folder.name}, cpu, float32)\n")
+        assert server.health().json() == {"status": "ok"}
+
+
+def test_the_frontend_never_imports_torch(folder):
+    code = (
+        "import sys, vlmserve.server.run, vlmserve.server.web, vlmserve.frontend.client, vlmserve.frontend.requests\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(vlmserve.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_answers_finish_and_refuses_new_ones(folder, number):
+    with serving(folder, mock_tpot=0.02) as server:
+        engine = server.engine()
+        asking = Asking(server.url, max_tokens=60)
+        server.process.send_signal(number)
+        wait_until(lambda: server.health().status_code == 503)
+        assert server.health().json()["status"] == "closing"
+        late = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": QUESTION})
+        assert late.status_code == 503
+        assert "shutting down" in late.json()["error"]["message"]
+        asking.join(20)
+        assert asking.lines[-1] == "data: [DONE]"
+        assert server.process.wait(20) == 0
+        assert not engine.is_running()
+
+
+def test_answers_that_outlast_the_grace_end_with_an_error(folder):
+    with serving(folder, mock_tpot=0.05, server={"shutdown_grace": 0.1}) as server:
+        asking = Asking(server.url, max_tokens=500)
+        server.process.terminate()
+        asking.join(20)
+        assert asking.error["code"] == "unavailable"
+        assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_ends_it_at_once(folder):
+    with serving(folder, mock_tpot=0.05) as server:
+        engine = server.engine()
+        asking = Asking(server.url, max_tokens=500)
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: server.health().status_code == 503)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 1
+        wait_until(lambda: not engine.is_running())
+        assert asking.lines
+
+
+def test_a_signal_to_the_whole_group_does_not_take_the_engine_away(folder):
+    with serving(folder, mock_tpot=0.02) as server:
+        asking = Asking(server.url, max_tokens=40)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            server.engine().send_signal(number)
+        asking.join(20)
+        assert asking.lines[-1] == "data: [DONE]"
+
+
+def test_a_killed_engine_fails_requests_at_once_and_health_says_so(folder):
+    with serving(folder, mock_tpot=0.05) as server:
+        asking = Asking(server.url, max_tokens=500)
+        server.engine().kill()
+        asking.join(20)
+        assert asking.error["code"] == "engine_dead"
+        assert "SIGKILL" in asking.error["message"]
+        health = server.health()
+        assert (health.status_code, health.json()["status"]) == (503, "dead")
+        assert "SIGKILL" in health.json()["reason"]
+        late = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": QUESTION})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+
+
+def test_a_killed_server_takes_its_engine_and_its_files_with_it(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving(folder) as server:
+        engine = server.engine()
+        assert list(tmp_path.iterdir())
+        server.process.kill()
+        wait_until(lambda: not engine.is_running())
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_address_in_use_is_a_clear_error(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with serving(folder, ready=False, server={"port": port}) as server:
+            assert server.process.wait(20) == 1
+            assert f"ConfigurationError cannot listen on 127.0.0.1 port {port}" in server.process.stdout.read()
+
+
+def test_a_folder_without_weights_is_a_clear_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with serving(tmp_path, ready=False) as server:
+        assert server.process.wait(20) == 1
+        assert server.process.stdout.read().startswith("MissingWeightsError")
+
+
+def test_an_error_of_the_engine_process_while_loading_arrives_as_its_own_class(folder):
+    with serving(folder, ready=False, max_model_len=10**6) as server:
+        assert server.process.wait(20) == 1
+        assert server.process.stdout.read().startswith("ConfigurationError")
+
+
+def test_a_signal_while_loading_ends_it(folder):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with serving(folder, ready=False, server={"port": port}) as server:
+        server.url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: _answers(server))
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+
+
+def _answers(server: ServerProcess) -> bool:
+    try:
+        return server.health().status_code in (200, 503)
+    except httpx.ConnectError:
+        return False

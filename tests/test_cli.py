@@ -1,0 +1,300 @@
+"""The commands as a person types them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+import vlmserve
+from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve import LLM, SamplingParams
+from vlmserve.cli import app
+from vlmserve.cli.options import command
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_mock_checkpoint(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("my pictures") / "red.png"
+    Image.new("RGB", (40, 30), "red").save(path)
+    return path
+
+
+def run(*arguments: object, stdin: str | None = None):
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [str(one) for one in arguments], input=stdin)
+
+
+def answer(folder: Path, *parts: object) -> str:
+    """What the mock engine answers to a message of these parts."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    [result] = LLM(str(folder), engine="mock").chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
+    return result.outputs[0].text
+
+
+# Flags from settings
+
+
+def settings_of(*arguments: str) -> dict[str, object]:
+    """What a command that takes all settings receives."""
+    received: dict[str, object] = {}
+    probe = typer.Typer()
+
+    @probe.command()
+    @command()
+    def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, model: str = "pixie") -> None:
+        received.update(engine=engine, media=media, server=server, model=model)
+
+    result = CliRunner().invoke(probe, list(arguments), catch_exceptions=False)
+    return received if result.exit_code == 0 else {"exit_code": result.exit_code, "stderr": result.stderr}
+
+
+def test_no_flags_are_the_default_settings():
+    assert settings_of() == {
+        "engine": EngineConfig(),
+        "media": MediaConfig(),
+        "server": ServerConfig(),
+        "model": "pixie",
+    }
+
+
+def test_flags_become_settings():
+    flags = (
+        "--max-model-len 128 --dtype bfloat16 --kv-cache-memory 2GiB --memory-fraction 0.5 --max-image-bytes 1MiB "
+        "--allowed-media-hosts a --allowed-media-hosts b --port 0 --served-model-name eyes --seed 7"
+    )
+    received = settings_of(*flags.split())
+    assert received["engine"] == EngineConfig(
+        max_model_len=128, dtype="bfloat16", kv_cache_memory=2 * 1024**3, memory_fraction=0.5, seed=7
+    )
+    assert received["media"] == MediaConfig(max_image_bytes=1024**2, allowed_media_hosts=("a", "b"))
+    assert received["server"] == ServerConfig(port=0, served_model_name="eyes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "70000"], ["--port", "70000", "65535"]),
+        (["--kv-cache-memory", "lots"], ["--kv-cache-memory", "lots", "4GiB"]),
+        (["--device", "gpu", "--block-size", "0"], ["--device", "gpu", "--block-size", "0"]),
+        (["--fetch-timeout", "0"], ["--fetch-timeout", "greater than 0"]),
+    ],
+)
+def test_wrong_values_are_one_line_that_names_the_flags(arguments, words):
+    received = settings_of(*arguments)
+    assert received["exit_code"] == 2
+    assert received["stderr"].count("\n") == 1
+    assert all(word in received["stderr"] for word in words)
+
+
+def test_every_setting_has_a_flag_with_its_description_as_help():
+    shown = re.sub(r"[\s│]+", " ", run("serve", "--help").stdout)
+    for settings in (EngineConfig, MediaConfig, ServerConfig):
+        for name, field in settings.model_fields.items():
+            assert f"--{name.replace('_', '-')} " in shown or name == "model"
+            assert field.description in shown
+
+
+# Errors
+
+
+def test_debug_shows_the_traceback_and_nothing_else_does():
+    plain = run("ask", "--model", "./no/such/folder", "hi")
+    assert (plain.exit_code, plain.stderr) == (1, "Error: there is no folder ./no/such/folder\n")
+    debug = run("ask", "--model", "./no/such/folder", "hi", "--debug")
+    assert type(debug.exception).__name__ == "CheckpointNotFoundError"
+
+
+def test_a_checkpoint_without_weights_cannot_be_served(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    result = run("serve", tmp_path)
+    assert result.exit_code == 1
+    assert "no weights" in result.stderr
+
+
+# ask
+
+
+def test_ask_prints_the_answer(folder, picture):
+    result = run("ask", "--engine", "mock", "--model", folder, picture, "What is this?")
+    assert (result.exit_code, result.stdout) == (0, answer(folder, picture, "What is this?") + "\n")
+
+
+def test_ask_takes_no_pictures_or_several(folder, picture):
+    for pictures in ([], [picture, picture]):
+        result = run("ask", "--engine", "mock", "--model", folder, *pictures, "Well?")
+        assert (result.exit_code, result.stdout) == (0, answer(folder, *pictures, "Well?") + "\n")
+
+
+def test_ask_wants_a_question_after_the_picture(picture):
+    result = run("ask", picture)
+    assert result.exit_code == 2
+    assert "question" in result.stderr
+
+
+def test_ask_names_a_picture_that_is_not_there():
+    result = run("ask", "nowhere.png", "What is this?")
+    assert (result.exit_code, "nowhere.png" in result.stderr) == (1, True)
+
+
+def test_ask_stops_after_max_tokens(folder):
+    whole = answer(folder, "Well?")
+    result = run("ask", "--engine", "mock", "--model", folder, "--max-tokens", "2", "Well?")
+    assert len(result.stdout.strip()) < len(whole)
+    assert whole.strip().startswith(result.stdout.strip())
+
+
+# chat
+
+
+def chat(folder: Path, *lines: object) -> str:
+    text = "".join(f"{line}\n" for line in lines)
+    result = run("chat", "--engine", "mock", "--model", folder, stdin=text)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_chat_answers_and_remembers(folder):
+    shown = chat(folder, "Hello?", "And now?", "/quit")
+    first = answer(folder, "Hello?")
+    llm = LLM(str(folder), engine="mock")
+    messages = [
+        {"role": "user", "content": "Hello?"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And now?"},
+    ]
+    second = llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs[0].text
+    assert first in shown
+    assert second in shown.partition(first)[2]
+
+
+def test_chat_forgets_after_clear(folder):
+    shown = chat(folder, "Something else", "/clear", "Hello?")
+    assert answer(folder, "Hello?") in shown.partition("new conversation")[2]
+
+
+@pytest.mark.parametrize("write", [str, lambda path: f"'{path}'", lambda path: str(path).replace(" ", "\\ ")])
+def test_chat_shows_a_picture_with_the_next_message(folder, picture, write):
+    assert answer(folder, picture, "What is this?") in chat(folder, f"/image {write(picture)}", "What is this?")
+
+
+def test_chat_goes_on_after_mistakes(folder, tmp_path):
+    (tmp_path / "text.png").write_text("no picture")
+    shown = chat(folder, "/jump", "/image", "/image nowhere.png", f"/image {tmp_path / 'text.png'}", "What?", "Hello?")
+    for mistake in ("no command /jump", "Which picture", "nowhere.png"):
+        assert mistake in shown
+    assert answer(folder, "Hello?") in shown
+
+
+def test_chat_ends_with_its_input(folder):
+    assert "/help" in chat(folder)
+
+
+# A running server
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Answers the number of pictures it got, in pieces; refuses the question "bad"."""
+
+    bodies: list[dict[str, object]]
+
+    def do_GET(self) -> None:
+        self._send(200, json.dumps({"data": [{"id": "far-away"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.bodies.append(body)
+        content = body["messages"][-1]["content"]
+        if content[-1]["text"] == "bad":
+            self._send(400, json.dumps({"error": {"message": "that was bad"}}))
+            return
+        pieces = [str(len(content) - 1), " pic", "tures"]
+        events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
+        events = [{"choices": [{"delta": {"role": "assistant"}}]}, *events, {"choices": [], "usage": {}}]
+        self._send(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+
+    def _send(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    FakeServer.bodies = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_ask_can_ask_a_server(server, picture, end):
+    url = f"http://127.0.0.1:{server.server_port}{end}"
+    result = run("ask", "--url", url, picture, "https://example.com/b.png", "How many?")
+    assert (result.exit_code, result.stdout) == (0, "2 pictures\n")
+    [body] = FakeServer.bodies
+    assert (body["model"], body["stream"], body["temperature"]) == ("far-away", True, 0)
+    first, second, _ = body["messages"][0]["content"]
+    assert first["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert second["image_url"]["url"] == "https://example.com/b.png"
+
+
+def test_a_servers_refusal_is_shown(server):
+    url = f"http://127.0.0.1:{server.server_port}"
+    result = run("ask", "--url", url, "bad")
+    assert (result.exit_code, result.stderr) == (1, "Error: that was bad\n")
+    shown = run("chat", "--url", url, stdin="bad\nHow many?\n").stdout
+    assert "that was bad" in shown
+    assert "0 pictures" in shown
+
+
+def test_no_server_at_the_url_is_one_line():
+    result = run("ask", "--url", "http://127.0.0.1:9", "hello")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "no server at http://127.0.0.1:9" in result.stderr
+
+
+# The rest
+
+
+def test_version_is_the_packages():
+    assert run("version").stdout == vlmserve.__version__ + "\n"
+
+
+def test_the_package_runs_as_a_module():
+    shown = subprocess.run([sys.executable, "-m", "vlmserve", "version"], capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stdout) == (0, vlmserve.__version__ + "\n")
+
+
+def test_models_lists_the_built_in_model_and_all_architectures():
+    from vlmserve.models.registry import ARCHITECTURES
+
+    shown = run("models").stdout
+    assert all(name in shown for name in ["pixie", *ARCHITECTURES, *ARCHITECTURES.values()])

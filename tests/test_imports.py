@@ -1,0 +1,45 @@
+"""What starts fast must not load what is slow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SLOW = ("torch", "transformers", "fastapi", "uvicorn", "numpy", "zmq", "PIL", "httpx")
+
+
+def loaded(code: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after `code`."""
+    report = "\nimport json, sys\nprint(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    run = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, timeout=60, check=True)
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["ask", "--help"], ["version"]])
+def test_help_loads_nothing_slow(arguments):
+    code = f"from vlmserve.cli import app\ntry:\n    app({arguments!r}, prog_name='vlmserve')\nexcept SystemExit: pass"
+    assert not loaded(code) & set(SLOW)
+
+
+def test_the_package_itself_loads_nothing():
+    assert not loaded("import vlmserve") & {*SLOW, "pydantic", "msgspec"}
+
+
+def test_sampling_parameters_come_without_torch():
+    assert "torch" not in loaded("from vlmserve import SamplingParams; SamplingParams()")
+
+
+@pytest.mark.parametrize("module", ["vlmserve.llm", "vlmserve.frontend.requests", "vlmserve.frontend.client"])
+def test_the_frontend_does_not_load_torch(module):
+    assert "torch" not in loaded(f"import {module}")
+
+
+def test_every_public_name_is_there():
+    import vlmserve
+
+    assert all(getattr(vlmserve, name) for name in vlmserve.__all__)
+    with pytest.raises(AttributeError, match="Engines"):
+        _ = vlmserve.Engines

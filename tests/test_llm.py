@@ -1,0 +1,267 @@
+"""`LLM`: lists in, lists out, in order; bad requests before anything runs; usable after whatever happened."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve import LLM, SamplingParams
+from vlmserve.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    InvalidImageError,
+    InvalidRequestError,
+    PromptTooLongError,
+    TooManyImagesError,
+    VLMServeError,
+)
+from vlmserve.types import RequestOutput
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_mock_checkpoint(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture
+def llm(folder) -> LLM:
+    return LLM(str(folder), engine="mock")
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pictures") / "red.png"
+    Image.new("RGB", (40, 30), "red").save(path)
+    return path
+
+
+def ask(text: str, *pictures: object) -> list[dict[str, object]]:
+    parts = [{"type": "image", "image": picture} for picture in pictures]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def text_of(results) -> list[str]:
+    return [result.outputs[0].text for result in results]
+
+
+def test_results_come_in_the_order_of_the_requests(llm):
+    conversations = [ask(f"question {number}") for number in range(12)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + number % 5) for number in range(12)]
+    together = llm.chat(conversations, params, use_tqdm=False)
+    alone = [llm.chat(one, param, use_tqdm=False)[0] for one, param in zip(conversations, params, strict=True)]
+    assert text_of(together) == text_of(alone)
+    assert [len(result.outputs[0].token_ids) for result in together] == [1 + number % 5 for number in range(12)]
+    assert [result.prompt_token_ids for result in together] == [result.prompt_token_ids for result in alone]
+    assert len({result.request_id for result in together}) == 12
+
+
+def test_one_request_also_gives_a_list(llm):
+    assert len(llm.chat(ask("hello"), GREEDY, use_tqdm=False)) == 1
+    assert len(llm.generate("hello", GREEDY, use_tqdm=False)) == 1
+
+
+def test_no_requests_give_no_results(llm):
+    assert llm.chat([], use_tqdm=False) == []
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_a_picture_is_the_same_as_object_path_bytes_and_data_url(llm, picture):
+    import base64
+
+    data = picture.read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    sources = [str(picture), picture, data, url]
+    results = llm.chat([ask("What is this?", source) for source in sources], GREEDY, use_tqdm=False)
+    assert len(set(text_of(results))) == 1
+    opened = llm.chat(ask("What is this?", Image.open(io.BytesIO(data))), GREEDY, use_tqdm=False)
+    assert opened[0].prompt_token_ids == results[0].prompt_token_ids
+
+
+def test_another_picture_changes_the_answer(llm, picture):
+    blue = Image.new("RGB", (40, 30), "blue")
+    red, other = llm.chat([ask("What is this?", picture), ask("What is this?", blue)], GREEDY, use_tqdm=False)
+    assert red.prompt_token_ids == other.prompt_token_ids
+    assert red.outputs[0].token_ids != other.outputs[0].token_ids
+
+
+def test_prompts_carry_pictures_where_their_placeholders_stand(llm, picture):
+    prompt = {"prompt": "a <image> b <image>", "multi_modal_data": {"image": [picture, Image.open(picture)]}}
+    single = {"prompt": "a <image>", "multi_modal_data": {"image": picture}}
+    two, one = llm.generate([prompt, single], GREEDY, use_tqdm=False)
+    image_id = llm._preparer.tokenizer.image_token_id
+    assert (two.prompt_token_ids.count(image_id), one.prompt_token_ids.count(image_id)) == (8, 4)
+
+
+def test_token_ids_are_a_prompt_too(llm):
+    [result] = llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY, use_tqdm=False)
+    assert result.prompt_token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "a", "prompt_token_ids": [1]}, "either"),
+        ({}, "either"),
+        ({"prompt": "a", "images": []}, "images"),
+        ({"prompt": "a", "multi_modal_data": {"video": 1}}, "video"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": Image.new("RGB", (9, 9))}}, "in words"),
+        ({"prompt": "no placeholder", "multi_modal_data": {"image": Image.new("RGB", (9, 9))}}, "placeholder|picture"),
+        ("", "empty"),
+    ],
+)
+def test_a_prompt_of_another_form_is_an_error_that_says_why(llm, prompt, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompt, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ([{"role": "wizard", "content": "hi"}], InvalidRequestError),
+        (ask("hi", b"no picture"), InvalidImageError),
+        (ask("hi", Path("/no/such/file.png")), InvalidImageError),
+        (ask("hi", *[Image.new("RGB", (9, 9))] * 17), TooManyImagesError),
+        (ask("too long " * 600), PromptTooLongError),
+    ],
+)
+def test_a_bad_request_among_good_ones_is_named_before_anything_runs(llm, bad, error):
+    with pytest.raises(error) as raised:
+        llm.chat([ask("good"), ask("good too"), bad, ask("good")], GREEDY, use_tqdm=False)
+    assert "number 2" in "".join(getattr(raised.value, "__notes__", []))
+    assert llm.engine.stats().steps == 0
+    assert not llm.engine.has_work()
+    assert llm.chat(ask("good"), GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+def test_as_many_sampling_parameters_as_requests_are_wanted(llm):
+    with pytest.raises(InvalidRequestError, match="3 prompts and 2 sampling"):
+        llm.chat([ask("a")] * 3, [GREEDY] * 2, use_tqdm=False)
+    assert not llm.engine.has_work()
+
+
+def test_more_requests_than_a_server_would_queue_are_fine(folder):
+    llm = LLM(str(folder), engine="mock", max_num_seqs=64)
+    results = llm.generate(["hello"] * 5000, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert len(results) == 5000
+
+
+def test_a_stop_string_ends_the_answer_and_the_request(llm):
+    [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
+    words = whole.outputs[0].text.split()
+    stop = next(word for word in words[1:] if word not in words[0])
+    [cut] = llm.generate("hello", SamplingParams(temperature=0, stop=(stop,)), use_tqdm=False)
+    assert cut.outputs[0].finish_reason == "stop"
+    assert cut.outputs[0].text == whole.outputs[0].text.partition(stop)[0]
+    assert len(cut.outputs[0].token_ids) < len(whole.outputs[0].token_ids)
+    assert not llm.engine.has_work()
+
+
+def test_a_stream_brings_the_same_text_in_pieces(llm):
+    pieces = list(llm.stream(ask("tell me more"), GREEDY))
+    assert len(pieces) > 1
+    assert "".join(pieces) == text_of(llm.chat(ask("tell me more"), GREEDY, use_tqdm=False))[0]
+
+
+def test_a_closed_stream_ends_its_request(llm):
+    stream = llm.stream(ask("tell me more"), SamplingParams(temperature=0, ignore_eos=True))
+    next(stream)
+    assert llm.engine.has_work()
+    stream.close()
+    assert not llm.engine.has_work()
+
+
+def test_a_stream_goes_on_after_other_requests_ran_in_between(llm):
+    expected = list(llm.stream(ask("tell me more"), GREEDY))
+    stream = llm.stream(ask("tell me more"), GREEDY)
+    pieces = [next(stream)]
+    llm.chat([ask("other")] * 3, GREEDY, use_tqdm=False)
+    pieces += stream
+    assert "".join(pieces) == "".join(expected)
+
+
+def test_an_interrupt_ends_all_requests_after_the_step_and_leaves_the_engine_usable(llm, monkeypatch):
+    step, after_the_signal = llm.engine.step, []
+
+    def interrupted_step():
+        outputs = step()
+        os.kill(os.getpid(), signal.SIGINT)
+        after_the_signal.append(len(outputs))
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"], SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)
+    assert after_the_signal == [3]
+    assert not llm.engine.has_work()
+    monkeypatch.undo()
+    assert text_of(llm.generate("hello", GREEDY, use_tqdm=False))[0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_request_that_fails_while_it_runs_does_not_take_the_others_with_it(llm, monkeypatch):
+    step = llm.engine.step
+
+    def failing_step():
+        outputs = step()
+        victim = outputs[0]
+        llm.engine.abort([victim.request_id])
+        monkeypatch.undo()
+        return [RequestOutput(victim.request_id, [], "error", error="the numbers are no numbers"), *outputs[1:]]
+
+    monkeypatch.setattr(llm.engine, "step", failing_step)
+    first, second = llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert (first.outputs[0].finish_reason, first.outputs[0].error) == ("error", "the numbers are no numbers")
+    assert second.outputs[0].finish_reason == "stop"
+    assert second.outputs[0].error is None
+
+    monkeypatch.setattr(llm.engine, "step", failing_step)
+    with pytest.raises(VLMServeError, match="the numbers are no numbers"):
+        list(llm.stream(ask("a"), GREEDY))
+
+
+def test_without_parameters_the_checkpoint_decides_how_to_sample(folder, tmp_path):
+    assert LLM(str(folder), engine="mock").default_sampling_params == GREEDY
+    make_mock_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams()
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}')
+    assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams(temperature=0.6, top_p=0.9)
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams()
+
+
+def test_progress_is_shown_on_the_error_stream_and_can_be_turned_off(llm, capsys):
+    llm.generate(["a", "b"], GREEDY)
+    shown = capsys.readouterr()
+    assert "2/2" in shown.err
+    assert shown.out == ""
+    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"temperature": 1}, "temperature"), ({"dtype": "int8"}, "dtype"), ({"max_images": -1}, "max_images")],
+)
+def test_a_wrong_option_is_named(folder, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        LLM(str(folder), engine="mock", **options)
+
+
+def test_limits_on_pictures_are_options_too(folder):
+    llm = LLM(str(folder), engine="mock", max_images=1)
+    with pytest.raises(TooManyImagesError):
+        llm.chat(ask("hi", *[Image.new("RGB", (9, 9))] * 2), use_tqdm=False)
+
+
+def test_a_model_that_is_not_there_is_an_error():
+    with pytest.raises(CheckpointNotFoundError, match="no/such"):
+        LLM("./no/such/folder")
