@@ -135,10 +135,7 @@ def test_exists_answers_are_right_and_balanced() -> None:
     for example in examples("exists"):
         (scene,), ((question, answer),) = example.scenes, example.turns
         writing = {"number", "word"} & set(words_of(re.sub("one word", "", question, flags=re.I)))
-        if writing:
-            right = scene.kind in writing
-        else:
-            right = bool(matching(scene, question))
+        right = scene.kind in writing if writing else bool(matching(scene, question))
         assert answer == ("yes" if right else "no")
         answers.append(answer)
     assert 0.3 < answers.count("yes") / MANY < 0.7

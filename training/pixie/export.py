@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from tokenizers import Tokenizer
 from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
@@ -89,10 +90,10 @@ def new_model() -> LlavaForConditionalGeneration:
     return model
 
 
-def export_tokenizer(folder: Path) -> FastTokenizer:
-    """Train the tokenizer and write its files and the chat template; return it as transformers reads it."""
+def export_tokenizer(folder: Path, trained: Tokenizer) -> FastTokenizer:
+    """Write the tokenizer's files and the chat template; return it as transformers reads it."""
     tokenizer = FastTokenizer(
-        tokenizer_object=train_tokenizer(),
+        tokenizer_object=trained,
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
@@ -106,8 +107,12 @@ def export_tokenizer(folder: Path) -> FastTokenizer:
     return tokenizer
 
 
-def export(folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+def export(
+    folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None, tokenizer: Tokenizer | None = None
+) -> None:
     """Write the whole checkpoint, in bfloat16.
+
+    ``tokenizer`` is the one that the weights were trained with; None trains one.
 
     ``state_dict`` has the keys of transformers' ``LlavaForConditionalGeneration``; ``lm_head.weight``, tied to the
     embeddings, may be missing. None writes random weights. Raises RuntimeError for missing or unknown keys.
@@ -122,6 +127,6 @@ def export(folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-    export_tokenizer(folder)
+    export_tokenizer(folder, tokenizer or train_tokenizer())
     for name, content in (("preprocessor_config", _IMAGE_PROCESSOR), ("processor_config", _PROCESSOR)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
