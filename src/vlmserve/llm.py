@@ -47,11 +47,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """What came of one prompt. prompt_token_ids: with the placeholders of pictures expanded."""
+    """What came of one prompt.
+
+    prompt_token_ids: with the placeholders of pictures expanded. num_cached_tokens: how many of them were found in the
+    prefix cache.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    num_cached_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -64,8 +69,10 @@ class _Generation:
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    num_cached_tokens: int = 0
 
     def take(self, output: RequestOutput) -> None:
+        self.num_cached_tokens = output.cached_tokens
         self.token_ids += output.token_ids
         self.pieces.append(self.detokenizer.push(output.token_ids))
         if self.detokenizer.stopped:
@@ -78,7 +85,8 @@ class _Generation:
     def result(self) -> RequestResult:
         assert self.finish_reason is not None
         completion = Completion(0, "".join(self.pieces), self.token_ids, self.finish_reason, self.error)
-        return RequestResult(self.request.request_id, self.request.prompt.token_ids, [completion])
+        request = self.request
+        return RequestResult(request.request_id, request.prompt.token_ids, [completion], self.num_cached_tokens)
 
 
 class LLM:

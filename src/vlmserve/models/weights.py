@@ -19,7 +19,7 @@ from vlmserve.layers.linear import MergedLinear
 logger = logging.getLogger(__name__)
 
 # Bytes to copy before a file is mapped anew: pages of a mapping count as used memory until it is closed.
-MAPPED_BYTES = 64 * 1024**2
+MAPPED_BYTES = 16 * 1024**2
 INDEX_NAME = "model.safetensors.index.json"
 
 # Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
@@ -75,7 +75,7 @@ class Checkpoint:
     def load(self, model: nn.Module) -> None:
         """Fill the model's parameters, converting to their type and device.
 
-        Peak memory is the model, one tensor and a small window of the file. Raises MissingWeightsError naming tensors
+        Peak memory is the model and a small window of the file. Raises MissingWeightsError naming tensors
         that the model needs and no file has, ModelLoadError for one of another shape.
         """
         slots = dict(weight_slots(model))
@@ -111,21 +111,31 @@ def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _copy_file(path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor]) -> None:
-    remaining = list(reversed(keys))
-    while remaining:
+    pieces = list(_pieces(path, keys, slots))[::-1]
+    while pieces:
         copied = 0
         with _open(path) as file:
-            while remaining and copied < MAPPED_BYTES:
-                name, key = remaining.pop()
-                tensor = file.get_tensor(key)
-                slot = slots[name]
-                if tensor.shape != slot.shape:
-                    raise ModelLoadError(
-                        f"{path.name}: {key} has shape {list(tensor.shape)}, config.json asks for {list(slot.shape)}"
-                    )
-                slot.copy_(tensor)
-                copied += tensor.nbytes
-                del tensor
+            while pieces and copied < MAPPED_BYTES:
+                name, key, first, last = pieces.pop()
+                rows = file.get_slice(key)[first:last]
+                slots[name][first:last].copy_(rows)
+                copied += rows.nbytes
+                del rows
+
+
+def _pieces(
+    path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str, int, int]]:
+    """Canonical name, key in the file and rows of pieces that are small enough to map. Raises ModelLoadError for
+    shapes that differ."""
+    with _open(path) as file:
+        for name, key in keys:
+            shape, slot = file.get_slice(key).get_shape(), slots[name]
+            if shape != list(slot.shape):
+                raise ModelLoadError(f"{path.name}: {key} has shape {shape}, config.json asks for {list(slot.shape)}")
+            rows = max(1, MAPPED_BYTES // max(1, slot[0].nbytes))
+            for first in range(0, len(slot), rows):
+                yield name, key, first, min(first + rows, len(slot))
 
 
 def _open(path: Path) -> Any:

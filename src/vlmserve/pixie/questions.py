@@ -1,0 +1,171 @@
+"""From scenes to examples: conversations about zero, one or two pictures with the one right answer to each question."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from vlmserve.pixie.conversations import ask_pair, follow_up_turns
+from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
+from vlmserve.pixie.refusals import ask_refused
+from vlmserve.pixie.scenes import HELD_OUT_SEEDS, Kind, Scene, sample_scene
+from vlmserve.pixie.tasks import ASK, Turn
+
+#: Every task; a core one is what the model is for.
+TASKS: Final[dict[str, Literal["core", "further"]]] = {
+    "place": "core",
+    "attribute": "core",
+    "count": "core",
+    "describe": "core",
+    "number": "core",
+    "where": "core",
+    "exists": "core",
+    "word": "further",
+    "pair": "further",
+    "follow_up": "further",
+    "refusal": "further",
+}
+
+#: The scene kinds that suit each task.
+TASK_KINDS: Final[dict[str, tuple[Kind, ...]]] = {
+    "place": ("grid", "one"),
+    "attribute": ("grid", "one"),
+    "count": ("grid", "one"),
+    "describe": ("grid", "one", "number", "word"),
+    "number": ("number",),
+    "where": ("grid", "one"),
+    "exists": ("grid", "one", "number", "word"),
+    "word": ("word",),
+    "pair": ("grid", "one", "number", "word"),
+    "follow_up": ("grid", "one", "number", "word"),
+    "refusal": ("grid", "one", "number", "word"),
+}
+
+#: How often each task is drawn for a picture of each kind.
+TASK_WEIGHTS: Final[dict[Kind, dict[str, float]]] = {
+    "grid": {
+        "place": 24, "attribute": 8, "count": 18, "describe": 20, "where": 14, "exists": 11,
+        "follow_up": 8, "refusal": 3,
+    },
+    "one": {
+        "place": 12, "attribute": 16, "count": 6, "describe": 34, "where": 12, "exists": 10,
+        "follow_up": 8, "refusal": 3,
+    },
+    "number": {"number": 62, "describe": 22, "exists": 5, "follow_up": 8, "refusal": 3},
+    "word": {"word": 62, "describe": 22, "exists": 5, "follow_up": 8, "refusal": 3},
+}  # fmt: skip
+
+#: How many scene seeds belong to one example's seed.
+_SCENES_PER_EXAMPLE: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A conversation: its pictures belong to the first question, before its text or (``text_first``) behind it.
+
+    ``turns`` are questions with their right answers; ``system`` is the system prompt, if any.
+    """
+
+    task: str
+    scenes: tuple[Scene, ...]
+    turns: tuple[Turn, ...]
+    system: str | None = None
+    text_first: bool = False
+
+
+def _example(task: str, scenes: tuple[Scene, ...], turns: tuple[Turn, ...], rng: random.Random) -> Example:
+    system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.08 else None
+    return Example(task, scenes, turns, system, text_first=bool(scenes) and rng.random() < 0.25)
+
+
+def single(scene: Scene, rng: random.Random, task: str | None = None) -> Example:
+    """Ask about one picture.
+
+    ``task`` must suit the scene's kind (:data:`TASK_KINDS`), else ValueError; None draws one of those that do. Few
+    scenes have no clear question of a task (nothing in them is unique, say): then the picture is to be described
+    instead, and the example says so in its ``task``.
+    """
+    if task is None:
+        weights = TASK_WEIGHTS[scene.kind]
+        task = rng.choices(tuple(weights), tuple(weights.values()))[0]
+    if task == "pair" or scene.kind not in TASK_KINDS[task]:
+        raise ValueError(f"no question of task {task!r} about one picture of kind {scene.kind!r}")
+    if task == "refusal":
+        turn = ask_refused(rng, picture=True, held_out=scene.seed >= HELD_OUT_SEEDS)
+        return _example(task, (scene,), (turn,), rng)
+    if task == "follow_up":
+        turns = follow_up_turns(scene, rng)
+        if len(turns) > 1:
+            return _example(task, (scene,), turns, rng)
+    else:
+        found = ASK[task](scene, rng)
+        if found is not None:
+            return _example(task, (scene,), (found,), rng)
+    found = ASK["describe"](scene, rng)
+    assert found is not None
+    return _example("describe", (scene,), (found,), rng)
+
+
+def pair(first: Scene, second: Scene, rng: random.Random) -> Example:
+    """Ask about two pictures."""
+    return _example("pair", (first, second), (ask_pair(first, second, rng),), rng)
+
+
+def text_only(rng: random.Random, *, held_out: bool = False) -> Example:
+    """Ask without a picture; ``held_out`` draws from the questions that training never sees."""
+    return _example("refusal", (), (ask_refused(rng, picture=False, held_out=held_out),), rng)
+
+
+def scene_seed(seed: int, index: int) -> int:
+    """Return the seed of an example's scene; seeds from HELD_OUT_SEEDS on give held-out scenes, others never do.
+
+    Raises ValueError when a training seed is too large.
+    """
+    if seed >= HELD_OUT_SEEDS:
+        return HELD_OUT_SEEDS + (seed - HELD_OUT_SEEDS) * _SCENES_PER_EXAMPLE + index
+    if (seed + 1) * _SCENES_PER_EXAMPLE > HELD_OUT_SEEDS:
+        raise ValueError(f"training seeds end at {HELD_OUT_SEEDS // _SCENES_PER_EXAMPLE}")
+    return seed * _SCENES_PER_EXAMPLE + index
+
+
+def _matching_pair(seed: int, rng: random.Random, *, listed_words: bool) -> tuple[Scene, Scene]:
+    """Sample two scenes to compare; every second pair of single objects shares its colour, or else its shape."""
+    kinds: tuple[Kind, Kind] = rng.choices((("one", "one"), ("grid", "grid"), ("one", "grid")), (5, 4, 1))[0]
+    if rng.random() < 0.2:
+        kinds = rng.choice(("grid", "one", "number", "word")), rng.choice(("grid", "one", "number", "word"))
+    first = sample_scene(scene_seed(seed, 0), kinds[0], listed_words=listed_words)
+    match = rng.choice(("colour", "shape", None, None))
+    second = first
+    for index in range(1, _SCENES_PER_EXAMPLE):
+        second = sample_scene(scene_seed(seed, index), kinds[1], listed_words=listed_words)
+        if match is None or kinds != ("one", "one"):
+            break
+        if getattr(first.items[0], match) == getattr(second.items[0], match):
+            break
+    return first, second
+
+
+def sample_example(seed: int, task: str | None = None, *, listed_words: bool = False) -> Example:
+    """Sample scenes and ask about them; equal arguments give equal examples.
+
+    With a ``task``, the example is of that task: scenes that have no clear question of it are passed over.
+    ``listed_words`` is as in :func:`sample_scene`. Seeds from HELD_OUT_SEEDS on are for evaluation.
+    """
+    rng = random.Random(seed)
+    if task is None:
+        drawn = rng.random()
+        task = "pair" if drawn < 0.1 else "refusal" if drawn < 0.14 else None
+    if task == "pair":
+        first, second = _matching_pair(seed, rng, listed_words=listed_words)
+        return pair(first, second, rng)
+    if task == "refusal" and rng.random() < 0.6:
+        return text_only(rng, held_out=seed >= HELD_OUT_SEEDS)
+    for index in range(_SCENES_PER_EXAMPLE):
+        kind = None if task is None else rng.choice(TASK_KINDS[task])
+        if task in ("place", "attribute", "count", "where", "exists", "describe", "follow_up") and rng.random() < 0.6:
+            kind = "grid"
+        example = single(sample_scene(scene_seed(seed, index), kind, listed_words=listed_words), rng, task)
+        if task is None or example.task == task:
+            return example
+    raise RuntimeError(f"no scene of seed {seed} has a question of task {task!r}")

@@ -1,0 +1,102 @@
+"""The tokenizer of pixie: byte-level BPE in which every digit and every capital letter stays a token of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
+from vlmserve.pixie.questions import Example, sample_example, text_only
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPECIAL_TOKENS: Final = ("<pad>", "<s>", "</s>", "<image>", "<|user|>", "<|assistant|>", "<|system|>")
+PAD, BOS, EOS, IMAGE, USER, ASSISTANT, SYSTEM = range(len(SPECIAL_TOKENS))
+VOCAB_SIZE: Final = 1000
+
+CHAT_TEMPLATE: Final = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('Roles are system, user and assistant.') }}
+    {%- endif %}
+    {{- '<|' + message['role'] + '|>' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] | trim }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'image' %}
+                {{- '<image>' }}
+            {%- elif part['type'] == 'text' %}
+                {{- part['text'] | trim }}
+            {%- else %}
+                {{- raise_exception('Parts of a message are texts and images.') }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {%- if message['role'] == 'assistant' %}
+        {{- eos_token }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+"""
+
+
+def _corpus(num_examples: int) -> Iterator[str]:
+    yield from SYSTEM_PROMPTS * 20
+    rng = random.Random(0)
+    for seed in range(num_examples):
+        # Every third one without a picture: refused questions have the most words and need the merges.
+        example = text_only(rng) if seed % 3 == 0 else sample_example(seed)
+        for turn in example.turns:
+            yield from turn
+
+
+def train_tokenizer(num_examples: int = 30_000) -> Tokenizer:
+    """Train on generated questions and answers; the result depends on ``num_examples`` only."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[A-Z0-9]"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(num_examples), trainer)
+    return tokenizer
+
+
+def encode_example(tokenizer: Tokenizer | PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[bool]]:
+    """Write an example as the chat template does, with one ``<image>`` id for each picture.
+
+    Returns the ids and, of the same length, which of them the model is to say: the answers with their ``</s>``.
+    """
+
+    def encode(text: str) -> list[int]:
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        return encoded if isinstance(encoded, list) else encoded.ids
+
+    ids = [BOS]
+    if example.system is not None:
+        ids += [SYSTEM, *encode(example.system)]
+    spoken = [False] * len(ids)
+    for number, (question, answer) in enumerate(example.turns):
+        pictures = [IMAGE] * (len(example.scenes) if number == 0 else 0)
+        asked = encode(question)
+        ids += [USER, *(asked + pictures if example.text_first else pictures + asked), ASSISTANT]
+        spoken += [False] * (len(ids) - len(spoken))
+        ids += [*encode(answer), EOS]
+        spoken += [True] * (len(ids) - len(spoken))
+    return ids, spoken
