@@ -239,9 +239,9 @@ def test_aborting_everything_leaves_no_work_and_no_blocks(engine):
     engine.abort("abc")
     engine.abort("abc")
     assert not engine.has_work()
-    engine.step()
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+    assert engine.step() == []
 
 
 def test_stats_count_what_was_done(engine):

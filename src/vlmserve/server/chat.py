@@ -84,6 +84,8 @@ class Generation:
         self.created = int(time.time())
         self.model = model
         self.answers = answers
+        self.failure: VLMServeError | None = None
+        """What ended a stream that had begun."""
         self._num_prompt_tokens = num_prompt_tokens
 
     @property
@@ -93,7 +95,8 @@ class Generation:
 
     def __str__(self) -> str:
         usage = self.usage
-        return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {self.id}"
+        failure = f", failed: {self.failure}" if self.failure else ""
+        return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {self.id}{failure}"
 
     def close(self) -> None:
         """Abort what has not ended."""
@@ -216,6 +219,7 @@ async def _events(generation: Generation, include_usage: bool) -> AsyncGenerator
             yield event([], generation.usage)
         yield _DONE
     except VLMServeError as error:
+        generation.failure = error
         yield _event(error_body(error))
 
 

@@ -15,6 +15,8 @@ _FAMILIES = (
     ("kv_blocks_total", "gauge", "kv_blocks", "Blocks of the KV cache."),
     ("kv_blocks_used", "gauge", "kv_blocks_used", "Blocks that hold running requests."),
     ("prompt_tokens", "counter", "prompt_tokens_total", "Prompt tokens computed."),
+    ("prefix_queried_tokens", "counter", "prefix_queried_tokens_total", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cached_tokens", "counter", "prefix_cached_tokens_total", "Prompt tokens found in the prefix cache."),
     ("generation_tokens", "counter", "generation_tokens_total", "Tokens generated."),
     ("preemptions", "counter", "preemptions_total", "Running requests that had to give up their blocks."),
     ("images_encoded", "counter", "images_encoded_total", "Pictures that went through the vision tower."),

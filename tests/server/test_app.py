@@ -1,0 +1,130 @@
+"""The small routes, and what every response has."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import msgspec
+import pytest
+
+from tests.server.live import LiveServer
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.server.app import create_app
+from vlmserve.server.metrics import exposition
+from vlmserve.server.run import bind, default_sampling
+from vlmserve.server.service import Service
+from vlmserve.server.web import WebServer
+from vlmserve.types import EngineStats, SamplingParams
+
+
+def get(live: LiveServer, path: str, **headers: str) -> httpx.Response:
+    return httpx.get(live.url + path, headers=headers, timeout=60)
+
+
+def test_the_model_is_listed_and_shown_by_name(live):
+    [model] = live.openai.models.list().data
+    assert (model.id, model.object) == ("tiny", "model")
+    assert live.openai.models.retrieve("tiny") == model
+
+
+def test_health_and_version(live):
+    assert get(live, "/health").json() == {"status": "ok"}
+    assert get(live, "/version").json()["version"]
+
+
+def test_metrics_count_requests(live):
+    live.ask(max_tokens=3)
+    lines = get(live, "/metrics").text.splitlines()
+    [generated] = [line for line in lines if line.startswith("vlmserve_generation_tokens_total ")]
+    assert int(generated.split()[1]) >= 3
+
+
+def test_every_statistic_of_the_engine_is_a_metric():
+    stats = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
+    page = exposition(stats)
+    for value in msgspec.structs.asdict(stats).values():
+        assert f" {value}\n" in page
+
+
+def test_the_start_page_shows_a_command_with_the_right_address(live):
+    page = get(live, "/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert f"curl {live.url}/v1/chat/completions" in page.text
+    assert "tiny" in page.text
+
+
+def test_a_request_id_comes_back_or_is_made_up(live):
+    assert get(live, "/health", **{"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made_up = {get(live, "/health").headers["x-request-id"] for _ in range(2)}
+    assert len(made_up) == 2
+    assert len(get(live, "/health", **{"x-request-id": "x" * 500}).headers["x-request-id"]) < 100
+
+
+def test_a_line_in_the_log_says_what_a_request_was_and_cost(live, caplog):
+    caplog.set_level("INFO", logger="vlmserve.access")
+    usage = live.ask(max_tokens=3).json()["usage"]
+    [line] = [record.getMessage() for record in caplog.records if record.name == "vlmserve.access"]
+    assert "POST /v1/chat/completions 200" in line
+    assert f"{usage['prompt_tokens']} + 3 tokens" in line
+
+
+def test_the_openapi_document_describes_the_chat_request(live):
+    document = get(live, "/openapi.json").json()
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    schema = body["content"]["application/json"]["schema"]
+    assert {"messages", "stream", "temperature"} <= set(schema["properties"])
+    references = {part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]}
+    assert references <= set(document["components"]["schemas"])
+
+
+async def test_a_server_that_loads_says_so():
+    service = Service(EngineConfig(), MediaConfig(), ServerConfig())
+    transport = httpx.ASGITransport(create_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        answer = await client.post("/v1/chat/completions", json={})
+        assert answer.status_code == 503
+        assert "still loading pixie" in answer.json()["error"]["message"]
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "pixie"
+
+
+@pytest.mark.parametrize(
+    ("model", "served", "shown"),
+    [
+        ("pixie", None, "pixie"),
+        ("llava-hf/llava-1.5-7b-hf", None, "llava-hf/llava-1.5-7b-hf"),
+        ("/data/models/mine/", None, "mine"),
+        ("./mine", None, "mine"),
+        ("/data/models/mine", "ours", "ours"),
+    ],
+)
+async def test_clients_see_a_name_and_not_the_servers_paths(model, served, shown):
+    service = Service(EngineConfig(model=model), MediaConfig(), ServerConfig(served_model_name=served))
+    assert service.model_name == shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"do_sample": False, "temperature": 0.7}, SamplingParams(temperature=0.0)),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 40}, SamplingParams(temperature=0.7, top_p=0.9, top_k=40)),
+        ({"eos_token_id": 2}, SamplingParams()),
+        ({"temperature": -3}, SamplingParams()),
+        (None, SamplingParams()),
+    ],
+)
+def test_default_sampling_comes_from_the_checkpoint(tmp_path, settings, expected):
+    if settings is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    assert default_sampling(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")])
+async def test_the_address_that_is_shown_can_be_opened(host, shown):
+    config = ServerConfig(host=host, port=0)
+    listener = bind(config)
+    web = WebServer(Service(EngineConfig(), MediaConfig(), config), listener)
+    assert web.url == f"http://{shown}:{listener.getsockname()[1]}"
+    listener.close()
