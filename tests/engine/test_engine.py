@@ -170,6 +170,21 @@ def test_logits_of_nan_end_their_request_with_an_error_and_no_other(engine, monk
     assert engine.stats().kv_blocks_used == 0
 
 
+def test_nan_in_a_failed_request_does_not_reach_the_next_owner_of_its_blocks(folder):
+    engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_num_seqs=1, max_model_len=32), folder)
+    assert engine.stats().kv_blocks_total == 2, "so that the second request must get the first one's blocks"
+    decoder = engine._runner.model.language_model
+    embed = decoder.embed
+    decoder.embed = lambda token_ids: embed(token_ids) * torch.nan
+    engine.add(request("bad", tokens=[5] * 25))
+    assert engine.step()[0].finish_reason == "error"
+    decoder.embed = embed
+    engine.add(request("good", tokens=[5] * 3))
+    assert finish(engine) == {"good": "length"}
+    engine.add(request("same", tokens=[5] * 25))
+    assert finish(engine) == {"same": "length"}, "nothing of the failed one may be found in the prefix cache"
+
+
 def test_stats_count_tokens_steps_and_blocks(engine):
     engine.add(request(tokens=[5] * 20, max_tokens=3))
     engine.step()

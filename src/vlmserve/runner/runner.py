@@ -42,6 +42,10 @@ class ModelRunner:
     def run(self, step: Step) -> list[int | None]:
         """Run a step. Returns a token for each chunk that samples, in order; None where the logits are unusable."""
         clock = [time.perf_counter()]
+        if step.clear:
+            blocks = torch.tensor(step.clear, device=self.model.device)
+            for cache in self._caches:
+                self.model.backend.clear(cache, blocks)
         self._encode(step.encode, step.evict)
         clock.append(time.perf_counter())
         batch = build_batch(step, self._block_size, self.model.device)
