@@ -13,6 +13,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine, choose_device
 from vlmserve.errors import (
     ConfigurationError,
+    InvalidImageError,
     InvalidRequestError,
     OverloadedError,
     PromptTooLongError,
@@ -103,6 +104,18 @@ def test_pictures_that_do_not_fit_their_prompt_are_refused(llava_folder, spans):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     with pytest.raises(InvalidRequestError, match="overlap or do not fit"):
         engine.add(request(tokens=[5] * 8, images=spans))
+
+
+@pytest.mark.parametrize(("size", "num_tokens", "message"), [(28, 9, "takes pictures of"), (42, 4, "9 embeddings")])
+def test_a_picture_that_the_tower_cannot_take_is_refused_and_the_next_request_runs(
+    llava_folder, size, num_tokens, message
+):
+    engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
+    wrong = ImageInput(b"k" * 32, np.zeros((1, 3, size, size), np.float32), num_tokens)
+    with pytest.raises(InvalidImageError, match=message):
+        engine.add(request(tokens=[5] * 12, images=[ImageSpan(wrong, 0)]))
+    engine.add(request())
+    assert finish(engine) == {"a": "length"}
 
 
 def test_an_id_in_use_is_refused(engine):

@@ -67,10 +67,6 @@ class ModelRunner:
             raise ValueError("the model has no vision encoder")
         pixels = [torch.from_numpy(image.pixels).to(self.model.device, self.model.dtype) for image in images]
         for image, embeddings in zip(images, self.model.vision.encode(pixels), strict=True):
-            if embeddings.shape[0] != image.num_tokens:
-                raise ValueError(
-                    f"the vision encoder made {embeddings.shape[0]} embeddings for {image.num_tokens} tokens"
-                )
             self._embeddings[image.key] = embeddings
 
     def _logits(self, batch: Batch) -> Tensor:
