@@ -75,7 +75,7 @@ class Peer:
         self.error: Exception | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set(zmq.RCVTIMEO, 10_000)
+        self._socket.set(zmq.RCVTIMEO, 60_000)
         self._socket.bind("inproc://loop")
         self._engine_socket = self._context.socket(zmq.PAIR)
         self._engine_socket.connect("inproc://loop")
@@ -100,7 +100,7 @@ class Peer:
     def close(self) -> None:
         if self.thread.is_alive():
             self.send(Shutdown())
-        self.thread.join(10)
+        self.thread.join(60)
         self._context.destroy(linger=0)
 
 
@@ -129,7 +129,7 @@ def test_a_refusal_concerns_that_request_alone(peer):
 
 
 def test_an_abort_takes_effect_within_a_step_and_updates_the_stats(peer):
-    peer.add("a", 10_000)
+    peer.add("a", 60_000)
     while not isinstance(peer.receive(), Outputs):
         pass
     peer.send(Abort(["a"]))
@@ -151,7 +151,7 @@ def test_it_blocks_while_there_is_nothing_to_do(peer):
 def test_an_exception_of_a_step_ends_the_loop(peer):
     peer.engine.broken = True
     peer.add("a", 1)
-    peer.thread.join(10)
+    peer.thread.join(60)
     assert isinstance(peer.error, RuntimeError)
 
 
@@ -167,7 +167,7 @@ class Child:
         self.process = EngineProcess.launch(config, folder)
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
-        self.socket.set(zmq.RCVTIMEO, 20_000)
+        self.socket.set(zmq.RCVTIMEO, 60_000)
         self.socket.bind(self.process.endpoint)
 
     def __enter__(self) -> Child:
@@ -187,7 +187,7 @@ def test_the_process_says_what_it_loaded_and_exits_when_told(folder):
         assert isinstance(ready, Ready)
         assert ready.info.name == "tiny"
         child.socket.send_multipart(encode(Shutdown()))
-        assert child.process.wait(10) == 0
+        assert child.process.wait(60) == 0
 
 
 def test_a_load_error_travels_with_its_class_and_without_a_traceback(tmp_path, capfd):
@@ -196,7 +196,7 @@ def test_a_load_error_travels_with_its_class_and_without_a_traceback(tmp_path, c
         assert isinstance(fatal, Fatal)
         assert fatal.failure.kind == "CheckpointNotFoundError"
         assert "tokenizer.json" in fatal.failure.message
-        assert child.process.wait(10) == 1
+        assert child.process.wait(60) == 1
     assert capfd.readouterr() == ("", "")
 
 
@@ -206,7 +206,7 @@ def test_a_bug_while_loading_is_logged_with_its_traceback(tmp_path, capfd):
         fatal = child.receive()
         assert isinstance(fatal, Fatal)
         assert fatal.failure.kind == "ModelLoadError"
-        assert child.process.wait(10) == 1
+        assert child.process.wait(60) == 1
     assert "Traceback" in capfd.readouterr().err
 
 
@@ -217,7 +217,7 @@ def test_the_process_exits_when_the_parents_pipe_closes_also_in_the_middle_of_a_
         while not isinstance(child.receive(), Outputs):
             pass
         child.process._process.stdin.close()
-        child.process.wait(10)
+        child.process.wait(60)
 
 
 def test_closing_kills_it_and_removes_its_folder(folder):

@@ -37,14 +37,14 @@ class LiveServer:
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        self._up.wait(30)
+        self._up.wait(120)
         if self._error is not None:
             raise self._error
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(60)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -68,11 +68,11 @@ class LiveServer:
 
     @property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     @property
     def async_openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def post(self, body: Any = None, **kwargs: Any) -> httpx.Response:
         """POST to chat completions: `body` as JSON, or what httpx takes instead."""
@@ -85,7 +85,7 @@ class LiveServer:
         return self.post({"model": "tiny", "messages": QUESTION, **fields})
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 60) -> None:
     """Poll a condition; fails the test when it does not come true."""
     limit = time.monotonic() + timeout
     while not condition():
@@ -96,6 +96,6 @@ def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
 @contextlib.contextmanager
 def stream_lines(url: str, body: dict[str, Any]) -> Iterator[Iterator[str]]:
     """The lines of a streaming answer; leaving closes the connection."""
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=30) as response:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=60) as response:
         response.raise_for_status()
         yield response.iter_lines()

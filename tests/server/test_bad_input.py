@@ -216,7 +216,7 @@ def test_a_body_that_is_announced_but_too_large_is_refused_before_it_is_sent(liv
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         "Content-Length: 99000000000\r\nExpect: 100-continue\r\n\r\n"
     )
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(head.encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 

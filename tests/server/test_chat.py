@@ -7,6 +7,7 @@ import base64
 import io
 import json
 
+import openai
 from PIL import Image
 
 from tests.mock_checkpoint import IMAGE_TOKENS
@@ -68,24 +69,23 @@ def test_events_are_server_sent_events_that_end_with_done(live):
 
 
 async def test_the_async_client_gets_whole_answers_and_streams(live):
-    client = live.async_openai
-    whole = await client.chat.completions.create(model="tiny", messages=QUESTION)
-    stream = await client.chat.completions.create(model="tiny", messages=QUESTION, stream=True)
-    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    async with live.async_openai as client:
+        whole = await client.chat.completions.create(model="tiny", messages=QUESTION)
+        stream = await client.chat.completions.create(model="tiny", messages=QUESTION, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert text == whole.choices[0].message.content
 
 
 async def test_a_hundred_streams_at_once_each_get_their_own_answer(live):
-    client = live.async_openai
-
-    async def ask(number: int) -> str:
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         messages = [{"role": "user", "content": f"question {number}"}]
         stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    together = await asyncio.gather(*(ask(number) for number in range(100)))
-    assert len(set(together)) == 100
-    assert await ask(42) == together[42]
+    async with live.async_openai as client:
+        together = await asyncio.gather(*(ask(client, number) for number in range(100)))
+        assert len(set(together)) == 100
+        assert await ask(client, 42) == together[42]
 
 
 def test_another_picture_gives_another_answer_and_the_same_one_the_same(live):
