@@ -142,7 +142,8 @@ def eval_pixie(
 
     from vlmserve.llm import LLM
     from vlmserve.models.hub import resolve_model
-    from vlmserve.pixie.evaluation import TASKS, evaluate, greedy_answers, write_card
+    from vlmserve.pixie.evaluation import evaluate, greedy_answers, write_card
+    from vlmserve.pixie.questions import TASKS
 
     if unknown := set(task or ()) - set(TASKS):
         raise ConfigurationError(f"--task {', '.join(sorted(unknown))}: known tasks are {', '.join(TASKS)}")

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SIGNAL_ECHO = 0.3
+"""Seconds after a signal in which another one is the same: make passes on what its whole process group got."""
+
 
 def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything at once.
@@ -130,15 +133,20 @@ async def _shut_down(service: Service, client: EngineClient) -> None:
 def _stop_on_signals(process: EngineProcess) -> asyncio.Event:
     """An event that the first signal sets. The second one ends the process."""
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    first = 0.0
 
     def handle() -> None:
-        if stop.is_set():
+        nonlocal first
+        if not stop.is_set():
+            first = loop.time()
+            stop.set()
+        elif loop.time() - first > SIGNAL_ECHO:
             process.close()
             os._exit(1)
-        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, handle)
+        loop.add_signal_handler(number, handle)
     return stop
 
 
