@@ -281,6 +281,31 @@ def test_no_server_at_the_url_is_one_line():
     assert "no server at http://127.0.0.1:9" in result.stderr
 
 
+# eval
+
+
+def test_eval_asks_held_out_questions_and_writes_the_card(tmp_path):
+    folder = make_mock_checkpoint(tmp_path)
+    card = folder / "README.md"
+    arguments = ["eval", "pixie", "--engine", "mock", "--model", folder, "--per-task", "1"]
+    result = run(*arguments, "--write")
+    assert result.exit_code == 2
+    assert "model card" in result.stderr
+    card.write_text("before\n<!-- evaluation: begin -->\nold\n<!-- evaluation: end -->\nafter\n")
+    result = run(*arguments, "--write", "--mistakes", "1")
+    assert result.exit_code == 0
+    assert "| **mean** | core |" in result.stdout
+    assert re.search(r"^count \d+: '.*' instead of '.*'$", result.stdout, re.MULTILINE)
+    before, table, after = re.split(r"<!-- evaluation: \w+ -->\n", card.read_text())
+    assert (before, after) == ("before\n", "after\n")
+    assert table in result.stdout
+
+
+def test_eval_names_an_unknown_task():
+    result = run("eval", "pixie", "--task", "chess")
+    assert (result.exit_code, "chess" in result.stderr, "count" in result.stderr) == (2, True, True)
+
+
 # The rest
 
 

@@ -13,6 +13,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine, choose_device
 from vlmserve.errors import (
     ConfigurationError,
+    InvalidImageError,
     InvalidRequestError,
     OverloadedError,
     PromptTooLongError,
@@ -105,6 +106,18 @@ def test_pictures_that_do_not_fit_their_prompt_are_refused(llava_folder, spans):
         engine.add(request(tokens=[5] * 8, images=spans))
 
 
+@pytest.mark.parametrize(("size", "num_tokens", "message"), [(28, 9, "takes pictures of"), (42, 4, "9 embeddings")])
+def test_a_picture_that_the_tower_cannot_take_is_refused_and_the_next_request_runs(
+    llava_folder, size, num_tokens, message
+):
+    engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
+    wrong = ImageInput(b"k" * 32, np.zeros((1, 3, size, size), np.float32), num_tokens)
+    with pytest.raises(InvalidImageError, match=message):
+        engine.add(request(tokens=[5] * 12, images=[ImageSpan(wrong, 0)]))
+    engine.add(request())
+    assert finish(engine) == {"a": "length"}
+
+
 def test_an_id_in_use_is_refused(engine):
     engine.add(request("same"))
     with pytest.raises(InvalidRequestError, match="'same' is in use"):
@@ -168,6 +181,21 @@ def test_logits_of_nan_end_their_request_with_an_error_and_no_other(engine, monk
     assert "not a number" in outputs["bad"].error
     assert outputs["good"].finish_reason == "length"
     assert engine.stats().kv_blocks_used == 0
+
+
+def test_nan_in_a_failed_request_does_not_reach_the_next_owner_of_its_blocks(folder):
+    engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_num_seqs=1, max_model_len=32), folder)
+    assert engine.stats().kv_blocks_total == 2, "so that the second request must get the first one's blocks"
+    decoder = engine._runner.model.language_model
+    embed = decoder.embed
+    decoder.embed = lambda token_ids: embed(token_ids) * torch.nan
+    engine.add(request("bad", tokens=[5] * 25))
+    assert engine.step()[0].finish_reason == "error"
+    decoder.embed = embed
+    engine.add(request("good", tokens=[5] * 3))
+    assert finish(engine) == {"good": "length"}
+    engine.add(request("same", tokens=[5] * 25))
+    assert finish(engine) == {"same": "length"}, "nothing of the failed one may be found in the prefix cache"
 
 
 def test_stats_count_tokens_steps_and_blocks(engine):

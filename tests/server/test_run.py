@@ -22,6 +22,7 @@ import pytest
 
 import vlmserve
 from tests.server.live import QUESTION, stream_lines, wait_until
+from vlmserve.server.run import SIGNAL_ECHO
 
 PROGRAM = """
 import json, sys
@@ -155,10 +156,21 @@ def test_a_second_signal_ends_it_at_once(folder):
         asking = Asking(server.url, max_tokens=500)
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: server.health().status_code == 503)
+        time.sleep(SIGNAL_ECHO)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 1
         wait_until(lambda: not engine.is_running())
         assert asking.lines
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(folder):
+    with serving(folder, mock_tpot=0.02) as server:
+        asking = Asking(server.url, max_tokens=40)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGINT)
+        asking.join(60)
+        assert asking.lines[-1] == "data: [DONE]"
+        assert server.process.wait(60) == 0
 
 
 def test_a_signal_to_the_whole_group_does_not_take_the_engine_away(folder):

@@ -48,9 +48,8 @@ class BlockPool:
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._ref_counts[block] = 1
-            key = self._keys.pop(block, None)
-            if key is not None:
-                del self._blocks[key]
+            if block in self._keys:
+                self.forget(block)
                 self.num_evictions += 1
         return taken
 
@@ -84,6 +83,14 @@ class BlockPool:
         if key not in self._blocks:
             self._blocks[key] = block
             self._keys[block] = key
+
+    def forget(self, block: int) -> None:
+        """Let no key lead to a block any more; who holds it keeps it."""
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._blocks[key]
+            if self._ref_counts[block] == 0:
+                self._free.move_to_end(block, last=False)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Let go of blocks; one that nobody holds any more is free, and those released first are taken first.

@@ -124,3 +124,47 @@ def models() -> None:
         "Give serve, ask or chat a local folder or a Hugging Face id with one of these in its config.json.",
         highlight=False,
     )
+
+
+@evaluations.command("pixie")
+@command(LOCAL_FIELDS)
+def eval_pixie(
+    engine: EngineConfig,
+    media: MediaConfig,
+    per_task: Annotated[int, typer.Option(min=1, help="Held-out examples of each task.")] = 200,
+    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
+    mistakes: Annotated[int, typer.Option(min=0, help="Wrong answers to show of each task.")] = 0,
+    write: Annotated[bool, typer.Option("--write", help="Write the table into the model's card, README.md.")] = False,
+) -> None:
+    """Exact-match accuracy of pixie, or of a model like it, on pictures that it was not trained on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from vlmserve.llm import LLM
+    from vlmserve.models.hub import resolve_model
+    from vlmserve.pixie.evaluation import evaluate, greedy_answers, write_card
+    from vlmserve.pixie.questions import TASKS
+
+    if unknown := set(task or ()) - set(TASKS):
+        raise ConfigurationError(f"--task {', '.join(sorted(unknown))}: known tasks are {', '.join(TASKS)}")
+    card = resolve_model(engine.model, engine.revision) / "README.md"
+    if write and (task or not card.is_file()):
+        raise ConfigurationError("--write needs all tasks" if task else f"there is no model card {card}")
+    llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("Asking")
+        report = evaluate(
+            greedy_answers(llm),
+            per_task=per_task,
+            tasks=task,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    typer.echo(report.to_markdown())
+    for name, result in report.tasks.items():
+        for mistake in result.mistakes[:mistakes]:
+            typer.echo(
+                f"{name} {mistake.seed}: {mistake.question!r}: {mistake.answer!r} instead of {mistake.expected!r}"
+            )
+    if write:
+        write_card(card, report)
+        typer.echo(f"Written into {card}")

@@ -32,8 +32,7 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> A
     from vlmserve.llm import LLM
 
     with status(f"Loading {engine.model} ..."):
-        set_fields = {name: getattr(engine, name) for name in engine.model_fields_set}
-        return LLM(**set_fields, **{name: getattr(media, name) for name in media.model_fields_set})
+        return LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
 
 
 def status(text: str) -> AbstractContextManager[Any]:

@@ -73,6 +73,7 @@ class Engine:
         )
         self._config = config
         self._fingerprint = f"{config.model} {config.revision} {model.architecture} {model.dtype}".encode()
+        self._vision = model.vision
         self._end_token_ids = model.end_token_ids
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._image_token_bytes = language_model.hidden_size * model.dtype.itemsize
@@ -167,6 +168,8 @@ class Engine:
         )
 
     def _check_image(self, image: ImageInput) -> None:
+        if self._vision is not None:
+            self._vision.check(image.pixels.shape, image.num_tokens)
         if len(image.key) != KEY_BYTES:
             raise InvalidRequestError(f"a picture's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
         if image.num_tokens * self._image_token_bytes > self._config.encoder_cache_memory:

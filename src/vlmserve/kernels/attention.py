@@ -67,6 +67,10 @@ class AttentionBackend(Protocol):
         """A zeroed cache of one layer."""
         ...
 
+    def clear(self, cache: LayerCache, blocks: Tensor) -> None:
+        """Zero blocks (int64 ids on the cache's device)."""
+        ...
+
     def prepare(self, metadata: BatchMetadata, block_size: int) -> object:
         """What all layers of one step share (masks, gather indices), computed once; passed to `attend`."""
         ...

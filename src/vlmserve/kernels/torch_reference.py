@@ -97,6 +97,11 @@ class TorchReference:
             torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), block_size
         )
 
+    def clear(self, cache: LayerCache, blocks: Tensor) -> None:
+        """Zero blocks (int64 ids on the cache's device)."""
+        cache.keys.index_fill_(0, blocks, 0)
+        cache.values.index_fill_(0, blocks, 0)
+
     def prepare(self, metadata: BatchMetadata, block_size: int) -> StepPlan:
         """An empty plan: what a layer needs depends on its geometry, so `attend` fills it in once for each."""
         return StepPlan()

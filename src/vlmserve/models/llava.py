@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmserve.errors import UnsupportedModelError
+from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.activation import activation
 from vlmserve.layers.linear import Linear
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
@@ -70,6 +70,16 @@ class LlavaVision(nn.Module):
         )
         self.skipped_tokens = 1 if strategy == "default" else 0
         self.dtype = dtype
+
+    def check(self, shape: tuple[int, ...], num_tokens: int) -> None:
+        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        spec = self.vision_tower.spec
+        expected = (spec.num_channels, spec.image_size, spec.image_size)
+        if len(shape) != 4 or shape[1:] != expected:
+            raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(shape[1:])}")
+        embeddings = shape[0] * (spec.num_patches + 1 - self.skipped_tokens)
+        if embeddings != num_tokens:
+            raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor]) -> list[Tensor]:
         """Embeddings of pictures, in one call.

@@ -14,6 +14,13 @@ from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCac
 class VisionEncoder(Protocol):
     """A vision tower with its projector."""
 
+    def check(self, shape: tuple[int, ...], num_tokens: int) -> None:
+        """Check that pixels ``[tiles, channels, height, width]`` of that shape become that many embeddings.
+
+        Raises InvalidImageError if they do not.
+        """
+        ...
+
     def encode(self, pixels: list[Tensor]) -> list[Tensor]:
         """Embeddings of pictures, in one call.
 

@@ -152,6 +152,8 @@ def _choose_dtype(dtype: torch.dtype, device: torch.device, automatic: bool) -> 
 
 def _cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX on x86, BF16 on Arm)."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # older releases cannot tell
+        return False
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 

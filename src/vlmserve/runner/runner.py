@@ -42,6 +42,10 @@ class ModelRunner:
     def run(self, step: Step) -> list[int | None]:
         """Run a step. Returns a token for each chunk that samples, in order; None where the logits are unusable."""
         clock = [time.perf_counter()]
+        if step.clear:
+            blocks = torch.tensor(step.clear, device=self.model.device)
+            for cache in self._caches:
+                self.model.backend.clear(cache, blocks)
         self._encode(step.encode, step.evict)
         clock.append(time.perf_counter())
         batch = build_batch(step, self._block_size, self.model.device)
@@ -63,10 +67,6 @@ class ModelRunner:
             raise ValueError("the model has no vision encoder")
         pixels = [torch.from_numpy(image.pixels).to(self.model.device, self.model.dtype) for image in images]
         for image, embeddings in zip(images, self.model.vision.encode(pixels), strict=True):
-            if embeddings.shape[0] != image.num_tokens:
-                raise ValueError(
-                    f"the vision encoder made {embeddings.shape[0]} embeddings for {image.num_tokens} tokens"
-                )
             self._embeddings[image.key] = embeddings
 
     def _logits(self, batch: Batch) -> Tensor:

@@ -27,9 +27,14 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class Step:
-    """One batch. Chunks of one token come first. `encode`: pictures to encode before; `evict`: embeddings to drop."""
+    """One batch. Chunks of one token come first.
+
+    Before it runs: `clear` are blocks to zero, `evict` pictures whose embeddings are dropped, `encode` pictures to
+    encode, in this order.
+    """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
+    clear: list[int] = field(default_factory=list)
     encode: list[ImageInput] = field(default_factory=list)
     evict: list[bytes] = field(default_factory=list)
 
@@ -63,6 +68,7 @@ class Scheduler:
         self._image_token_bytes = image_token_bytes
         self._prefix_caching = prefix_caching
         self._by_id: dict[str, Sequence] = {}
+        self._spoiled: list[int] = []
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
@@ -84,7 +90,8 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Plan the next step and take the blocks that it writes to."""
-        step = Step()
+        step = Step(clear=self._spoiled)
+        self._spoiled = []
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and budget > 0:
@@ -204,6 +211,7 @@ class Scheduler:
         reason: FinishReason | None = None
         end, error = None, None
         if token is None:
+            self._spoil(sequence)
             reason, error = "error", "the model's output is not a number; try another dtype (--dtype float32)"
         elif token in sequence.end_token_ids:
             reason, end = "stop", token
@@ -212,6 +220,16 @@ class Scheduler:
             new = [token]
             reason = "length" if len(sequence.token_ids) >= sequence.max_len else None
         return RequestOutput(sequence.request_id, new, reason, end, error, sequence.num_cached or 0)
+
+    def _spoil(self, sequence: Sequence) -> None:
+        """Keep a failed sequence's keys and values, which may be NaN, from whoever gets its blocks next.
+
+        A block is read as a whole, and what is masked still spoils a sum if it is NaN.
+        """
+        for block in sequence.block_table:
+            self.pool.forget(block)
+            if self.pool.ref_count(block) == 1:
+                self._spoiled.append(block)
 
     def _unpin(self, sequence: Sequence, key: bytes, position: int) -> None:
         """Unpin a picture unless the same one comes again at or after `position`."""

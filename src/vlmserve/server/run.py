@@ -6,20 +6,19 @@ Little is imported here before the engine process runs, so that the two load the
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import os
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.engine.process import EngineProcess
-from vlmserve.errors import ConfigurationError, InvalidRequestError
+from vlmserve.errors import ConfigurationError
+from vlmserve.frontend.defaults import default_sampling
 from vlmserve.models.hub import resolve_model
-from vlmserve.types import ModelInfo, SamplingParams
+from vlmserve.types import ModelInfo
 
 if TYPE_CHECKING:
     from vlmserve.frontend.client import EngineClient
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from vlmserve.server.web import WebServer
 
 logger = logging.getLogger(__name__)
+
+SIGNAL_ECHO = 0.3
+"""Seconds after a signal in which another one is the same: make passes on what its whole process group got."""
 
 
 def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
@@ -67,26 +69,6 @@ def bind(server: ServerConfig) -> socket.socket:
         reason = error.strerror or str(error)
         raise ConfigurationError(f"cannot listen on {server.host} port {server.port}: {reason}; try --port") from None
     return listener
-
-
-def default_sampling(folder: Path) -> SamplingParams:
-    """What the checkpoint's generation_config.json says about sampling; OpenAI's defaults for what it leaves open.
-
-    ``"do_sample": false``, written out, means greedy.
-    """
-    path = folder / "generation_config.json"
-    settings: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        settings = dict(json.loads(path.read_text("utf-8")))
-    if settings.get("do_sample") is False:
-        return SamplingParams(temperature=0.0)
-    names = ("temperature", "top_p", "top_k", "min_p")
-    wanted = {name: settings[name] for name in names if isinstance(settings.get(name), int | float)}
-    try:
-        return SamplingParams(**wanted)
-    except InvalidRequestError as error:
-        logger.warning("%s is ignored: %s", path, error)
-        return SamplingParams()
 
 
 async def _serve(
@@ -151,15 +133,20 @@ async def _shut_down(service: Service, client: EngineClient) -> None:
 def _stop_on_signals(process: EngineProcess) -> asyncio.Event:
     """An event that the first signal sets. The second one ends the process."""
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    first = 0.0
 
     def handle() -> None:
-        if stop.is_set():
+        nonlocal first
+        if not stop.is_set():
+            first = loop.time()
+            stop.set()
+        elif loop.time() - first > SIGNAL_ECHO:
             process.close()
             os._exit(1)
-        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, handle)
+        loop.add_signal_handler(number, handle)
     return stop
 
 

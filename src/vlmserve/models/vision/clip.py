@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.activation import activation
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
@@ -171,13 +171,7 @@ class ClipTower(nn.Module):
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """``[pictures, channels, height, width]`` to ``[pictures, 1 + patches, hidden_size * feature layers]``.
-
-        Raises InvalidImageError for pictures of another size.
-        """
-        expected = (self.spec.num_channels, self.spec.image_size, self.spec.image_size)
-        if pixels.shape[1:] != expected:
-            raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(pixels.shape[1:])}")
+        """``[pictures, channels, height, width]`` to ``[pictures, 1 + patches, hidden_size * feature layers]``."""
         x = self.pre_layrnorm(self.embeddings(pixels))
         states = [x]
         for layer in self.encoder["layers"].children():
