@@ -265,3 +265,16 @@ def test_limits_on_pictures_are_options_too(folder):
 def test_a_model_that_is_not_there_is_an_error():
     with pytest.raises(CheckpointNotFoundError, match="no/such"):
         LLM("./no/such/folder")
+
+
+def test_a_lazy_model_is_loaded_by_its_first_use(folder, monkeypatch):
+    import vlmserve.engine
+
+    loaded = []
+    create = vlmserve.engine.create_engine
+    monkeypatch.setattr(vlmserve.engine, "create_engine", lambda *args: loaded.append(args) or create(*args))
+    llm = LLM(str(folder), engine="mock", load="lazy")
+    assert loaded == []
+    for _ in range(2):
+        llm.chat(ask("What is this?"), GREEDY, use_tqdm=False)
+    assert len(loaded) == 1

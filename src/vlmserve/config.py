@@ -68,6 +68,7 @@ class EngineConfig(Settings):
     model: str = Field(BUILT_IN_MODEL, description="Built-in name, local folder or Hugging Face repository id.")
     revision: str | None = Field(None, description="Branch, tag or commit of the repository.")
     engine: Literal["real", "mock"] = Field("real", description="'mock' answers deterministic text without a model.")
+    load: Literal["eager", "lazy"] = Field("eager", description="'lazy' loads the model when the first request comes.")
     device: Device = Field("auto", description="auto, cpu, mps, cuda or cuda:N.")
     dtype: DType = Field("auto", description="auto takes the checkpoint's type where the device computes it well.")
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, read_settings
@@ -23,6 +24,7 @@ from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.types import EngineRequest, FinishReason, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from vlmserve.engine.protocol import VLMEngine
     from vlmserve.prompt.detokenize import Detokenizer
 
 Message = Mapping[str, Any]
@@ -101,7 +103,6 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
-        from vlmserve.engine import create_engine
         from vlmserve.frontend.defaults import default_sampling
         from vlmserve.frontend.requests import RequestPreparer
         from vlmserve.models.hub import resolve_model
@@ -112,9 +113,22 @@ class LLM:
         folder = resolve_model(self.config.model, self.config.revision)
         self.default_sampling_params = default_sampling(folder)
         self._preparer = RequestPreparer(folder, self._media)
-        self.engine = create_engine(self.config, folder)
+        self._folder = folder
+        if self.config.load == "eager":
+            self.load()
         self._generations: dict[str, _Generation] = {}
         self._ids = itertools.count()
+
+    def load(self) -> None:
+        """Load the model now if it is not loaded. Raises ModelLoadError and ConfigurationError."""
+        assert self.engine is not None
+
+    @cached_property
+    def engine(self) -> VLMEngine:
+        """The engine with its model. With ``load="lazy"`` its first use loads it, and raises what that raises."""
+        from vlmserve.engine import create_engine
+
+        return create_engine(self.config, self._folder)
 
     def chat(
         self,

@@ -244,3 +244,26 @@ def _answers(server: ServerProcess) -> bool:
         return server.health().status_code in (200, 503)
     except httpx.ConnectError:
         return False
+
+
+def test_a_lazy_server_loads_its_model_when_the_first_request_comes(folder):
+    with serving(folder, ready=False, load="lazy") as server:
+        line = server.process.stdout.readline()
+        assert line.startswith("vlmserve listens on http"), line
+        server.url = line.split()[3].rstrip(";")
+        assert server.health().json() == {"status": "asleep"}
+        assert psutil.Process(server.process.pid).children() == []
+        body = {"messages": QUESTION, "max_tokens": 3}
+        answers = [httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert server.health().json() == {"status": "ok"}
+        assert server.engine().is_running()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+
+
+def test_a_lazy_server_that_nobody_asked_stops_when_told(folder):
+    with serving(folder, ready=False, load="lazy") as server:
+        server.process.stdout.readline()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0

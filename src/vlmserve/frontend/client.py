@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -92,13 +93,7 @@ class EngineStream:
     def put(self, output: RequestOutput) -> None:
         """The engine produced something."""
         if self._pending is not None:
-            output = RequestOutput(
-                output.request_id,
-                self._pending.token_ids + output.token_ids,
-                output.finish_reason,
-                output.stop_token_id,
-                output.error,
-            )
+            output = msgspec.structs.replace(output, token_ids=self._pending.token_ids + output.token_ids)
         self._pending = output
         self._news.set()
 

@@ -87,8 +87,10 @@ async def show_model(request: Request, name: str) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 when requests are answered, else 503 with the reason."""
+    """200 when requests are answered, even if the first one has to load the model, else 503 with the reason."""
     service: Service = request.app.state.service
+    if service.phase == "asleep":
+        return json_response({"status": "asleep"})
     problem = service.problem()
     if problem is None:
         return json_response({"status": "ok"})

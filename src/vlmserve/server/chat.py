@@ -138,9 +138,11 @@ async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> N
 async def chat_completions(request: Request) -> Response:
     """The route. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
-    client = service.client
+    service.check_serving()
     body = parse_chat_request(await read_json_body(request, service.config.max_body_bytes))
     service.check_model(body.model)
+    await unless_disconnected(request, service.wake())
+    client = service.client
     with contextlib.ExitStack() as stack:
         stack.enter_context(service.admit(body.n))
         generation = await unless_disconnected(request, _begin(service, client, body))

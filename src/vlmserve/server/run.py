@@ -6,10 +6,12 @@ Little is imported here before the engine process runs, so that the two load the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,15 +44,20 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
         logging.getLogger(chatty).setLevel(logging.WARNING)
     listener = bind(server)
     folder = resolve_model(engine.model, engine.revision)
-    process = EngineProcess.launch(engine, folder)
-    try:
+    with contextlib.ExitStack() as stack:
+        process = None
+        if engine.load == "eager":
+            process = stack.enter_context(contextlib.closing(EngineProcess.launch(engine, folder)))
+
+        def launch() -> EngineProcess:
+            return process or stack.enter_context(contextlib.closing(EngineProcess.launch(engine, folder)))
+
         from vlmserve.server.service import Service
         from vlmserve.server.web import WebServer
 
         service = Service(engine, media, server)
-        asyncio.run(_serve(service, WebServer(service, listener), process, engine, folder, media))
-    finally:
-        process.close()
+        web = WebServer(service, listener)
+        asyncio.run(_serve(service, web, launch, stack.close, engine, folder, media))
 
 
 def bind(server: ServerConfig) -> socket.socket:
@@ -74,15 +81,18 @@ def bind(server: ServerConfig) -> socket.socket:
 async def _serve(
     service: Service,
     web: WebServer,
-    process: EngineProcess,
+    launch: Callable[[], EngineProcess],
+    kill: Callable[[], None],
     engine: EngineConfig,
     folder: Path,
     media: MediaConfig,
 ) -> None:
-    stop = _stop_on_signals(process)
+    stop = _stop_on_signals(kill)
     web.start()
     try:
-        loading = asyncio.ensure_future(_load(process, engine, folder, media))
+        if service.phase == "asleep":
+            print(f"vlmserve listens on {web.url}; the first request loads {service.model_name}", flush=True)
+        loading = asyncio.ensure_future(_load(service.wanted, launch, engine, folder, media))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -101,9 +111,10 @@ async def _serve(
 
 
 async def _load(
-    process: EngineProcess, engine: EngineConfig, folder: Path, media: MediaConfig
+    wanted: asyncio.Event, launch: Callable[[], EngineProcess], engine: EngineConfig, folder: Path, media: MediaConfig
 ) -> tuple[EngineClient, Preparer]:
-    """The engine client and the preparer, made at the same time."""
+    """The engine client and the preparer, made at the same time, once they are wanted."""
+    await wanted.wait()
     from vlmserve.frontend.client import EngineClient
 
     def make_preparer() -> Preparer:
@@ -111,7 +122,7 @@ async def _load(
 
         return RequestPreparer(folder, media)
 
-    starting = asyncio.ensure_future(EngineClient.start(engine, process=process))
+    starting = asyncio.ensure_future(EngineClient.start(engine, process=launch()))
     try:
         preparer = await asyncio.to_thread(make_preparer)
         return await starting, preparer
@@ -130,8 +141,8 @@ async def _shut_down(service: Service, client: EngineClient) -> None:
     await client.close()
 
 
-def _stop_on_signals(process: EngineProcess) -> asyncio.Event:
-    """An event that the first signal sets. The second one ends the process."""
+def _stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
+    """An event that the first signal sets. The second one kills the engine and ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     first = 0.0
@@ -142,7 +153,7 @@ def _stop_on_signals(process: EngineProcess) -> asyncio.Event:
             first = loop.time()
             stop.set()
         elif loop.time() - first > SIGNAL_ECHO:
-            process.close()
+            kill()
             os._exit(1)
 
     for number in (signal.SIGINT, signal.SIGTERM):

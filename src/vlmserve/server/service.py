@@ -16,7 +16,7 @@ from vlmserve.frontend.client import EngineClient
 from vlmserve.server.errors import RefusedError
 from vlmserve.types import ModelInfo, Prompt, SamplingParams
 
-Phase = Literal["loading", "serving", "closing"]
+Phase = Literal["asleep", "loading", "serving", "closing"]
 
 
 class TextStream(Protocol):
@@ -53,6 +53,12 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing = False
+        self.wanted = asyncio.Event()
+        """Set when the model is to be loaded."""
+        self._lazy = engine.load == "lazy"
+        if not self._lazy:
+            self.wanted.set()
+        self._opened = asyncio.Event()
         self._client: EngineClient | None = None
         self._preparer: Preparer | None = None
         # A slow picture must not hold up text, nor a slow host the pictures that are here already.
@@ -65,10 +71,18 @@ class Service:
         self._client = client
         self._preparer = preparer
         self.defaults = defaults or self.defaults
+        self._opened.set()
+
+    async def wake(self) -> None:
+        """See to it that a model that is loaded on demand is there; who comes while it is loading waits for it."""
+        if self._lazy and self._client is None and not self._closing:
+            self.wanted.set()
+            await self._opened.wait()
 
     async def drain(self, grace: float) -> bool:
         """Refuse new requests from now on, wait for those under way; whether they ended within `grace` seconds."""
         self._closing = True
+        self._opened.set()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         return self._idle.is_set()
@@ -99,7 +113,17 @@ class Service:
 
     @property
     def phase(self) -> Phase:
-        return "closing" if self._closing else "loading" if self._client is None else "serving"
+        if self._closing:
+            return "closing"
+        if self._client is not None:
+            return "serving"
+        return "loading" if self.wanted.is_set() else "asleep"
+
+    def check_serving(self) -> None:
+        """Raises what `client` raises, unless the model only waits for a request to be loaded."""
+        problem = self.problem()
+        if problem is not None and not (self._lazy and self.phase in ("asleep", "loading")):
+            raise problem
 
     def problem(self) -> VLMServeError | None:
         """Why no request can be answered now."""
