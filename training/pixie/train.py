@@ -2,7 +2,7 @@
 
 First the vision tower learns what covers each part of a picture, then the whole model learns answers. Both stages save
 their state every few minutes; the same command goes on where it was stopped. At the end the Hugging Face folder is in
-OUT/export, and `vlmserve eval OUT/export` says how good it is.
+OUT/export, and `vlmserve eval pixie --model OUT/export` says how good it is.
 """
 
 from __future__ import annotations
