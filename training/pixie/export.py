@@ -42,7 +42,7 @@ _PROCESSOR: Final[dict[str, Any]] = {
 
 
 def pixie_config() -> LlavaConfig:
-    """Return the architecture: a 6 x 192 CLIP ViT, a two-layer projector, a 6 x 256 Llama with 8 heads on 2."""
+    """Return the architecture: a 6 x 192 CLIP ViT, a two-layer projector, a 4 x 256 Llama with 8 heads on 2."""
     vision = CLIPVisionConfig(
         hidden_size=192,
         intermediate_size=768,
@@ -57,7 +57,7 @@ def pixie_config() -> LlavaConfig:
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,

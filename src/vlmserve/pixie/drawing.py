@@ -63,13 +63,22 @@ def outline_points(item: Item) -> Points:
     return [(x + cos * px - sin * py, y + sin * px + cos * py) for px, py in scaled]
 
 
+def _ring_share(item: Item) -> float:
+    return 0.1 + 0.1 * item.detail
+
+
+def ring_width(item: Item) -> float:
+    """How thick a ring is, in pixels of the picture."""
+    return max(2.0, min(item.size) * _ring_share(item))
+
+
 def _draw_item(draw: ImageDraw.ImageDraw, item: Item, scale: int) -> None:
     side = min(item.size) * scale
     if item.shape in ("circle", "ring"):
         (x, y), (width, height) = item.centre, item.size
         box = tuple(scale * v for v in (x - width / 2, y - height / 2, x + width / 2, y + height / 2))
         if item.shape == "ring":
-            draw.ellipse(box, outline=item.rgb, width=max(2, round(side * (0.1 + 0.1 * item.detail))))
+            draw.ellipse(box, outline=item.rgb, width=max(2, round(side * _ring_share(item))))
         else:
             draw.ellipse(box, fill=item.rgb, outline=item.outline, width=max(1, round(side * 0.03)))
         return

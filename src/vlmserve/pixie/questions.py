@@ -129,7 +129,7 @@ def scene_seed(seed: int, index: int) -> int:
     return seed * _SCENES_PER_EXAMPLE + index
 
 
-def _matching_pair(seed: int, rng: random.Random, *, listed_words: bool) -> tuple[Scene, Scene]:
+def matching_pair(seed: int, rng: random.Random, *, listed_words: bool = False) -> tuple[Scene, Scene]:
     """Sample two scenes to compare; every second pair of single objects shares its colour, or else its shape."""
     kinds: tuple[Kind, Kind] = rng.choices((("one", "one"), ("grid", "grid"), ("one", "grid")), (5, 4, 1))[0]
     if rng.random() < 0.2:
@@ -157,7 +157,7 @@ def sample_example(seed: int, task: str | None = None, *, listed_words: bool = F
         drawn = rng.random()
         task = "pair" if drawn < 0.1 else "refusal" if drawn < 0.14 else None
     if task == "pair":
-        first, second = _matching_pair(seed, rng, listed_words=listed_words)
+        first, second = matching_pair(seed, rng, listed_words=listed_words)
         return pair(first, second, rng)
     if task == "refusal" and rng.random() < 0.6:
         return text_only(rng, held_out=seed >= HELD_OUT_SEEDS)

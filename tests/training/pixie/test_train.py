@@ -1,0 +1,114 @@
+"""The recipe from end to end, for a few steps, and its modules beside transformers'."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import LlavaForConditionalGeneration
+
+from training.pixie import train
+from training.pixie.export import IMAGE_TOKENS, export, export_tokenizer
+from training.pixie.labels import GRID, LABELS, dense_labels
+from training.pixie.model import Decoder, Tower, hugging_face_names
+from training.pixie.rows import PADDING_GROUP, RowMaker, pack, squash
+from training.pixie.tokenizer import IMAGE, train_tokenizer
+from vlmserve.pixie.scenes import sample_scene
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(2000)
+
+
+def test_every_item_and_character_has_its_labels():
+    for seed in range(60):
+        scene = sample_scene(seed)
+        labels = dense_labels(scene)
+        assert labels.shape == (len(LABELS), GRID, GRID)
+        things = len(scene.items) or len(scene.writing.text)
+        assert set(np.unique(labels[-1])) - {0} <= set(range(1, things + 1))
+        assert all((labels[row].max() < kind.num_classes) for row, kind in enumerate(LABELS))
+        if scene.kind == "grid":
+            assert len(np.unique(labels[-1])) == things + 1
+
+
+def test_branches_of_a_row_see_what_is_common_and_themselves():
+    row = pack([([1, 2], [([5, 6], [False, True]), ([7], [True])]), ([], [([8, 9], [False, True])])])
+    assert row["tokens"][:8].tolist() == [1, 2, 5, 6, 7, 8, 9, 0]
+    assert row["positions"][:7].tolist() == [0, 1, 2, 3, 2, 0, 1]
+    assert row["groups"][:8].tolist() == [0, 0, 0, 0, 0, 1, 1, PADDING_GROUP]
+    assert row["branches"][:7].tolist() == [0, 0, 1, 1, 2, 1, 1]
+    assert row["said"][:7].tolist() == [False, False, False, True, True, False, True]
+
+
+def test_rows_come_with_the_pictures_of_their_placeholders(tokenizer):
+    maker = RowMaker(tokenizer)
+    for seed in range(40):
+        rng = random.Random(seed)
+        scenes = maker.scenes(seed, rng)
+        groups, pictures = maker.row(scenes, 0, rng)
+        count = int((pack(groups)["tokens"] == IMAGE).sum())
+        assert count % IMAGE_TOKENS == 0
+        assert count // IMAGE_TOKENS <= len(pictures)
+        assert all(index < len(scenes) for index in pictures)
+
+
+def test_the_modules_that_are_trained_compute_what_the_exported_folder_computes(tmp_path, tokenizer):
+    torch.manual_seed(0)
+    tower, decoder = Tower(), Decoder()
+    scene = sample_scene(3, "grid")
+    picture = torch.from_numpy(squash(scene).copy())[None]
+    with torch.no_grad():
+        for parameter in (*tower.parameters(), *decoder.parameters()):
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    state = hugging_face_names(tower.state_dict(), decoder.state_dict())
+    export(tmp_path, {name: tensor.bfloat16() for name, tensor in state.items()}, tokenizer)
+    theirs = LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for module in (tower, decoder):
+            for parameter in module.parameters():
+                parameter.copy_(parameter.bfloat16())
+    tokens = torch.tensor([[1, 4, *[IMAGE] * IMAGE_TOKENS, 50, 51, 52, 5, 60]])
+    length = tokens.shape[1]
+    zeros = torch.zeros_like(tokens)
+    with torch.no_grad():
+        everything = torch.ones_like(tokens, dtype=torch.bool)
+        ours = decoder(tokens, torch.arange(length)[None], zeros, zeros, tower(picture), everything)
+        pixels = picture.permute(0, 3, 1, 2).float() / 127.5 - 1
+        expected = theirs(input_ids=tokens, pixel_values=pixels).logits[0]
+    torch.testing.assert_close(ours, expected, atol=2e-3, rtol=1e-3)
+
+
+def test_a_run_trains_saves_resumes_and_exports(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(train, "TOWER_BATCH", 4)
+    monkeypatch.setattr(train, "MODEL_BATCH", 2)
+    tmp_path.joinpath("tokenizer.json").write_text(tokenizer.to_str())
+
+    def run(*steps: int) -> None:
+        tower, model = (str(count) for count in steps)
+        arguments = ["--out", str(tmp_path), "--tower-steps", tower, "--model-steps", model, "--pool", "30"]
+        monkeypatch.setattr(sys, "argv", ["train", *arguments, "--device", "cpu"])
+        train.main()
+
+    run(2, 2)
+    first = torch.load(tmp_path / "state.pt")
+    assert (first["tower_steps"], first["model_steps"]) == (2, 2)
+    run(2, 3)
+    second = torch.load(tmp_path / "state.pt")
+    assert second["model_steps"] == 3
+    before, after = (state["decoder"]["originals"]["embeddings.weight"] for state in (first, second))
+    assert not torch.equal(before, after)
+    assert (tmp_path / "export" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "llava"
+
+
+def test_the_exported_tokenizer_is_the_one_that_was_trained_with(tmp_path, tokenizer):
+    export_tokenizer(tmp_path, tokenizer)
+    saved = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert saved.get_vocab() == tokenizer.get_vocab()

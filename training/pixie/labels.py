@@ -1,0 +1,79 @@
+"""What the generator knows of every part of a picture: the dense labels that the vision tower learns first."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+from training.pixie.export import IMAGE_SIZE, PATCH_SIZE
+from vlmserve.pixie.drawing import outline_points, ring_width
+from vlmserve.pixie.scenes import MOST_ITEMS, Item, Scene
+from vlmserve.pixie.vocabulary import COLOURS, DIGITS, LETTERS, SHAPES
+
+CELLS_PER_PATCH: Final = 3
+"""Along each side of a patch."""
+CELL_SIZE: Final = PATCH_SIZE // CELLS_PER_PATCH
+GRID: Final = IMAGE_SIZE // CELL_SIZE
+
+_CHARACTERS: Final = DIGITS + LETTERS
+_WRITING: Final = len(SHAPES) + 1
+
+
+class LabelKind(NamedTuple):
+    """One thing to say of every cell; class 0 is "nothing". weight: its share of the loss."""
+
+    name: str
+    num_classes: int
+    weight: float
+
+
+LABELS: Final = (
+    LabelKind("shape", len(SHAPES) + 2, 1.0),
+    LabelKind("colour", len(COLOURS) + 1, 1.0),
+    # Characters are the hardest to tell apart, and numbers and words hang on them.
+    LabelKind("character", len(_CHARACTERS) + 1, 2.0),
+    # Which item in reading order, or which character of the text: listing and counting become looking it up.
+    LabelKind("rank", MOST_ITEMS + 1, 1.0),
+)
+
+
+def dense_labels(scene: Scene) -> npt.NDArray[np.uint8]:
+    """``[labels, GRID, GRID]``: for each cell of the squashed picture, the class of each kind in `LABELS`."""
+    labels = np.zeros((len(LABELS), GRID, GRID), np.uint8)
+    width, height = scene.size
+    if scene.items:
+        mask = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE), 0)
+        draw = ImageDraw.Draw(mask)
+        for rank, item in enumerate(scene.items, start=1):
+            _draw_mask(draw, item, rank, IMAGE_SIZE / width, IMAGE_SIZE / height)
+        covered = np.asarray(mask)[CELL_SIZE // 2 :: CELL_SIZE, CELL_SIZE // 2 :: CELL_SIZE]
+        for rank, item in enumerate(scene.items, start=1):
+            labels[:, covered == rank] = _column(SHAPES.index(item.shape) + 1, COLOURS.index(item.colour) + 1, 0, rank)
+    if scene.writing is not None:
+        colour = COLOURS.index(scene.writing.colour) + 1
+        boxes = zip(scene.writing.text, scene.writing.boxes, strict=True)
+        for rank, (character, (left, top, right, bottom)) in enumerate(boxes, start=1):
+            rows, columns = _cells(top, bottom, height), _cells(left, right, width)
+            labels[:, rows, columns] = _column(_WRITING, colour, _CHARACTERS.index(character) + 1, rank)[..., None]
+    return labels
+
+
+def _column(*classes: int) -> npt.NDArray[np.uint8]:
+    return np.array(classes, np.uint8)[:, None]
+
+
+def _cells(start: float, end: float, length: int) -> slice:
+    first = round(start * GRID / length)
+    return slice(max(0, first), max(first + 1, round(end * GRID / length)))
+
+
+def _draw_mask(draw: ImageDraw.ImageDraw, item: Item, value: int, x_scale: float, y_scale: float) -> None:
+    draw.polygon([(x * x_scale, y * y_scale) for x, y in outline_points(item)], fill=value)
+    if item.shape == "ring":
+        (x, y), (width, height) = item.centre, item.size
+        inner_width, inner_height = width / 2 - ring_width(item), height / 2 - ring_width(item)
+        box = (x - inner_width, y - inner_height, x + inner_width, y + inner_height)
+        draw.ellipse(tuple(v * scale for v, scale in zip(box, (x_scale, y_scale) * 2, strict=True)), fill=0)

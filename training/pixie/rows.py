@@ -1,0 +1,189 @@
+"""Training data made ahead of time by worker processes, in a ring of memory-mapped arrays.
+
+Pictures come with their dense labels and with several packed rows of questions. A row says what is common to its
+questions once (the pictures, mostly) and lets each question branch off from there, seeing that and itself only: one
+look at a picture teaches ten answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from tokenizers import Tokenizer
+
+from training.pixie.export import IMAGE_SIZE, IMAGE_TOKENS
+from training.pixie.labels import GRID, LABELS, dense_labels
+from training.pixie.tokenizer import BOS, IMAGE, encode_example
+from vlmserve.pixie.drawing import draw_scene
+from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
+from vlmserve.pixie.questions import Example, matching_pair, pair, single, text_only
+from vlmserve.pixie.scenes import Kind, Scene, sample_scene
+
+ROW_LENGTH: Final = 256
+ROWS_PER_PICTURE: Final = 3
+PICTURES_PER_ROW: Final = 3
+PADDING_GROUP: Final = 254
+KINDS: Final[tuple[Kind, ...]] = ("grid", "one", "number", "word")
+KIND_SHARES: Final = (0.46, 0.10, 0.20, 0.24)
+PAIR_SHARE: Final = 0.12
+
+Encoded = tuple[list[int], list[bool]]
+Group = tuple[list[int], list[Encoded]]
+"""Tokens that all its branches see, and the branches, each with which of its tokens the model is to say."""
+
+
+def squash(scene: Scene) -> npt.NDArray[np.uint8]:
+    """The picture of a scene as the image processor resizes it, ``[height, width, 3]``."""
+    return np.asarray(draw_scene(scene).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC))
+
+
+class Pool:
+    """A ring of `size` pictures with their labels and rows. Workers write it, the trainer reads it."""
+
+    ROW_FIELDS: Final = {"tokens": np.int16, "positions": np.int16, "groups": np.uint8, "branches": np.uint8}
+
+    def __init__(self, folder: Path, size: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.size = folder, size
+        self.made: Synchronized[int] = multiprocessing.Value("q", 0)
+        """Pictures made so far."""
+        rows = size * ROWS_PER_PICTURE
+        self.shapes: dict[str, tuple[tuple[int, ...], Any]] = {
+            "pictures": ((size, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8),
+            "labels": ((size, len(LABELS), GRID, GRID), np.uint8),
+            "row_pictures": ((rows, PICTURES_PER_ROW), np.int32),
+            "said": ((rows, ROW_LENGTH), np.bool_),
+            **{name: ((rows, ROW_LENGTH), kind) for name, kind in self.ROW_FIELDS.items()},
+        }
+        for name, (shape, kind) in self.shapes.items():
+            np.memmap(folder / name, kind, "w+", shape=shape)
+
+    def open(self, mode: Any) -> dict[str, npt.NDArray[Any]]:
+        """All arrays; ``mode`` is numpy's ("r" or "r+")."""
+        return {name: np.memmap(self.folder / name, kind, mode, shape=s) for name, (s, kind) in self.shapes.items()}
+
+    @property
+    def available(self) -> int:
+        """Pictures that may be read."""
+        return min(self.made.value, self.size)
+
+
+def pack(groups: Sequence[Group]) -> dict[str, npt.NDArray[Any]]:
+    """Lay groups behind each other into one row; what does not fit is left out.
+
+    groups: who belongs together. branches: 0 for what all of a group see, else the branch. positions: those that a
+    token would have if its branch were alone.
+    """
+    row: dict[str, npt.NDArray[Any]] = {name: np.zeros(ROW_LENGTH, kind) for name, kind in Pool.ROW_FIELDS.items()}
+    row["said"] = np.zeros(ROW_LENGTH, np.bool_)
+    filled = 0
+    for number, (common, branches) in enumerate(groups):
+        if filled + len(common) + min(len(ids) for ids, _ in branches) > ROW_LENGTH:
+            break
+        parts = [(0, common, [False] * len(common), 0)]
+        parts += [(index, ids, said, len(common)) for index, (ids, said) in enumerate(branches, start=1)]
+        for branch, ids, said, first in parts:
+            end = filled + len(ids)
+            if end > ROW_LENGTH:
+                continue
+            row["tokens"][filled:end] = ids
+            row["positions"][filled:end] = range(first, first + len(ids))
+            row["groups"][filled:end] = number
+            row["branches"][filled:end] = branch
+            row["said"][filled:end] = said
+            filled = end
+    row["groups"][filled:] = PADDING_GROUP
+    return row
+
+
+def _expand(encoded: Encoded) -> Encoded:
+    ids, said = [], []
+    for token, speaks in zip(*encoded, strict=True):
+        count = IMAGE_TOKENS if token == IMAGE else 1
+        ids += [token] * count
+        said += [speaks] * count
+    return ids, said
+
+
+class RowMaker:
+    """Draws scenes and asks about them, deterministically from each seed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def scenes(self, seed: int, rng: random.Random) -> tuple[Scene, ...]:
+        """One scene, or two to compare."""
+        if rng.random() < PAIR_SHARE:
+            return matching_pair(seed, rng)
+        return (sample_scene(seed, rng.choices(KINDS, KIND_SHARES)[0]),)
+
+    def row(self, scenes: tuple[Scene, ...], index: int, rng: random.Random) -> tuple[list[Group], tuple[int, ...]]:
+        """Groups of a row about the scene with that index, and the indices of the pictures in their order."""
+        system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None
+        drawn = rng.random()
+        if len(scenes) == 2 and drawn < 0.5:
+            if rng.random() < 0.25:
+                return [self._apart(pair(*scenes, rng), system)], (0, 1)
+            return self._branching(lambda: pair(*scenes, rng), system, 7), (0, 1)
+        scene = scenes[index]
+        drawn = rng.random()
+        if drawn < 0.14:
+            return [self._apart(single(scene, rng), system) for _ in range(2)], (index, index)
+        if drawn < 0.18:
+            texts = [encode_example(self._tokenizer, text_only(rng)) for _ in range(12)]
+            return [([BOS], [(ids[1:], said[1:]) for ids, said in texts])], ()
+        return self._branching(lambda: single(scene, rng), system, 12), (index,)
+
+    def _apart(self, example: Example, system: str | None) -> Group:
+        """A conversation of its own, its pictures behind the question's text."""
+        encoded = encode_example(self._tokenizer, replace(example, text_first=True, system=system))
+        return [], [_expand(encoded)]
+
+    def _branching(self, ask: Callable[[], Example], system: str | None, count: int) -> list[Group]:
+        """Conversations that begin with the same pictures and branch off behind them."""
+        common: list[int] = []
+        branches = []
+        for _ in range(count):
+            ids, said = encode_example(self._tokenizer, replace(ask(), text_first=False, system=system))
+            start = len(ids) - ids[::-1].index(IMAGE)
+            common = ids[:start]
+            branches.append((ids[start:], said[start:]))
+        return [(_expand((common, [False] * len(common)))[0], branches)]
+
+
+def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float) -> None:
+    """A worker: fills the ring as fast as it can, then goes round with `pause` seconds between pictures."""
+    maker = RowMaker(Tokenizer.from_file(str(tokenizer_file)))
+    arrays = pool.open("r+")
+    made = 0
+    for seed in itertools.count(first_seed):
+        rng = random.Random(seed)
+        scenes = maker.scenes(seed, rng)
+        slots = [(made + offset) % pool.size for offset in range(len(scenes))]
+        for slot, scene in zip(slots, scenes, strict=True):
+            arrays["pictures"][slot] = squash(scene)
+            arrays["labels"][slot] = dense_labels(scene)
+        for index, slot in enumerate(slots):
+            for number in range(slot * ROWS_PER_PICTURE, (slot + 1) * ROWS_PER_PICTURE):
+                groups, pictures = maker.row(scenes, index, rng)
+                row = pack(groups)
+                count = int((row["tokens"] == IMAGE).sum()) // IMAGE_TOKENS
+                used = [slots[picture] for picture in pictures[:count]]
+                arrays["row_pictures"][number] = used + [-1] * (PICTURES_PER_ROW - len(used))
+                for name, values in row.items():
+                    arrays[name][number] = values
+        made += len(slots)
+        pool.made.value = made
+        if made > pool.size:
+            time.sleep(pause)
