@@ -80,14 +80,16 @@ def make_jobs(
     count: int, *, vocab_size: int, seed: int, prompt_lens: tuple[int, int], answer_lens: tuple[int, int],
     picture: ImageInput | None = None,
 ) -> list[Job]:  # fmt: skip
-    """Random prompts whose lengths are spread evenly over the ranges, both ends included, in random order.
+    """Random prompts with mixed lengths, in random order; a single one has the longest.
+
+    Lengths are spread evenly over the logarithms of the ranges, both ends included: many short, few long, as in chats.
 
     picture: what every prompt begins with, each time as a new picture, so that nothing is found in a cache.
     """
     draw = random.Random(seed)
     lengths = []
     for low, high in (prompt_lens, answer_lens):
-        spread = [round(low + (high - low) * (i / (count - 1) if count > 1 else 0.5)) for i in range(count)]
+        spread = [round(high * (low / high) ** (i / max(count - 1, 1))) for i in range(count)]
         draw.shuffle(spread)
         lengths.append(spread)
     jobs = []
@@ -362,8 +364,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads for both; default: torch's choice")
     parser.add_argument("--kv-cache-memory", default="1GiB")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--prompt-lens", type=span, default=(16, 96), metavar="LOW-HIGH")
-    parser.add_argument("--answer-lens", type=span, default=(4, 64), metavar="LOW-HIGH")
+    parser.add_argument("--prompt-lens", type=span, default=(8, 64), metavar="LOW-HIGH")
+    parser.add_argument("--answer-lens", type=span, default=(4, 48), metavar="LOW-HIGH")
     parser.add_argument("--pictures", action="store_true", help="start every prompt with the same new picture")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the report to this file")

@@ -11,18 +11,18 @@ from benchmarks.engine import bytes_per_decoded_token, main, make_jobs
 
 
 def test_lengths_are_mixed_and_span_the_ranges():
-    jobs = make_jobs(16, vocab_size=100, seed=3, prompt_lens=(4, 20), answer_lens=(1, 31))
+    jobs = make_jobs(16, vocab_size=100, seed=3, prompt_lens=(4, 20), answer_lens=(2, 31))
     prompts, answers = [len(job.prompt.token_ids) for job in jobs], [job.num_tokens for job in jobs]
-    assert (min(prompts), max(prompts), min(answers), max(answers)) == (4, 20, 1, 31)
+    assert (min(prompts), max(prompts), min(answers), max(answers)) == (4, 20, 2, 31)
     assert sorted(prompts) != prompts
     assert len(set(answers)) > 10
-    again = make_jobs(16, vocab_size=100, seed=3, prompt_lens=(4, 20), answer_lens=(1, 31))
+    again = make_jobs(16, vocab_size=100, seed=3, prompt_lens=(4, 20), answer_lens=(2, 31))
     assert [job.prompt.token_ids for job in jobs] == [job.prompt.token_ids for job in again]
 
 
-def test_one_job_has_the_lengths_in_the_middle():
-    [job] = make_jobs(1, vocab_size=100, seed=3, prompt_lens=(4, 20), answer_lens=(1, 31))
-    assert (len(job.prompt.token_ids), job.num_tokens) == (12, 16)
+def test_a_single_job_has_the_longest_lengths():
+    [job] = make_jobs(1, vocab_size=100, seed=3, prompt_lens=(4, 20), answer_lens=(2, 31))
+    assert (len(job.prompt.token_ids), job.num_tokens) == (20, 31)
 
 
 @pytest.mark.parametrize("tied", [True, False])
