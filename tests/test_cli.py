@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 import typer
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 import vlmserve
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
+from vlmserve.cli.chat import TerminalChat
 from vlmserve.cli.options import command
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 
@@ -207,6 +210,28 @@ def test_chat_goes_on_after_mistakes(folder, tmp_path):
 
 def test_chat_ends_with_its_input(folder):
     assert "/help" in chat(folder)
+
+
+class InterruptedAnswers:
+    """Says one word, then Ctrl-C is pressed; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.conversations: list[list[dict[str, object]]] = []
+
+    def stream(self, messages, params):
+        self.conversations.append(messages)
+        yield "half"
+        raise KeyboardInterrupt
+
+
+def test_chat_keeps_the_half_of_an_answer_that_ctrl_c_stopped():
+    lines = iter(["first", "second", "/quit"])
+    answers = InterruptedAnswers()
+    shown = io.StringIO()
+    TerminalChat(answers, GREEDY, Console(file=shown), lambda prompt: next(lines)).run()
+    assert shown.getvalue().count("(stopped)") == 2
+    assert [message["role"] for message in answers.conversations[1]] == ["user", "assistant", "user"]
+    assert answers.conversations[1][1]["content"] == "half"
 
 
 # A running server
