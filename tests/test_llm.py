@@ -187,6 +187,15 @@ def test_a_stream_goes_on_after_other_requests_ran_in_between(llm):
     assert "".join(pieces) == "".join(expected)
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT as it is in a terminal; programs in the background start with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all_requests_after_the_step_and_leaves_the_engine_usable(llm, monkeypatch):
     step, after_the_signal = llm.engine.step, []
 

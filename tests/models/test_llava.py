@@ -129,8 +129,11 @@ def test_a_picture_of_several_tiles_gives_all_their_tokens_in_order(tmp_path: Pa
 def test_a_picture_of_another_size_is_refused(tmp_path: Path) -> None:
     vision = load(make_llava(tmp_path)).vision
     assert vision is not None
+    vision.check((1, 3, 42, 42), 9)
     with pytest.raises(InvalidImageError, match="42"):
-        vision.encode([torch.zeros(1, 3, 28, 28)])
+        vision.check((1, 3, 28, 28), 9)
+    with pytest.raises(InvalidImageError, match="9 embeddings"):
+        vision.check((1, 3, 42, 42), 10)
 
 
 @pytest.mark.parametrize("layer", [5, -6, [1, 7], []], ids=str)
