@@ -8,9 +8,11 @@ query heads of a group as its rows: keys and values are copied once and never re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,9 +95,7 @@ class TorchReference:
     ) -> LayerCache:
         """A zeroed cache of one layer."""
         shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
-        return LayerCache(
-            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), block_size
-        )
+        return LayerCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device), block_size)
 
     def clear(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero blocks (int64 ids on the cache's device)."""
@@ -133,6 +133,13 @@ class TorchReference:
         for chunk in layer.chunks:
             _attend_chunk(query, key, value, cache, spec, chunk, layer, output)
         return output.view(query.shape[0], -1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory only once they are written to: numpy leaves untouched pages to the system."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _attend_decodes(query: Tensor, cache: LayerCache, spec: AttentionSpec, layer: LayerPlan, output: Tensor) -> None:
