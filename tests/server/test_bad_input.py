@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from tests.mock_checkpoint import CONTEXT, make_mock_checkpoint
-from tests.server.live import QUESTION, LiveServer
+from tests.server.live import QUESTION, LiveServer, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -245,10 +245,10 @@ def test_a_full_queue_is_429_with_a_time_to_wait(folder):
     with LiveServer(folder, engine=engine) as live:
         long = {"ignore_eos": True, "max_tokens": 400}
         threads = [threading.Thread(target=lambda: live.ask(**long), daemon=True) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        while live.service.num_answers < 2:
-            threads[0].join(0.005)
+        threads[0].start()
+        wait_until(lambda: live.service.client.stats.num_running == 1)
+        threads[1].start()
+        wait_until(lambda: live.service.num_answers == 2)
         response = live.ask()
         refused(response, 429, "try again later", code="overloaded")
         assert response.headers["retry-after"].isdecimal()
