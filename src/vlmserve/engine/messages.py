@@ -102,7 +102,7 @@ def encode(message: ToEngine | FromEngine) -> Frames:
 
     def take_out(value: Any) -> Any:
         if not isinstance(value, np.ndarray):
-            raise NotImplementedError(f"{type(value)} has no place in a message")
+            raise TypeError(f"{type(value)} has no place in a message")
         arrays.append(np.ascontiguousarray(value, dtype=np.float32).data)
         return (len(arrays), value.shape)
 

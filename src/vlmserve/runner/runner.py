@@ -67,7 +67,8 @@ class ModelRunner:
             raise ValueError("the model has no vision encoder")
         pixels = [torch.from_numpy(image.pixels).to(self.model.device, self.model.dtype) for image in images]
         for image, embeddings in zip(images, self.model.vision.encode(pixels), strict=True):
-            self._embeddings[image.key] = embeddings
+            # A copy: a view would keep the whole batch of pictures in memory until the last of them is evicted.
+            self._embeddings[image.key] = embeddings.clone()
 
     def _logits(self, batch: Batch) -> Tensor:
         """float32 ``[sampled rows, vocabulary]``."""
