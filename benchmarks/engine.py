@@ -78,18 +78,20 @@ class Row:
 
 def make_jobs(
     count: int, *, vocab_size: int, seed: int, prompt_lens: tuple[int, int], answer_lens: tuple[int, int],
-    picture: ImageInput | None = None,
+    picture: ImageInput | None = None, uniform: bool = False,
 ) -> list[Job]:  # fmt: skip
     """Random prompts with mixed lengths, in random order; a single one has the longest.
 
     Lengths are spread evenly over the logarithms of the ranges, both ends included: many short, few long, as in chats.
 
+    uniform: spread them over the ranges themselves instead, where a padded batch loses less.
     picture: what every prompt begins with, each time as a new picture, so that nothing is found in a cache.
     """
     draw = random.Random(seed)
     lengths = []
     for low, high in (prompt_lens, answer_lens):
-        spread = [round(high * (low / high) ** (i / max(count - 1, 1))) for i in range(count)]
+        shares = [i / max(count - 1, 1) for i in range(count)]
+        spread = [round(high - (high - low) * s if uniform else high * (low / high) ** s) for s in shares]
         draw.shuffle(spread)
         lengths.append(spread)
     jobs = []
@@ -287,6 +289,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
             jobs = make_jobs(
                 concurrency, vocab_size=engine.info.vocab_size, seed=1000 * concurrency + repeat,
                 prompt_lens=options.prompt_lens, answer_lens=options.answer_lens, picture=picture,
+                uniform=options.uniform,
             )  # fmt: skip
             with console.status(f"{concurrency} at once, {repeat + 1} of {options.repeats} ..."):
                 if repeat < 0:
@@ -312,6 +315,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
         "torch": torch.__version__,
         "prompt_lens": options.prompt_lens,
         "answer_lens": options.answer_lens,
+        "lengths": "uniform" if options.uniform else "log-uniform",
         "repeats": options.repeats,
         "pictures": options.pictures,
         "memory_bandwidth_gb_per_s": bandwidth / 1e9,
@@ -326,7 +330,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"[bold]{report['model']}[/]: {report['parameters'] / 1e6:.1f} M parameters, {report['dtype']}, "
         f"{report['device']}, {report['threads']} threads, torch {report['torch']}; prompts of "
         f"{report['prompt_lens'][0]}-{report['prompt_lens'][1]} tokens{' after a picture' * report['pictures']}, "
-        f"answers of {report['answer_lens'][0]}-{report['answer_lens'][1]}; medians of {report['repeats']}",
+        f"answers of {report['answer_lens'][0]}-{report['answer_lens'][1]}, {report['lengths']}; "
+        f"medians of {report['repeats']}",
         highlight=False,
     )
     table = Table("at\nonce", "", "tokens/s", "ratio", "TTFT\nms", "TPOT\nms", "step over-\nhead ms", "same\ntokens")
@@ -366,6 +371,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prompt-lens", type=span, default=(8, 64), metavar="LOW-HIGH")
     parser.add_argument("--answer-lens", type=span, default=(4, 48), metavar="LOW-HIGH")
+    parser.add_argument("--uniform", action="store_true", help="spread lengths evenly, not over their logarithms")
     parser.add_argument("--pictures", action="store_true", help="start every prompt with the same new picture")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the report to this file")

@@ -74,11 +74,14 @@ class EngineConfig(Settings):
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
+    swap_memory: ByteSize = Field(0, description="Host memory for evicted KV blocks, like 4GiB; 0: none.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
     memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of the free memory of a GPU to use in all.")
     max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Token budget of one step.")
-    max_encoded_images: int = Field(16, ge=1, description="Pictures that one step may encode.")
+    max_encoded_images: int | None = Field(
+        None, ge=1, description="Pictures that one step may encode; default: 16 on a GPU, 4 on a CPU."
+    )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for embeddings of pictures seen before.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
     seed: int = Field(0, ge=0, description="Where the seeds of requests without one come from.")
@@ -98,6 +101,7 @@ class MediaConfig(Settings):
     allowed_media_hosts: tuple[str, ...] = Field(
         (), description="Hosts that pictures may be fetched from although their addresses are not public."
     )
+    picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for prepared pictures seen before.")
     num_workers: int = Field(2, ge=1, description="Threads that decode and resize pictures.")
 
 
@@ -108,4 +112,6 @@ class ServerConfig(Settings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     served_model_name: str | None = Field(None, description="The name clients use; default: the model's.")
     max_body_bytes: ByteSize = Field(64 * 1024**2, description="Size of a request's body.")
+    stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
+    enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")

@@ -104,13 +104,27 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     cache_salt: str = ""
 
 
+class RequestTimings(msgspec.Struct, frozen=True):
+    """Where a finished request's seconds went.
+
+    queue: until it first ran. vision: in steps' encoding of pictures that it needed. prefill: from when it first ran
+    to its first token, vision included. decode: from its first token to its end.
+    """
+
+    queue: float
+    vision: float
+    prefill: float
+    decode: float
+
+
 class RequestOutput(msgspec.Struct, frozen=True):
     """What one step brought for one request.
 
     token_ids: the new tokens, without the end token that finished it.
     finish_reason: None while it goes on. stop_token_id: the end token, if one finished it.
     error: what went wrong, with finish_reason "error". cached_tokens: prompt tokens that did not have to be computed
-    when the request first ran.
+    when the request first ran. images_encoded: pictures that went through the vision tower for its sake so far.
+    timings: with the last output.
     """
 
     request_id: str
@@ -119,6 +133,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     stop_token_id: int | None = None
     error: str | None = None
     cached_tokens: int = 0
+    images_encoded: int = 0
+    timings: RequestTimings | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -154,3 +170,18 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Prompt tokens of requests that have started."""
     prefix_cached_tokens: int = 0
     """Those of them that were found in the prefix cache."""
+    kv_blocks_cached: int = 0
+    """Blocks whose content can be found again, those of running requests included."""
+    kv_evictions: int = 0
+    """Cached blocks that were taken for something else."""
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    blocks_swapped_out: int = 0
+    """Blocks copied to host memory when they were evicted."""
+    blocks_swapped_in: int = 0
+    encoder_queries: int = 0
+    """Pictures whose embeddings a request needed."""
+    encoder_hits: int = 0
+    """Those of them whose embeddings were in the encoder cache or about to be."""
+    encoder_cache_bytes: int = 0
+    encoder_cache_used_bytes: int = 0

@@ -35,8 +35,16 @@ ROWS_PER_PICTURE: Final = 3
 PICTURES_PER_ROW: Final = 3
 PADDING_GROUP: Final = 254
 KINDS: Final[tuple[Kind, ...]] = ("grid", "one", "number", "word")
-KIND_SHARES: Final = (0.46, 0.10, 0.20, 0.24)
-PAIR_SHARE: Final = 0.12
+KIND_SHARES: Final = (0.58, 0.12, 0.14, 0.16)
+PAIR_SHARE: Final = 0.14
+TASK_SHARES: Final[dict[Kind, dict[str, float]]] = {
+    "grid": {"place": 8, "attribute": 16, "count": 22, "describe": 14, "where": 22, "exists": 16, "follow_up": 8},
+    "one": {"place": 8, "attribute": 22, "count": 6, "describe": 22, "where": 20, "exists": 14, "follow_up": 8},
+    "number": {"number": 68, "describe": 18, "exists": 7, "follow_up": 7},
+    "word": {"word": 68, "describe": 18, "exists": 7, "follow_up": 7},
+}
+"""How often each task is asked about each kind of picture: more of what takes long to learn."""
+REFUSAL_SHARE: Final = 0.02
 
 Encoded = tuple[list[int], list[bool]]
 Group = tuple[list[int], list[Encoded]]
@@ -139,11 +147,16 @@ class RowMaker:
         scene = scenes[index]
         drawn = rng.random()
         if drawn < 0.14:
-            return [self._apart(single(scene, rng), system) for _ in range(2)], (index, index)
+            return [self._apart(self._ask(scene, rng), system) for _ in range(2)], (index, index)
         if drawn < 0.18:
             texts = [encode_example(self._tokenizer, text_only(rng)) for _ in range(12)]
             return [([BOS], [(ids[1:], said[1:]) for ids, said in texts])], ()
-        return self._branching(lambda: single(scene, rng), system, 12), (index,)
+        return self._branching(lambda: self._ask(scene, rng), system, 12), (index,)
+
+    def _ask(self, scene: Scene, rng: random.Random) -> Example:
+        shares = TASK_SHARES[scene.kind]
+        task = rng.choices(tuple(shares), tuple(shares.values()))[0]
+        return single(scene, rng, "refusal" if rng.random() < REFUSAL_SHARE else task)
 
     def _apart(self, example: Example, system: str | None) -> Group:
         """A conversation of its own, its pictures behind the question's text."""

@@ -87,7 +87,7 @@ class Engine:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_encoded_images=config.max_encoded_images,
+            max_encoded_images=config.max_encoded_images or (4 if model.device.type == "cpu" else 16),
             image_token_bytes=self._image_token_bytes,
             prefix_caching=config.enable_prefix_caching,
         )
