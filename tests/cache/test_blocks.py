@@ -59,10 +59,10 @@ def test_a_released_block_is_found_until_it_is_taken():
     (block,) = pool.allocate(1)
     pool.register(block, key(1))
     pool.release([block])
-    assert pool.find([key(1), key(2)]) == [block]
+    assert (pool.get(key(1)), pool.get(key(2))) == (block, None)
     assert pool.allocate(1) != [block], "a block without content goes first"
     assert pool.allocate(1) == [block]
-    assert pool.find([key(1)]) == []
+    assert pool.get(key(1)) is None
     assert pool.num_evictions == 1
 
 
@@ -82,22 +82,30 @@ def test_of_two_blocks_with_the_same_content_the_first_is_found():
     first, second = pool.allocate(2)
     pool.register(first, key(1))
     pool.register(second, key(1))
-    assert pool.find([key(1)]) == [first]
+    assert pool.get(key(1)) == first
 
 
-def test_a_run_of_keys_ends_at_the_first_unknown_one():
-    pool = BlockPool(3)
-    blocks = pool.allocate(2)
-    pool.register(blocks[0], key(0))
-    pool.register(blocks[1], key(2))
-    assert pool.find([key(0), key(1), key(2)]) == [blocks[0]]
-
-
-def test_a_block_cannot_be_registered_for_something_else():
-    pool = BlockPool(2)
+def test_a_block_may_be_found_by_its_beginning_and_by_all_of_it():
+    pool = BlockPool(1)
     (block,) = pool.allocate(1)
     pool.register(block, key(1))
-    with pytest.raises(ValueError, match="something else"):
-        pool.register(block, key(2))
+    pool.register(block, key(2))
+    assert (pool.get(key(1)), pool.get(key(2)), pool.num_cached) == (block, block, 1)
+    pool.release([block])
+    pool.allocate(1)
+    assert key(1) not in pool
+    assert key(2) not in pool
+
+
+def test_a_free_block_cannot_be_registered():
     with pytest.raises(ValueError, match="free"):
-        pool.register(1, key(3))
+        BlockPool(1).register(0, key(3))
+
+
+def test_who_asked_for_it_hears_of_evictions_before_the_keys_are_gone():
+    heard = []
+    pool = BlockPool(1, on_evict=lambda block, keys: heard.append((block, list(keys), key(1) in pool)))
+    pool.register(*pool.allocate(1), key(1))
+    pool.release([0])
+    pool.allocate(1)
+    assert heard == [(0, [key(1)], True)]

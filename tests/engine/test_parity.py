@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
+from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration, MistralConfig, MistralForCausalLM
 
-from tests.checkpoints import make_llama, make_llava
+from tests.checkpoints import make_llama, make_llava, make_text_model
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
@@ -261,6 +261,56 @@ def test_prefix_hits_under_constant_eviction_and_preemption_change_nothing(llava
         assert generate(engine, [prompt for prompt in prompts for _ in range(2)]) == twice
     assert engine.stats().preemptions > 0
     assert engine.stats().prefix_cached_tokens > 0
+
+
+@pytest.mark.parametrize("budget", [7, 100])
+def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens(llava, expected, budget):
+    prompts = mixed_prompts(llava)
+    engine = tight_cache(llava, prompts, max_num_batched_tokens=budget, swap_memory="64MiB")
+    for _ in range(3):
+        assert generate(engine, prompts) == expected
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.blocks_swapped_out > 0
+    assert stats.blocks_swapped_in > 0
+
+
+def test_a_host_pool_of_a_few_blocks_gives_transformers_tokens(llava, expected):
+    prompts = mixed_prompts(llava)
+    probe = engine_for(llava, block_size=4)
+    block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
+    engine = tight_cache(llava, prompts, swap_memory=5 * block_bytes)
+    for _ in range(2):
+        assert generate(engine, prompts) == expected
+    assert engine.stats().host_blocks_used == 5
+
+
+def test_equal_requests_at_once_share_a_prompt_and_give_transformers_tokens(llava, expected):
+    engine = engine_for(llava, block_size=4)
+    for prompt, answer in zip(mixed_prompts(llava), expected, strict=True):
+        before = engine.stats()
+        assert generate(engine, [prompt] * 3) == [answer] * 3
+        after = engine.stats()
+        assert after.prompt_tokens - before.prompt_tokens <= len(prompt.token_ids) + 2 * 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}])
+def test_a_sliding_window_frees_blocks_and_gives_transformers_tokens(tmp_path_factory, settings):
+    folder = make_text_model(tmp_path_factory.mktemp("mistral"), MistralForCausalLM, MistralConfig, sliding_window=10)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    mistral = Oracle(folder, model, None, (), 0, model.config.vocab_size)
+    prompts = [mistral.prompt(seed, length) for seed, length in enumerate([1, 9, 10, 11, 40, 63])]
+    expected = [mistral.greedy(prompt) for prompt in prompts]
+    engine = engine_for(mistral, block_size=4, **settings)
+    for _ in range(2):
+        assert generate(engine, prompts) == expected
+    engine.add(EngineRequest("a", prompts[-1], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    used = []
+    while engine.has_work():
+        engine.step()
+        used.append(engine.stats().kv_blocks_used)
+    assert max(used[-5:-1]) <= 4, "10 positions touch at most 4 blocks of 4"
 
 
 def test_a_second_turn_finds_the_first_with_its_answer_and_its_picture(llava):

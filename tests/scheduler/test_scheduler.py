@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
+from vlmserve.cache.prefix import PrefixCache
 from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams
@@ -31,10 +32,11 @@ def sequence(name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, i
 
 
 def scheduler(
-    num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False
-) -> Scheduler:
+    num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False,
+    host_blocks=0, window=None,
+) -> Scheduler:  # fmt: skip
     return Scheduler(
-        pool=BlockPool(num_blocks),
+        cache=PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None),
         encoder_cache=EncoderCache(encoder_bytes),
         block_size=BLOCK,
         max_num_seqs=seqs,
@@ -42,6 +44,7 @@ def scheduler(
         max_encoded_images=max_encoded_images,
         image_token_bytes=1,
         prefix_caching=prefix_caching,
+        window=window,
     )
 
 
@@ -166,7 +169,7 @@ def requests(draw):
             break
         images.append((image(draw(st.integers(0, 3)) * 10 + size, size), start))
         start += size
-    return length, draw(st.integers(1, 12)), images
+    return length, draw(st.integers(1, 12)), images, draw(st.sampled_from(["", "", "other"]))
 
 
 OPERATIONS = st.lists(
@@ -179,20 +182,55 @@ OPERATIONS = st.lists(
 )
 
 
+class Contents:
+    """What the blocks would hold if there were a model: a written slot knows which token of whom it is."""
+
+    def __init__(self) -> None:
+        self.device: dict[int, list] = {}
+        self.host: dict[int, list] = {}
+
+    @staticmethod
+    def of(sequence: Sequence, position: int):
+        pictures = [(span.image.key, position - span.start) for span in sequence.spans_between(position, position + 1)]
+        return sequence.block_keys[0], position, tuple(sequence.token_ids[: position + 1]), *pictures
+
+    def run(self, step: Step, window: int | None) -> None:
+        for block in step.clear:
+            self.device[block] = [None] * BLOCK
+        for kind, source, target in step.transfers:
+            origin = self.host if kind == "load" else self.device
+            (self.host if kind == "save" else self.device)[target] = list(origin[source])
+        for chunk in step.chunks:
+            sequence, end = chunk.sequence, chunk.sequence.num_computed + chunk.num_tokens
+            for position in range(sequence.num_computed, end):
+                block = sequence.block_table[position // BLOCK]
+                self.device.setdefault(block, [None] * BLOCK)[position % BLOCK] = self.of(sequence, position)
+        for chunk in step.chunks:
+            sequence, end = chunk.sequence, chunk.sequence.num_computed + chunk.num_tokens
+            seen_from = 0 if window is None else max(0, sequence.num_computed - window + 1)
+            for position in range(seen_from, end):
+                block = sequence.block_table[position // BLOCK]
+                assert self.device[block][position % BLOCK] == self.of(sequence, position)
+
+
 @settings(deadline=None)
 @given(
-    st.integers(1, 30),
-    st.integers(1, 40),
-    st.integers(1, 5),
-    st.integers(8, 20),
-    st.integers(1, 3),
-    st.booleans(),
+    st.tuples(
+        st.integers(1, 30),
+        st.integers(1, 40),
+        st.integers(1, 5),
+        st.integers(8, 20),
+        st.integers(1, 3),
+        st.booleans(),
+        st.sampled_from([0, 1, 3, 10]),
+        st.sampled_from([None, None, 1, 5, 8, 30]),
+    ),
     OPERATIONS,
 )
-def test_no_block_leaks_and_every_request_ends(
-    num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, operations
-):
-    s = scheduler(num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching)
+def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends(sizes, operations):
+    num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, window = sizes
+    s = scheduler(*sizes)
+    contents = Contents()
     capacity = num_blocks * BLOCK
     open_requests: set[str] = set()
     embeddings: set[bytes] = set()
@@ -212,13 +250,16 @@ def test_no_block_leaks_and_every_request_ends(
             start, end = chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_tokens
             assert end <= len(chunk.sequence.block_table) * BLOCK
             assert all(span.image.key in embeddings for span in chunk.sequence.spans_between(start, end))
-        for output in s.update(planned, [token for chunk in planned.chunks if chunk.samples]):
+        contents.run(planned, window)
+        sampled = [token + index % 2 if token != END else END for index, _ in enumerate(planned.chunks)]
+        for output in s.update(planned, [t for t, c in zip(sampled, planned.chunks, strict=True) if c.samples]):
             if output.finish_reason is not None:
                 open_requests.remove(output.request_id)
-        held = [block for running in s.running for block in running.block_table]
+        held = [block for running in s.running for block in running.block_table[running.first_block :]]
         assert len(set(held)) == s.pool.num_used
         assert all(s.pool.ref_count(block) == held.count(block) for block in set(held))
         assert prefix_caching or len(held) == len(set(held))
+        assert s.cache.host is None or s.cache.host.num_used == 0
         for running in s.running:
             for block in set(running.block_table[running.num_computed // BLOCK :]):
                 assert s.pool.ref_count(block) == 1, "a block that is still written to is in one hand only"
@@ -227,10 +268,10 @@ def test_no_block_leaks_and_every_request_ends(
 
     for operation, argument in operations:
         if operation == "add":
-            length, max_tokens, images = argument
+            length, max_tokens, images, salt = argument
             if length < capacity:
                 name = f"request {added}"
-                s.add(sequence(name, length, max_tokens=max_tokens, capacity=capacity, images=images))
+                s.add(sequence(name, length, max_tokens=max_tokens, capacity=capacity, images=images, salt=salt))
                 open_requests.add(name)
                 added += 1
         elif operation == "abort":
@@ -244,6 +285,7 @@ def test_no_block_leaks_and_every_request_ends(
         assert step(7).chunks, "an engine with work must always make progress"
     assert not open_requests
     assert (s.pool.num_used, s.encoder_cache.num_pinned, len(s)) == (0, 0, 0)
+    assert not s._computing
 
 
 def test_the_running_list_stays_in_order_of_arrival_through_preemptions():
@@ -283,9 +325,9 @@ def test_a_prompt_that_was_computed_before_is_found_but_for_its_last_token():
     finish(s)
     s.add(sequence("b", 8))
     step, (output,) = run(s)
-    assert plan(step) == [("b", 4)], "the block with the last token is computed again, for its logits"
-    assert output.cached_tokens == 4
-    assert (s.prefix_cached_tokens, s.prefix_queried_tokens) == (4, 16)
+    assert plan(step) == [("b", 1)], "the last token is computed again, for its logits"
+    assert output.cached_tokens == 7
+    assert (s.prefix_cached_tokens, s.prefix_queried_tokens) == (7, 16)
 
 
 def test_generated_tokens_are_found_in_the_next_turn():
@@ -307,15 +349,104 @@ def test_aborted_requests_leave_blocks_to_be_found():
     assert s.running[0].num_cached == 8
 
 
-def test_a_running_request_shares_its_blocks():
+def test_a_running_request_shares_its_full_blocks_and_its_last_one_is_copied():
     s = scheduler(prefix_caching=True)
-    s.add(sequence("a", 9))
+    s.add(sequence("a", 11))
     run(s)
-    s.add(sequence("b", 9))
-    run(s)
+    s.add(sequence("b", 11))
+    step, _ = run(s)
     a, b = s.running
     assert a.block_table[:2] == b.block_table[:2]
-    assert a.block_table[2] != b.block_table[2]
+    assert step.transfers == [("copy", a.block_table[2], b.block_table[2])]
+    assert plan(step) == [("a", 1), ("b", 1)]
+
+
+def test_equal_requests_at_once_wait_for_the_first_and_share_its_prompt():
+    s = scheduler(prefix_caching=True)
+    for name in "abc":
+        s.add(sequence(name, 11, images=[(image(1, 4), 2)]))
+    step, _ = run(s)
+    assert plan(step) == [("a", 11)]
+    assert len(step.encode) == 1
+    step, _ = run(s)
+    assert sorted(plan(step)) == [("a", 1), ("b", 1), ("c", 1)]
+    assert step.encode == []
+    assert s.pool.num_used == 2 + 3
+
+
+def test_a_request_does_not_wait_for_a_small_common_beginning():
+    s = scheduler(prefix_caching=True)
+    s.add(sequence("a", 6))
+    longer = sequence("b", 30)
+    longer.token_ids[4:] = [2] * 26
+    s.add(longer)
+    assert plan(run(s)[0]) == [("a", 6), ("b", 30)]
+
+
+def test_who_waits_for_an_aborted_request_computes_for_itself():
+    s = scheduler(prefix_caching=True, budget=8)
+    s.add(sequence("a", 30))
+    s.add(sequence("b", 30))
+    run(s)
+    s.abort(["a"])
+    assert plan(run(s)[0]) == [("b", 8)]
+    assert s.running[0].num_cached == 8
+
+
+def test_later_requests_pass_one_that_waits_for_its_beginning():
+    s = scheduler(prefix_caching=True)
+    for name, token in (("a", 1), ("b", 1), ("c", 2)):
+        s.add(sequence(name, 20, token=token))
+    assert plan(run(s)[0]) == [("a", 20), ("c", 20)]
+    assert ("b", 1) in plan(run(s)[0])
+
+
+def test_evicted_blocks_fall_to_the_host_and_come_back_on_a_hit():
+    s = scheduler(num_blocks=4, host_blocks=10, prefix_caching=True)
+    s.add(sequence("a", 11, max_tokens=1))
+    finish(s)
+    s.add(sequence("b", 15, token=2, max_tokens=1))
+    step, _ = run(s)
+    assert [transfer.kind for transfer in step.transfers] == ["save"] * 3
+    s.add(sequence("c", 11, max_tokens=1))
+    step, (output,) = run(s)
+    assert [transfer.kind for transfer in step.transfers] == ["save"] * 3 + ["load"] * 3
+    assert output.cached_tokens == 10
+    assert plan(step) == [("c", 1)]
+
+
+def test_a_preempted_request_comes_back_from_the_host_without_computing_again():
+    s = scheduler(num_blocks=6, host_blocks=20, prefix_caching=True)
+    s.add(sequence("a", 4, max_tokens=16))
+    s.add(sequence("b", 4, token=2, max_tokens=16))
+    computed = 0
+    while len(s):
+        step, _ = run(s)
+        computed += sum(chunk.num_tokens for chunk in step.chunks)
+    assert s.num_preemptions > 0
+    assert s.cache.num_loaded > 0
+    assert computed == 2 * (4 + 15), "every token was computed once"
+
+
+def test_blocks_behind_the_window_are_free_again():
+    s = scheduler(window=8, prefix_caching=True)
+    s.add(sequence("a", 40, max_tokens=9))
+    run(s)
+    assert s.pool.num_used == 2, "33 of 40 computed positions are out of sight of the next one"
+    while len(s):
+        assert s.pool.num_used <= 3
+        run(s)
+
+
+def test_with_a_window_the_blocks_in_sight_are_enough_for_a_hit():
+    s = scheduler(num_blocks=12, window=8, prefix_caching=True)
+    s.add(sequence("a", 40, max_tokens=1))
+    finish(s)
+    s.add(sequence("b", 30, token=2, max_tokens=1))
+    finish(s)
+    s.add(sequence("a again", 41, max_tokens=1))
+    _, (output,) = run(s)
+    assert output.cached_tokens >= 36, "the beginning was evicted, what the last token sees was not"
 
 
 @pytest.mark.parametrize(

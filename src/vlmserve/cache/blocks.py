@@ -1,6 +1,6 @@
 """The pool of KV blocks: which are free, how many hands hold each of the others, and what they are known to hold.
 
-A block that nobody holds is free, yet it keeps its content, and its key leads to it, until it is taken for something
+A block that nobody holds is free, yet it keeps its content, and its keys lead to it, until it is taken for something
 else: blocks without a key first, then those that were released longest ago.
 """
 
@@ -8,19 +8,31 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+
+def _let_go(block: int, keys: list[bytes]) -> None:
+    """What happens to the content of an evicted block unless somebody wants it."""
 
 
 class BlockPool:
-    """Ref-counted block ids ``0 <= id < num_blocks``, found again by the 32-byte key of their content."""
+    """Ref-counted block ids ``0 <= id < num_blocks``, found again by 32-byte keys of their content.
 
-    def __init__(self, num_blocks: int) -> None:
+    A block may have several keys: one for its first tokens, another for all of them.
+    on_evict: called with a block and its keys before it is taken for something else.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _let_go) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self.on_evict = on_evict
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._blocks: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
+        self._keys: dict[int, list[bytes]] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
 
     @property
     def num_free(self) -> int:
@@ -49,19 +61,14 @@ class BlockPool:
         for block in taken:
             self._ref_counts[block] = 1
             if block in self._keys:
+                self.on_evict(block, self._keys[block])
                 self.forget(block)
                 self.num_evictions += 1
         return taken
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of leading keys that are all known. They are not held by this."""
-        found = []
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def get(self, key: bytes) -> int | None:
+        """The block with that content, which this does not hold."""
+        return self._blocks.get(key)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Hold blocks once more. Raises ValueError for a free one that no key leads to: its content is nobody's."""
@@ -73,21 +80,19 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def register(self, block: int, key: bytes) -> None:
-        """Say what a held block holds, once it is full and computed.
+        """Say what a held block holds, once that is computed.
 
-        If another block holds the same already, that one stays the one to be found. Raises ValueError for a free block
-        and for one with another key.
+        If another block holds the same already, that one stays the one to be found. Raises ValueError for a free block.
         """
-        if self._ref_counts[block] == 0 or self._keys.get(block, key) != key:
-            raise ValueError(f"block {block} is free or holds something else")
+        if self._ref_counts[block] == 0:
+            raise ValueError(f"block {block} is free: what it holds is not known")
         if key not in self._blocks:
             self._blocks[key] = block
-            self._keys[block] = key
+            self._keys.setdefault(block, []).append(key)
 
     def forget(self, block: int) -> None:
         """Let no key lead to a block any more; who holds it keeps it."""
-        key = self._keys.pop(block, None)
-        if key is not None:
+        for key in self._keys.pop(block, ()):
             del self._blocks[key]
             if self._ref_counts[block] == 0:
                 self._free.move_to_end(block, last=False)

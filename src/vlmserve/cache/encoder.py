@@ -50,10 +50,14 @@ class EncoderCache:
         self._idle[key] = None
         self.used_bytes += size
 
-    def pin(self, key: bytes, request_id: str) -> None:
-        """Keep a cached picture until this request unpins it; pinning twice is pinning once."""
-        self._pins.setdefault(key, set()).add(request_id)
+    def pin(self, key: bytes, request_id: str) -> bool:
+        """Keep a cached picture until this request unpins it. Returns False if the request has pinned it already."""
+        holders = self._pins.setdefault(key, set())
+        if request_id in holders:
+            return False
+        holders.add(request_id)
         self._idle.pop(key, None)
+        return True
 
     def unpin(self, key: bytes, request_id: str) -> None:
         """Undo `pin`; what was not pinned by this request stays as it is."""

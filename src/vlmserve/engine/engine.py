@@ -7,11 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from vlmserve.cache.blocks import BlockPool
+from vlmserve.cache.costs import CostModel
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
+from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
 from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError
@@ -19,9 +22,9 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import free_memory, num_kv_blocks
 from vlmserve.runner.runner import ModelRunner, RunTimings
 from vlmserve.sampling.sampler import draw_seed
-from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import KEY_BYTES, EngineRequest, EngineStats, ImageInput, ModelInfo, RequestOutput
+from vlmserve.types import KEY_BYTES, EngineRequest, EngineStats, ImageInput, ModelInfo, RequestOutput, RequestTimings
 
 
 @dataclass(slots=True)
@@ -80,9 +83,17 @@ class Engine:
         self._num_added = 0
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
         self.timings = StepTimings()
-        self._runner = ModelRunner(model, num_blocks, config.block_size)
+        # Evicted blocks are found again by the keys of the prefix cache only.
+        num_host_blocks = config.swap_memory // block_bytes if config.enable_prefix_caching else 0
+        self._costs = CostModel(config.block_size)
+        self._cache = PrefixCache(
+            BlockPool(num_blocks),
+            BlockPool(num_host_blocks) if num_host_blocks else None,
+            self._costs.worth_saving,
+        )
+        self._runner = ModelRunner(model, num_blocks, num_host_blocks, config.block_size)
         self._scheduler = Scheduler(
-            pool=BlockPool(num_blocks),
+            cache=self._cache,
             encoder_cache=EncoderCache(config.encoder_cache_memory),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -90,6 +101,7 @@ class Engine:
             max_encoded_images=config.max_encoded_images or (4 if model.device.type == "cpu" else 16),
             image_token_bytes=self._image_token_bytes,
             prefix_caching=config.enable_prefix_caching,
+            window=language_model.window,
         )
         self._info = ModelInfo(
             name=config.model,
@@ -115,36 +127,58 @@ class Engine:
         for span in request.prompt.images:
             self._check_image(span.image)
         seed = request.params.seed
-        self._scheduler.add(
-            Sequence(
-                request,
-                root_key=root_key(self._fingerprint, salt=request.cache_salt),
-                seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
-                max_len=self._max_len,
-                end_token_ids=self._end_token_ids,
-            )
+        sequence = Sequence(
+            request,
+            root_key=root_key(self._fingerprint, salt=request.cache_salt),
+            seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
+            max_len=self._max_len,
+            end_token_ids=self._end_token_ids,
         )
+        sequence.arrived = time.perf_counter()
+        self._scheduler.add(sequence)
         self._num_added += 1
 
     def step(self) -> list[RequestOutput]:
         started = time.perf_counter()
         step = self._scheduler.schedule()
-        if not step.chunks:
+        if not (step.chunks or step.transfers):
             return []
         planned = time.perf_counter()
         tokens = self._runner.run(step)
         ran = time.perf_counter()
+        run = self._runner.timings
         prompt_tokens = sum(
             min(chunk.num_tokens, max(0, chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed))
             for chunk in step.chunks
         )
-        outputs = self._scheduler.update(step, tokens)
+        self._costs.computed(prompt_tokens, run.model)
+        self._costs.copied(len(step.transfers), run.transfer)
+        self._note_times(step, planned, ran)
+        sequences = {chunk.sequence.request_id: chunk.sequence for chunk in step.chunks}
+        outputs = [
+            output
+            if output.finish_reason is None
+            else msgspec.structs.replace(output, timings=_timings(sequences[output.request_id], ran))
+            for output in self._scheduler.update(step, tokens)
+        ]
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         self._images_encoded += len(step.encode)
         self._steps += 1
-        self.timings = StepTimings(planned - started + time.perf_counter() - ran, self._runner.timings)
+        self.timings = StepTimings(planned - started + time.perf_counter() - ran, run)
         return outputs
+
+    def _note_times(self, step: Step, planned: float, ran: float) -> None:
+        encoded = {image.key for image in step.encode}
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.started = sequence.started or planned
+            if chunk.samples:
+                sequence.answered = sequence.answered or ran
+            if encoded:
+                reach = sequence.num_computed + chunk.num_tokens
+                if any(span.image.key in encoded for span in sequence.spans_between(sequence.num_computed, reach)):
+                    sequence.vision_seconds += self._runner.timings.vision
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self._scheduler.abort(request_ids)
@@ -153,6 +187,7 @@ class Engine:
         return len(self._scheduler) > 0
 
     def stats(self) -> EngineStats:
+        host = self._cache.host
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
@@ -165,6 +200,16 @@ class Engine:
             steps=self._steps,
             prefix_queried_tokens=self._scheduler.prefix_queried_tokens,
             prefix_cached_tokens=self._scheduler.prefix_cached_tokens,
+            kv_blocks_cached=self._cache.pool.num_cached,
+            kv_evictions=self._cache.pool.num_evictions,
+            host_blocks_total=0 if host is None else host.num_blocks,
+            host_blocks_used=0 if host is None else host.num_cached,
+            blocks_swapped_out=self._cache.num_saved,
+            blocks_swapped_in=self._cache.num_loaded,
+            encoder_queries=self._scheduler.encoder_queries,
+            encoder_hits=self._scheduler.encoder_hits,
+            encoder_cache_bytes=self._scheduler.encoder_cache.capacity_bytes,
+            encoder_cache_used_bytes=self._scheduler.encoder_cache.used_bytes,
         )
 
     def _check_image(self, image: ImageInput) -> None:
@@ -178,6 +223,15 @@ class Engine:
                 "raise --encoder-cache-memory",
                 param="messages",
             )
+
+
+def _timings(sequence: Sequence, now: float) -> RequestTimings:
+    return RequestTimings(
+        queue=sequence.started - sequence.arrived,
+        vision=sequence.vision_seconds,
+        prefill=sequence.answered - sequence.started,
+        decode=now - sequence.answered,
+    )
 
 
 def choose_device(name: str) -> torch.device:

@@ -71,6 +71,13 @@ class AttentionBackend(Protocol):
         """Zero blocks (int64 ids on the cache's device)."""
         ...
 
+    def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
+        """Copy blocks between caches of one layer's geometry, which may be the same one or on other devices.
+
+        source_blocks, target_blocks: int64 ids on the CPU, as many of each. All are read before any is written.
+        """
+        ...
+
     def prepare(self, metadata: BatchMetadata, block_size: int) -> object:
         """What all layers of one step share (masks, gather indices), computed once; passed to `attend`."""
         ...

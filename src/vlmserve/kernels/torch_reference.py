@@ -102,6 +102,12 @@ class TorchReference:
         cache.keys.index_fill_(0, blocks, 0)
         cache.values.index_fill_(0, blocks, 0)
 
+    def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
+        """Copy blocks between caches, on one device or across two."""
+        for origin, destination in ((source.keys, target.keys), (source.values, target.values)):
+            blocks = origin.index_select(0, source_blocks.to(origin.device)).to(destination.device)
+            destination.index_copy_(0, target_blocks.to(destination.device), blocks)
+
     def prepare(self, metadata: BatchMetadata, block_size: int) -> StepPlan:
         """An empty plan: what a layer needs depends on its geometry, so `attend` fills it in once for each."""
         return StepPlan()

@@ -93,10 +93,16 @@ class Decoder(nn.Module):
         embeddings: Tensor = self.embed_tokens(token_ids)
         return embeddings
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> list[LayerCache]:
-        """The KV cache of all layers."""
+    @property
+    def window(self) -> int | None:
+        """How many positions a token sees at most, itself included; None if a layer sees all of them."""
+        windows = [attention.window for attention in self.spec.attention if attention.window is not None]
+        return max(windows) if len(windows) == len(self.spec.attention) else None
+
+    def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
+        """The KV cache of all layers, on the model's device or another one."""
         return [
-            self.backend.allocate(num_blocks, block_size, attention, self.dtype, self.device)
+            self.backend.allocate(num_blocks, block_size, attention, self.dtype, device or self.device)
             for attention in self.spec.attention
         ]
 

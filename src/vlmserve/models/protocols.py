@@ -43,8 +43,13 @@ class LanguageModel(Protocol):
         """``[tokens]`` int64 to ``[tokens, hidden_size]``."""
         ...
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> list[LayerCache]:
-        """The KV cache of all layers."""
+    @property
+    def window(self) -> int | None:
+        """How many positions a token sees at most, itself included; None if a layer sees all of them."""
+        ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
+        """The KV cache of all layers, on the model's device or another one."""
         ...
 
     def cache_bytes_per_block(self, block_size: int) -> int:

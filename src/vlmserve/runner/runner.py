@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.batch import Batch, build_batch
+from vlmserve.runner.kv import KVTensors
 from vlmserve.sampling.sampler import SamplingRow, sample
 from vlmserve.scheduler.scheduler import ScheduledChunk, Step
 from vlmserve.types import ImageInput
@@ -22,6 +23,7 @@ _NOTHING_BANNED: frozenset[int] = frozenset()
 class RunTimings:
     """Seconds that the last step spent in each part."""
 
+    transfer: float = 0.0
     build: float = 0.0
     vision: float = 0.0
     model: float = 0.0
@@ -31,21 +33,23 @@ class RunTimings:
 class ModelRunner:
     """Owns the model, the KV cache's tensors and the embeddings of cached pictures."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self.model = model
         self.timings = RunTimings()
         self._block_size = block_size
-        self._caches = model.language_model.allocate_cache(num_blocks, block_size)
+        self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         self._embeddings: dict[bytes, Tensor] = {}
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[int | None]:
         """Run a step. Returns a token for each chunk that samples, in order; None where the logits are unusable."""
         clock = [time.perf_counter()]
-        if step.clear:
-            blocks = torch.tensor(step.clear, device=self.model.device)
-            for cache in self._caches:
-                self.model.backend.clear(cache, blocks)
+        self._kv.clear(step.clear)
+        self._kv.transfer(step.transfers)
+        clock.append(time.perf_counter())
+        if not step.chunks:
+            self.timings = RunTimings(transfer=clock[1] - clock[0])
+            return []
         self._encode(step.encode, step.evict)
         clock.append(time.perf_counter())
         batch = build_batch(step, self._block_size, self.model.device)
@@ -54,8 +58,8 @@ class ModelRunner:
         clock.append(time.perf_counter())
         tokens = sample(logits, [_sampling_row(chunk) for chunk in step.chunks if chunk.samples])
         clock.append(time.perf_counter())
-        vision, build, model, sampling = (after - before for before, after in itertools.pairwise(clock))
-        self.timings = RunTimings(build=build, vision=vision, model=model, sample=sampling)
+        transfer, vision, build, model, sampling = (after - before for before, after in itertools.pairwise(clock))
+        self.timings = RunTimings(transfer=transfer, build=build, vision=vision, model=model, sample=sampling)
         return tokens
 
     def _encode(self, images: list[ImageInput], evict: list[bytes]) -> None:
@@ -77,7 +81,7 @@ class ModelRunner:
         for rows in batch.image_rows:
             picture = self._embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
             embeddings[rows.first : rows.last] = picture
-        hidden = language_model.forward(embeddings, batch.positions, batch.metadata, self._caches)
+        hidden = language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers)
         return language_model.logits(hidden[batch.sampled_rows])
 
 

@@ -1,7 +1,8 @@
 """Who runs in a step, with how many tokens, which pictures are encoded, and who is preempted.
 
 First come, first served: decodes go first, prompts fill what is left of the token budget in order of arrival, and
-the latest arrival gives up its blocks when blocks run out. It is computed again later, with the same outcome.
+the latest arrival gives up its blocks when blocks run out. What of them is still in memory when it runs again is not
+computed again, and the outcome is the same either way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
+from vlmserve.cache.prefix import Hit, PrefixCache, Transfer
 from vlmserve.scheduler.sequence import Sequence
 from vlmserve.types import FinishReason, ImageInput, RequestOutput
 
@@ -29,12 +31,13 @@ class ScheduledChunk:
 class Step:
     """One batch. Chunks of one token come first.
 
-    Before it runs: `clear` are blocks to zero, `evict` pictures whose embeddings are dropped, `encode` pictures to
-    encode, in this order.
+    Before it runs: `clear` are blocks to zero, `transfers` blocks to copy, `evict` pictures whose embeddings are
+    dropped, `encode` pictures to encode, in this order.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     clear: list[int] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     encode: list[ImageInput] = field(default_factory=list)
     evict: list[bytes] = field(default_factory=list)
 
@@ -45,7 +48,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        pool: BlockPool,
+        cache: PrefixCache,
         encoder_cache: EncoderCache,
         block_size: int,
         max_num_seqs: int,
@@ -53,20 +56,28 @@ class Scheduler:
         max_encoded_images: int,
         image_token_bytes: int,
         prefix_caching: bool,
+        window: int | None = None,
     ) -> None:
-        self.pool = pool
+        """window: how many positions a token sees at most, itself included, in every layer; None: all."""
+        self.cache = cache
+        self.pool: BlockPool = cache.pool
         self.encoder_cache = encoder_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.prefix_queried_tokens = 0
         self.prefix_cached_tokens = 0
+        self.encoder_queries = 0
+        self.encoder_hits = 0
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_encoded_images = max_encoded_images
         self._image_token_bytes = image_token_bytes
         self._prefix_caching = prefix_caching
+        self._window = window
+        # Who is computing the block with a key: whoever needs it too had better wait for it.
+        self._computing: dict[bytes, Sequence] = {}
         self._by_id: dict[str, Sequence] = {}
         self._spoiled: list[int] = []
 
@@ -90,16 +101,14 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Plan the next step and take the blocks that it writes to."""
-        step = Step(clear=self._spoiled)
-        self._spoiled = []
+        step = Step()
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and budget > 0:
                 budget -= self._schedule_chunk(step, sequence, budget)
-        while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
-            if not self._admit(self.waiting[0]):
-                break
-            budget -= self._schedule_chunk(step, self.running[-1], budget)
+        budget = self._schedule_newcomers(step, budget)
+        step.transfers, self.cache.transfers = self.cache.transfers, []
+        step.clear, self._spoiled = self._spoiled, []
         step.chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
         return step
 
@@ -115,8 +124,12 @@ class Scheduler:
             for span in sequence.spans_between(sequence.num_computed, sequence.num_computed + chunk.num_tokens):
                 if span.end <= sequence.num_computed + chunk.num_tokens:
                     self._unpin(sequence, span.image.key, span.end)
-            self._register(sequence, sequence.num_computed + chunk.num_tokens)
+            before = sequence.num_computed
+            self._register(sequence, before + chunk.num_tokens)
             sequence.num_computed += chunk.num_tokens
+            if before < sequence.num_prompt_tokens <= sequence.num_computed:
+                self._register_tail(sequence, sequence.num_prompt_tokens - 1)
+            self._trim(sequence)
             if chunk.samples:
                 output = self._append(sequence, next(tokens))
                 if output.finish_reason is not None:
@@ -141,26 +154,67 @@ class Scheduler:
             budget -= self._schedule_chunk(step, sequence, 1)
         return budget
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Move the first waiting sequence to the running ones, with blocks for all its tokens, if there are enough.
+    def _schedule_newcomers(self, step: Step, budget: int) -> int:
+        """Admit waiting sequences in order of arrival while there is room; returns the budget that is left."""
+        deferred: list[Sequence] = []
+        while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting.popleft()
+            hit = self._find(sequence)
+            if self._is_being_computed(sequence, hit):
+                deferred.append(sequence)
+                continue
+            if not self._admit(sequence, hit):
+                self.waiting.appendleft(sequence)
+                break
+            budget -= self._schedule_chunk(step, sequence, budget)
+        self.waiting.extendleft(reversed(deferred))
+        return budget
 
-        Leading blocks that are cached are shared. At least one token is left to compute, for its logits.
-        """
-        num_tokens = len(sequence.token_ids)
-        cached: list[int] = []
-        if self._prefix_caching:
-            full = (num_tokens - 1) // self._block_size
-            cached = self.pool.find(sequence.keys_of_full_blocks(full, self._block_size))
-        missing = -(-num_tokens // self._block_size) - len(cached)
-        revived = sum(self.pool.ref_count(block) == 0 for block in cached)
-        # A free block for each running sequence, or the newcomer would soon be preempted.
-        if missing + revived + len(self.running) > self.pool.num_free:
+    def _find(self, sequence: Sequence) -> Hit:
+        """What is in memory of a waiting sequence. At least one token is left to compute, for its logits."""
+        if not self._prefix_caching:
+            return Hit()
+        known = len(sequence.token_ids) - 1
+        keys = sequence.keys_of_full_blocks(known // self._block_size, self._block_size)
+        return self.cache.find(keys, sequence.tail_key(known, self._block_size), self._first_needed)
+
+    def _first_needed(self, num_blocks: int) -> int:
+        """The first block that tokens behind that many blocks see."""
+        if self._window is None:
+            return 0
+        return max(0, num_blocks * self._block_size - self._window + 1) // self._block_size
+
+    def _is_being_computed(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether running sequences compute at least half of what a sequence lacks, which makes it worth a wait."""
+        if not self._prefix_caching:
             return False
-        self.waiting.popleft()
-        self.pool.share(cached)
-        sequence.block_table.extend(cached)
-        sequence.block_table.extend(self.pool.allocate(missing))
-        sequence.num_computed = len(cached) * self._block_size
+        full = (len(sequence.token_ids) - 1) // self._block_size
+        keys = sequence.keys_of_full_blocks(full, self._block_size)
+        end = hit.end
+        while end < full and keys[end] in self._computing:
+            end += 1
+        missing = len(sequence.token_ids) - hit.end * self._block_size
+        return end > hit.end and 2 * (end - hit.end) * self._block_size >= missing
+
+    def _admit(self, sequence: Sequence, hit: Hit) -> bool:
+        """Move a sequence to the running ones, with blocks for all its tokens, if there are enough."""
+        missing = -(-len(sequence.token_ids) // self._block_size) - hit.end
+        # A free block for each running sequence, or the newcomer would soon be preempted.
+        room = self.pool.num_free - missing - len(self.running)
+        if hit.tail is not None and self.cache.num_taken(hit) > room:
+            hit = hit._replace(tail=None)
+        if self.cache.num_taken(hit) > room:
+            return False
+        full = (len(sequence.token_ids) - 1) // self._block_size
+        keys = sequence.keys_of_full_blocks(full, self._block_size) if self._prefix_caching else []
+        sequence.first_block = hit.first
+        sequence.block_table.extend([0] * hit.first)
+        sequence.block_table.extend(self.cache.take(hit, keys, missing))
+        sequence.num_computed = hit.end * self._block_size
+        if hit.tail is not None:
+            sequence.num_computed = len(sequence.token_ids) - 1
+        for key in keys[hit.end :]:
+            self._computing.setdefault(key, sequence)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
             self.prefix_queried_tokens += sequence.num_prompt_tokens
@@ -175,6 +229,22 @@ class Scheduler:
             keys = sequence.keys_of_full_blocks(after, self._block_size)
             for index in range(before, after):
                 self.pool.register(sequence.block_table[index], keys[index])
+                self._computing.pop(keys[index], None)
+
+    def _register_tail(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make the block findable that begins with the last of the first `num_tokens` tokens, all computed."""
+        key = sequence.tail_key(num_tokens, self._block_size) if self._prefix_caching else None
+        if key is not None:
+            self.pool.register(sequence.block_table[num_tokens // self._block_size], key)
+
+    def _trim(self, sequence: Sequence) -> None:
+        """Let go of blocks that no later token sees."""
+        if self._window is None:
+            return
+        needed = max(0, sequence.num_computed - self._window + 1) // self._block_size
+        if needed > sequence.first_block:
+            self.pool.release(sequence.block_table[sequence.first_block : needed])
+            sequence.first_block = needed
 
     def _schedule_chunk(self, step: Step, sequence: Sequence, budget: int) -> int:
         """A chunk of at most `budget` tokens, cut before the first picture that cannot be encoded in this step.
@@ -203,7 +273,11 @@ class Scheduler:
             self.encoder_cache.add(image.key, size)
             step.evict.extend(evicted)
             step.encode.append(image)
-        self.encoder_cache.pin(image.key, sequence.request_id)
+            sequence.num_encoded += 1
+            self.encoder_queries += self.encoder_cache.pin(image.key, sequence.request_id)
+        elif self.encoder_cache.pin(image.key, sequence.request_id):
+            self.encoder_queries += 1
+            self.encoder_hits += 1
         return True
 
     def _append(self, sequence: Sequence, token: int | None) -> RequestOutput:
@@ -219,14 +293,16 @@ class Scheduler:
             sequence.token_ids.append(token)
             new = [token]
             reason = "length" if len(sequence.token_ids) >= sequence.max_len else None
-        return RequestOutput(sequence.request_id, new, reason, end, error, sequence.num_cached or 0)
+        return RequestOutput(
+            sequence.request_id, new, reason, end, error, sequence.num_cached or 0, sequence.num_encoded
+        )
 
     def _spoil(self, sequence: Sequence) -> None:
         """Keep a failed sequence's keys and values, which may be NaN, from whoever gets its blocks next.
 
         A block is read as a whole, and what is masked still spoils a sum if it is NaN.
         """
-        for block in sequence.block_table:
+        for block in sequence.block_table[sequence.first_block :]:
             self.pool.forget(block)
             if self.pool.ref_count(block) == 1:
                 self._spoiled.append(block)
@@ -238,12 +314,18 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         # The deepest block first: it is of no use without those before it, so it is to be evicted before them.
-        self.pool.release(reversed(sequence.block_table))
+        self.pool.release(reversed(sequence.block_table[sequence.first_block :]))
         del sequence.block_table[:]
+        sequence.first_block = 0
+        for key in sequence.block_keys:
+            if self._computing.get(key) is sequence:
+                del self._computing[key]
         for span in sequence.image_spans:
             self.encoder_cache.unpin(span.image.key, sequence.request_id)
 
     def _preempt(self, sequence: Sequence) -> None:
+        if sequence.num_uncomputed == 1:
+            self._register_tail(sequence, sequence.num_computed)
         self._release(sequence)
         sequence.num_computed = 0
         self.num_preemptions += 1

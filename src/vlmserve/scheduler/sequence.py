@@ -13,23 +13,33 @@ class Sequence:
     """Tokens so far, how many of them are in the KV cache, and where.
 
     token_ids: prompt and answer. num_computed: leading tokens whose keys and values are in `block_table`'s blocks.
+    first_block: the first block of the table that is held; those before it are behind the attention window.
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
+    num_encoded: pictures encoded for its sake.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
+    arrived, started, answered: when it was added, first ran and had its first token, on the clock of
+    `time.perf_counter`, 0 before. vision_seconds: how long steps encoded pictures that it needed.
     """
 
     __slots__ = (
+        "answered",
+        "arrived",
         "block_keys",
         "block_table",
         "end_token_ids",
+        "first_block",
         "image_spans",
         "max_len",
         "num_cached",
         "num_computed",
+        "num_encoded",
         "num_prompt_tokens",
         "params",
         "request_id",
         "seed",
+        "started",
         "token_ids",
+        "vision_seconds",
     )
 
     def __init__(
@@ -43,7 +53,10 @@ class Sequence:
         self.image_spans = request.prompt.images
         self.num_computed = 0
         self.num_cached: int | None = None
+        self.num_encoded = 0
+        self.arrived = self.started = self.answered = self.vision_seconds = 0.0
         self.block_table = array("i")
+        self.first_block = 0
         self.block_keys = [root_key]
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
@@ -75,3 +88,13 @@ class Sequence:
             images = touched_images(self.image_spans, start, end)
             self.block_keys.append(block_key(self.block_keys[-1], self.token_ids[start:end], images))
         return self.block_keys[1 : count + 1]
+
+    def tail_key(self, num_tokens: int, block_size: int) -> bytes | None:
+        """The key of what the first `num_tokens` tokens leave behind their last full block; None for nothing."""
+        full = num_tokens // block_size
+        start = full * block_size
+        if start == num_tokens:
+            return None
+        self.keys_of_full_blocks(full, block_size)
+        images = touched_images(self.image_spans, start, num_tokens)
+        return block_key(self.block_keys[full], self.token_ids[start:num_tokens], images)

@@ -1,0 +1,164 @@
+"""Beginnings of prompts that are in memory already: on the device, or in the host memory that evicted blocks fall to.
+
+Everything here is bookkeeping. What has to be copied is noted in `PrefixCache.transfers`, in the order in which it
+must happen; the runner does it before it writes to any block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from vlmserve.cache.blocks import BlockPool
+
+
+class Transfer(NamedTuple):
+    """A block to copy: from the device to the host (save), back (load), or from one device block to another."""
+
+    kind: Literal["save", "load", "copy"]
+    source: int
+    target: int
+
+
+class Place(NamedTuple):
+    """Where a block's content is."""
+
+    block: int
+    on_host: bool
+
+
+class Hit(NamedTuple):
+    """What is in memory of a sequence: its blocks from number `first` on, up to but not including number `end`.
+
+    `tail`: a block that begins with what the sequence's next one begins with, all computed tokens of it; it will be
+    copied, as the sequence is going to write behind them.
+    """
+
+    first: int = 0
+    places: tuple[Place, ...] = ()
+    tail: Place | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.places)
+
+
+class PrefixCache:
+    """Finds and holds blocks by their keys. host: a second pool for what the first one evicts.
+
+    worth_saving: asked before a block goes to the host; see `CostModel`.
+    """
+
+    def __init__(
+        self, pool: BlockPool, host: BlockPool | None = None, worth_saving: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.pool = pool
+        self.host = host
+        self.transfers: list[Transfer] = []
+        self.num_saved = 0
+        self.num_loaded = 0
+        self._worth_saving = worth_saving
+        if host is not None:
+            pool.on_evict = self._save
+
+    def find(self, keys: Sequence[bytes], tail_key: bytes | None, first_needed: Callable[[int], int]) -> Hit:
+        """The longest usable run of blocks with these leading keys.
+
+        first_needed: with that many leading blocks computed, the number of the first one that later tokens see.
+        tail_key: of what follows the blocks, if it is less than a block and all there is to be computed.
+        """
+        places: list[Place | None] = []
+        for key in keys:
+            place = self._place(key)
+            if place is None and first_needed(len(keys)) == 0:
+                break
+            places.append(place)
+        end, first = _longest(places, first_needed)
+        tail = self._place(tail_key) if tail_key is not None and end == len(keys) else None
+        return Hit(first, tuple(place for place in places[first:end] if place is not None), tail)
+
+    def num_taken(self, hit: Hit) -> int:
+        """How many free device blocks it takes to hold a hit; its tail is held only until its copy is planned."""
+        places = hit.places if hit.tail is None or hit.tail.on_host else (*hit.places, hit.tail)
+        return sum(place.on_host or self.pool.ref_count(place.block) == 0 for place in places)
+
+    def take(self, hit: Hit, keys: Sequence[bytes], num_new: int) -> list[int]:
+        """Hold the blocks of a hit, then `num_new` further ones; the first of these gets the tail's content.
+
+        keys: as for `find`. Raises ValueError if too few blocks are free.
+        """
+        kept = [*hit.places] if hit.tail is None else [*hit.places, hit.tail]
+        on_host = [place.block for place in kept if place.on_host]
+        # Held meanwhile: making room must not evict what is about to be used.
+        self.pool.share([place.block for place in kept if not place.on_host])
+        if self.host is not None:
+            self.host.share(on_host)
+        fresh = self.pool.allocate(num_new + sum(place.on_host for place in hit.places))
+        blocks = []
+        for number, place in enumerate(hit.places, start=hit.first):
+            if place.on_host:
+                block = fresh.pop(0)
+                self._load(place.block, block)
+                self.pool.register(block, keys[number])
+            else:
+                block = place.block
+            blocks.append(block)
+        if hit.tail is not None:
+            if hit.tail.on_host:
+                self._load(hit.tail.block, fresh[0])
+            else:
+                self.transfers.append(Transfer("copy", hit.tail.block, fresh[0]))
+                self.pool.release([hit.tail.block])
+        if self.host is not None:
+            self.host.release(on_host)
+        return blocks + fresh
+
+    def _place(self, key: bytes) -> Place | None:
+        if (block := self.pool.get(key)) is not None:
+            return Place(block, on_host=False)
+        if self.host is not None and (block := self.host.get(key)) is not None:
+            return Place(block, on_host=True)
+        return None
+
+    def _load(self, source: int, target: int) -> None:
+        self.transfers.append(Transfer("load", source, target))
+        self.num_loaded += 1
+
+    def _save(self, block: int, keys: list[bytes]) -> None:
+        """Keep an evicted block's content on the host unless it is there."""
+        host = self.host
+        assert host is not None
+        unknown = [key for key in keys if key not in host]
+        if not unknown:
+            for key in keys:
+                self._touch(host, key)
+            return
+        if host.num_free == 0 or not self._worth_saving():
+            return
+        (target,) = host.allocate(1)
+        for key in unknown:
+            host.register(target, key)
+        host.release([target])
+        self.transfers.append(Transfer("save", block, target))
+        self.num_saved += 1
+
+    @staticmethod
+    def _touch(host: BlockPool, key: bytes) -> None:
+        """Make a block on the host the one that is evicted last."""
+        block = host.get(key)
+        assert block is not None
+        host.share([block])
+        host.release([block])
+
+
+def _longest(places: Sequence[Place | None], first_needed: Callable[[int], int]) -> tuple[int, int]:
+    """The end and the beginning of the longest run of blocks that leaves out none that later tokens see."""
+    known = 0
+    best = (0, 0)
+    for index, place in enumerate(places):
+        known = known + 1 if place is not None else 0
+        end = index + 1
+        first = first_needed(end)
+        if known >= end - first and known:
+            best = (end, first)
+    return best

@@ -1,0 +1,42 @@
+"""The tensors behind the block pools, and the copying of blocks between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from vlmserve.cache.prefix import Transfer
+from vlmserve.kernels.attention import LayerCache
+from vlmserve.models.protocols import LoadedModel
+
+
+class KVTensors:
+    """Keys and values of all layers: `num_blocks` blocks on the model's device and `num_host_blocks` in host memory."""
+
+    def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self._backend = model.backend
+        self._device = model.device
+        self.layers: list[LayerCache] = model.language_model.allocate_cache(num_blocks, block_size, model.device)
+        host = torch.device("cpu")
+        self._host = model.language_model.allocate_cache(num_host_blocks, block_size, host) if num_host_blocks else []
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero blocks on the device."""
+        if blocks:
+            ids = torch.tensor(blocks, device=self._device)
+            for layer in self.layers:
+                self._backend.clear(layer, ids)
+
+    def transfer(self, transfers: Iterable[Transfer]) -> None:
+        """Copy blocks in order."""
+        for kind, group in itertools.groupby(transfers, lambda transfer: transfer.kind):
+            # The last one into a block counts. All sources are read before a block is written, which is as good as in
+            # order: a block that was just written to is never copied on in the same step.
+            sources = {transfer.target: transfer.source for transfer in group}
+            origin = self._host if kind == "load" else self.layers
+            destination = self._host if kind == "save" else self.layers
+            source_ids, target_ids = torch.tensor(list(sources.values())), torch.tensor(list(sources))
+            for source, target in zip(origin, destination, strict=True):
+                self._backend.copy(source, target, source_ids, target_ids)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from vlmserve.cache.blocks import BlockPool
+from vlmserve.cache.costs import CostModel
+from vlmserve.cache.prefix import Hit, Place, PrefixCache, Transfer
+
+KEYS = [bytes([number]) * 32 for number in range(10)]
+
+
+def whole(num_blocks: int) -> int:
+    """Every later token sees all blocks."""
+    return 0
+
+
+def filled(num_blocks: int, num_host: int = 0, count: int = 3, **options) -> PrefixCache:
+    """A cache with `count` free blocks that have the first keys."""
+    cache = PrefixCache(BlockPool(num_blocks), BlockPool(num_host) if num_host else None, **options)
+    for number, block in enumerate(cache.pool.allocate(count)):
+        cache.pool.register(block, KEYS[number])
+    cache.pool.release(range(count - 1, -1, -1))
+    return cache
+
+
+def test_a_run_of_keys_ends_at_the_first_unknown_one():
+    cache = filled(4)
+    keys = [KEYS[0], KEYS[1], KEYS[9], KEYS[2]]
+    assert cache.find(keys, None, whole) == Hit(0, (Place(0, False), Place(1, False)))
+
+
+def test_with_a_window_only_the_blocks_in_sight_must_be_known():
+    cache = filled(4)
+    keys = [KEYS[8], KEYS[9], KEYS[1], KEYS[2], KEYS[7]]
+    assert cache.find(keys, None, lambda end: max(0, end - 2)) == Hit(2, (Place(1, False), Place(2, False)))
+    assert cache.find(keys, None, lambda end: max(0, end - 3)) == Hit()
+
+
+def test_a_tail_is_found_only_behind_all_full_blocks():
+    cache = filled(4)
+    assert cache.find(KEYS[:2], KEYS[2], whole).tail == Place(2, False)
+    assert cache.find([KEYS[0], KEYS[9]], KEYS[2], whole).tail is None
+
+
+def test_a_tail_is_copied_into_the_first_new_block_and_let_go():
+    cache = filled(5)
+    hit = cache.find(KEYS[:2], KEYS[2], whole)
+    blocks = cache.take(hit, KEYS[:2], 2)
+    assert blocks[:2] == [0, 1]
+    assert cache.transfers == [Transfer("copy", 2, blocks[2])]
+    assert [cache.pool.ref_count(block) for block in (*blocks, 2)] == [1, 1, 1, 1, 0]
+
+
+def test_an_evicted_block_is_saved_once_and_loaded_on_a_hit():
+    cache = filled(3, 3)
+    blocks = cache.pool.allocate(3)
+    assert [transfer.kind for transfer in cache.transfers] == ["save"] * 3
+    cache.pool.release(blocks)
+    hit = cache.find(KEYS[:3], None, whole)
+    assert all(place.on_host for place in hit.places)
+    cache.transfers.clear()
+    loaded = cache.take(hit, KEYS[:3], 0)
+    assert [transfer.kind for transfer in cache.transfers] == ["load"] * 3
+    assert [cache.pool.get(key) for key in KEYS[:3]] == loaded
+    cache.pool.release(loaded)
+    cache.transfers.clear()
+    cache.pool.allocate(3)
+    assert cache.transfers == [], "what is on the host already is not saved again"
+    assert cache.num_saved == 3
+
+
+def test_the_host_keeps_what_was_used_last():
+    cache = filled(3, 2)
+    cache.pool.allocate(3)
+    assert [key in cache.host for key in KEYS[:3]] == [True, True, False], "the deepest block was evicted first"
+
+
+def test_what_is_about_to_be_loaded_is_not_evicted_to_make_room():
+    cache = filled(2, 1, count=1)
+    first = cache.pool.allocate(2)
+    cache.pool.register(first[0], KEYS[5])
+    cache.pool.release(first)
+    hit = cache.find(KEYS[:1], None, whole)
+    assert hit.places == (Place(0, True),)
+    cache.transfers.clear()
+    cache.take(hit, KEYS[:1], 1)
+    assert [transfer.kind for transfer in cache.transfers] == ["load"], "the host's only block was in use"
+
+
+def test_nothing_is_saved_that_is_cheaper_to_compute():
+    cache = filled(3, 3, worth_saving=lambda: False)
+    cache.pool.allocate(3)
+    assert cache.transfers == []
+
+
+def test_blocks_are_worth_saving_if_two_copies_are_faster_than_computing():
+    costs = CostModel(block_size=16)
+    assert costs.worth_saving(), "while nothing is known"
+    costs.computed(1000, 1.0)
+    costs.copied(10, 0.07)
+    assert costs.worth_saving()
+    for _ in range(50):
+        costs.copied(10, 0.09)
+    assert not costs.worth_saving()
+
+
+def test_a_step_with_few_prompt_tokens_says_nothing_about_the_price_of_one():
+    costs = CostModel(block_size=16)
+    costs.computed(3, 1.0)
+    assert costs.seconds_per_token is None
