@@ -35,11 +35,11 @@ ROWS_PER_PICTURE: Final = 3
 PICTURES_PER_ROW: Final = 3
 PADDING_GROUP: Final = 254
 KINDS: Final[tuple[Kind, ...]] = ("grid", "one", "number", "word")
-KIND_SHARES: Final = (0.58, 0.12, 0.14, 0.16)
+KIND_SHARES: Final = (0.62, 0.12, 0.11, 0.15)
 PAIR_SHARE: Final = 0.14
 TASK_SHARES: Final[dict[Kind, dict[str, float]]] = {
-    "grid": {"place": 8, "attribute": 16, "count": 22, "describe": 14, "where": 22, "exists": 16, "follow_up": 8},
-    "one": {"place": 8, "attribute": 22, "count": 6, "describe": 22, "where": 20, "exists": 14, "follow_up": 8},
+    "grid": {"place": 5, "attribute": 13, "count": 30, "describe": 12, "where": 26, "exists": 14, "follow_up": 8},
+    "one": {"place": 6, "attribute": 20, "count": 6, "describe": 22, "where": 30, "exists": 12, "follow_up": 6},
     "number": {"number": 68, "describe": 18, "exists": 7, "follow_up": 7},
     "word": {"word": 68, "describe": 18, "exists": 7, "follow_up": 7},
 }
