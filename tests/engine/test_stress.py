@@ -1,0 +1,125 @@
+"""Never the wrong picture: thousands of requests that look alike but for their pictures, in caches that are far too
+small, with aborts. pixie says what it sees, so a mix-up is a wrong answer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from vlmserve.config import EngineConfig, MediaConfig
+from vlmserve.engine.engine import Engine
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.models.hub import resolve_model
+from vlmserve.pixie.drawing import draw_scene
+from vlmserve.pixie.scenes import sample_scene
+from vlmserve.types import EngineRequest, Prompt, SamplingParams
+
+NUM_REQUESTS = 2000
+SIDE = 160
+QUESTIONS = ("Describe the picture.", "How many objects are there?", "What is in the picture?")
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and the answer that it gets alone, without any cache."""
+
+    prompt: Prompt
+    answer: list[int]
+
+
+def engine(**settings) -> Engine:
+    return Engine(EngineConfig(model="pixie", device="cpu", dtype="float32", **settings), resolve_model("pixie"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    preparer = RequestPreparer(resolve_model("pixie"), MediaConfig())
+    pictures = [draw_scene(sample_scene(seed, "grid")).resize((SIDE, SIDE)) for seed in range(12)]
+    touched = pictures[0].copy()
+    touched.putpixel((3, 3), tuple(255 - level for level in touched.getpixel((3, 3))))
+    pictures.append(touched)
+
+    def ask(text: str, *shown) -> Prompt:
+        parts = [{"type": "image", "image": picture} for picture in shown]
+        content = [*parts, {"type": "text", "text": text}]
+        return preparer.chat([{"role": "user", "content": content}], allow_local=True)
+
+    asked = [ask(question, picture) for question in QUESTIONS for picture in pictures]
+    pair = "Which picture has more objects?"
+    for one, other in itertools.pairwise(pictures[:6]):
+        asked += [ask(pair, one, other), ask(pair, other, one), ask(pair, one, one)]
+    return asked
+
+
+@pytest.fixture(scope="module")
+def cases(prompts) -> list[Case]:
+    alone = engine(max_num_seqs=1, enable_prefix_caching=False, kv_cache_memory="64MiB")
+    found = []
+    for number, prompt in enumerate(prompts):
+        alone.add(EngineRequest(str(number), prompt, GREEDY))
+        answer: list[int] = []
+        while alone.has_work():
+            answer += [token for output in alone.step() for token in output.token_ids]
+        found.append(Case(prompt, answer))
+    return found
+
+
+def test_the_pictures_make_the_answers(cases):
+    assert len({tuple(case.answer) for case in cases[:12]}) == 12, "or a mix-up could go unseen"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed):
+    random_ = random.Random(seed)
+    probe = engine(kv_cache_memory="64MiB", block_size=4)
+    block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
+    longest = max(len(case.prompt.token_ids) for case in cases) + 24
+    picture_bytes = 81 * probe._image_token_bytes
+    tiny = engine(
+        block_size=4,
+        kv_cache_memory=2 * (longest // 4) * block_bytes,
+        swap_memory=40 * block_bytes,
+        encoder_cache_memory=3 * picture_bytes,
+        max_num_seqs=6,
+        max_num_batched_tokens=random_.choice([50, 150]),
+        max_encoded_images=2,
+    )
+    salts = ("", "one", "other")
+    open_requests: dict[str, tuple[Case, list[int]]] = {}
+    unique: set[str] = set()
+    sent = finished = hits = 0
+    while sent < NUM_REQUESTS // 2 or open_requests:
+        while sent < NUM_REQUESTS // 2 and len(open_requests) < 12:
+            # Neighbours often ask about the same picture, and now and then somebody has a salt of their own.
+            case = cases[(sent // 2 + random_.choice([0, 0, 0, random_.randrange(len(cases))])) % len(cases)]
+            name = f"request {sent}"
+            salt = name if random_.random() < 0.05 else random_.choice(salts)
+            if salt == name:
+                unique.add(name)
+            tiny.add(EngineRequest(name, case.prompt, GREEDY, salt))
+            open_requests[name] = (case, [])
+            sent += 1
+        for output in tiny.step():
+            case, tokens = open_requests[output.request_id]
+            tokens += output.token_ids
+            assert output.error is None
+            assert tokens == case.answer[: len(tokens)]
+            assert not (output.cached_tokens and output.request_id in unique), "a hit across salts"
+            hits += output.cached_tokens > 0
+            if output.finish_reason is not None:
+                assert tokens == case.answer
+                del open_requests[output.request_id]
+                finished += 1
+        if open_requests and random_.random() < 0.02:
+            name = random_.choice(list(open_requests))
+            tiny.abort([name])
+            del open_requests[name]
+    stats = tiny.stats()
+    assert finished > 0.7 * sent
+    assert hits > 0
+    assert min(stats.preemptions, stats.kv_evictions, stats.blocks_swapped_in, stats.encoder_hits) > 0
+    assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
