@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vlmserve.cli import app
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/caching.md")]
 
 
 def commands() -> list[list[str]]:
