@@ -144,18 +144,9 @@ def problems(samples: Sequence[Sample], outcomes: Counter[str], state: dict[str,
         growth = sizes[-1] - sizes[0]
         if growth > max(GROWTH_BYTES, GROWTH_SHARE * sizes[0]):
             found.append(f"the {name}'s memory grew by {growth / 1e6:.1f} MB in the second half")
-    held = [
-        path for path, value in _leaves(state) if value and re.search(r"used$|running|waiting|requests|pinned", path)
-    ]
-    return found + [f"{path} is not idle" for path in held if not re.search(r"host|bytes|encoder", path)]
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _leaves(part, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
+    if state["requests"] or state["kv_blocks"]["used"] or state["encoder_cache"]["pinned"]:
+        found.append(f"the server is not idle: {json.dumps(state)}")
+    return found
 
 
 def show(samples: Sequence[Sample], outcomes: Counter[str], console: Console) -> None:

@@ -185,3 +185,5 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Those of them whose embeddings were in the encoder cache or about to be."""
     encoder_cache_bytes: int = 0
     encoder_cache_used_bytes: int = 0
+    encoder_cache_pinned: int = 0
+    """Pictures whose embeddings a running request needs."""

@@ -210,6 +210,7 @@ class Engine:
             encoder_hits=self._scheduler.encoder_hits,
             encoder_cache_bytes=self._scheduler.encoder_cache.capacity_bytes,
             encoder_cache_used_bytes=self._scheduler.encoder_cache.used_bytes,
+            encoder_cache_pinned=self._scheduler.encoder_cache.num_pinned,
         )
 
     def _check_image(self, image: ImageInput) -> None:
