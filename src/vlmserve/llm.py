@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, read_settings
 from vlmserve.errors import InvalidRequestError, VLMServeError
@@ -52,13 +52,19 @@ class RequestResult:
     """What came of one prompt.
 
     prompt_token_ids: with the placeholders of pictures expanded. num_cached_tokens: how many of them were found in the
-    prefix cache.
+    prefix cache. num_images_encoded: pictures that went through the vision tower for it.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     outputs: list[Completion]
     num_cached_tokens: int = 0
+    num_images_encoded: int = 0
+
+
+class _Prepared(NamedTuple):
+    prompt: Prompt
+    cache_salt: str = ""
 
 
 @dataclass(eq=False)
@@ -72,9 +78,10 @@ class _Generation:
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    num_images_encoded: int = 0
 
     def take(self, output: RequestOutput) -> None:
-        self.num_cached_tokens = output.cached_tokens
+        self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
         self.token_ids += output.token_ids
         self.pieces.append(self.detokenizer.push(output.token_ids))
         if self.detokenizer.stopped:
@@ -87,8 +94,13 @@ class _Generation:
     def result(self) -> RequestResult:
         assert self.finish_reason is not None
         completion = Completion(0, "".join(self.pieces), self.token_ids, self.finish_reason, self.error)
-        request = self.request
-        return RequestResult(request.request_id, request.prompt.token_ids, [completion], self.num_cached_tokens)
+        return RequestResult(
+            self.request.request_id,
+            self.request.prompt.token_ids,
+            [completion],
+            self.num_cached_tokens,
+            self.num_images_encoded,
+        )
 
 
 class LLM:
@@ -137,20 +149,29 @@ class LLM:
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        cache_salt: str | None = None,
     ) -> list[RequestResult]:
         """Answer one conversation (a list of messages) or many (a list of lists); results are in the same order.
 
         Messages have OpenAI's form; a picture is a part ``{"type": "image", "image": x}`` where x is a
         `PIL.Image.Image`, a path, a file's bytes or a URL, or a part ``{"type": "image_url", …}``.
-        sampling_params: one for all, or one each. use_tqdm: whether to show a progress bar.
+        sampling_params: one for all, or one each. use_tqdm: whether to show a progress bar. cache_salt: nothing that is
+        cached is shared with requests of another salt, or of none.
 
         All requests are checked before the first one runs. Raises InvalidRequestError for one that cannot be
         answered. A request that fails while it runs ends with finish_reason "error"; the others go on.
         """
         conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
 
-        def prepare(conversation: Any) -> Prompt:
-            return self._preparer.chat(conversation, add_generation_prompt=add_generation_prompt, allow_local=True)
+        from vlmserve.frontend.messages import check_cache_salt
+
+        salt = check_cache_salt(cache_salt)
+
+        def prepare(conversation: Any) -> _Prepared:
+            prompt = self._preparer.chat(
+                conversation, add_generation_prompt=add_generation_prompt, allow_local=True, cache_salt=salt
+            )
+            return _Prepared(prompt, salt)
 
         return self._run(self._prepare(prepare, conversations), sampling_params, use_tqdm)
 
@@ -163,7 +184,8 @@ class LLM:
         """Continue one prompt or many, without a chat template; results are in the same order.
 
         A prompt is text, ``{"prompt": text, "multi_modal_data": {"image": picture or list of pictures}}`` with the
-        model's image token in the text for every picture, or ``{"prompt_token_ids": [...]}``. For the rest see `chat`.
+        model's image token in the text for every picture, or ``{"prompt_token_ids": [...]}``; the dicts may have a
+        "cache_salt". For the rest see `chat`.
         """
         several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         return self._run(self._prepare(self._text_prompt, several), sampling_params, use_tqdm)
@@ -174,7 +196,7 @@ class LLM:
         Raises as `chat` does, and VLMServeError if the request fails while it runs, when the iterator is advanced.
         """
         prompt = self._preparer.chat(messages, allow_local=True)
-        [generation] = self._add([prompt], [sampling_params or self.default_sampling_params])
+        [generation] = self._add([_Prepared(prompt)], [sampling_params or self.default_sampling_params])
         try:
             sent = 0
             while generation.finish_reason is None or sent < len(generation.pieces):
@@ -190,28 +212,32 @@ class LLM:
         finally:
             self._forget([generation])
 
-    def _text_prompt(self, prompt: TextPrompt) -> Prompt:
+    def _text_prompt(self, prompt: TextPrompt) -> _Prepared:
+        from vlmserve.frontend.messages import check_cache_salt
+
         if isinstance(prompt, str):
-            return self._preparer.text(prompt)
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"}
+            return _Prepared(self._preparer.text(prompt))
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError(
                 'a prompt is a text or a dict with either "prompt" or "prompt_token_ids", and with "multi_modal_data" '
-                f"if it has pictures; got the keys {sorted(prompt)}",
+                f'if it has pictures and "cache_salt" if it has one; got the keys {sorted(prompt)}',
                 param="prompt",
             )
+        salt = check_cache_salt(prompt.get("cache_salt"))
         data = prompt.get("multi_modal_data") or {}
         if set(data) - {"image"}:
             raise InvalidRequestError(f'only "image" is known in multi_modal_data, got {sorted(data)}', param="prompt")
         images = data.get("image", [])
         images = list(images) if isinstance(images, list | tuple) else [images]
         if "prompt" in prompt:
-            return self._preparer.text(prompt["prompt"], images, allow_local=True)
+            text = self._preparer.text(prompt["prompt"], images, allow_local=True, cache_salt=salt)
+            return _Prepared(text, salt)
         if images:
             raise InvalidRequestError('pictures need a "prompt" in words, not token ids', param="prompt")
-        return Prompt(list(prompt["prompt_token_ids"]))
+        return _Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
 
-    def _prepare(self, prepare: Callable[[Item], Prompt], items: Sequence[Item]) -> list[Prompt]:
+    def _prepare(self, prepare: Callable[[Item], _Prepared], items: Sequence[Item]) -> list[_Prepared]:
         """Prompts of all items, in worker threads. Raises the error of the first item that is wrong, naming it."""
         if len(items) == 1:
             return [prepare(items[0])]
@@ -229,7 +255,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[Prompt],
+        prompts: list[_Prepared],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestResult]:
@@ -255,12 +281,12 @@ class LLM:
             self._forget(generations)
         return [generation.result() for generation in generations]
 
-    def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[_Generation]:
+    def _add(self, prompts: Sequence[_Prepared], params: Sequence[SamplingParams]) -> list[_Generation]:
         """Queue all of them, or none if one is refused."""
         generations: list[_Generation] = []
         try:
-            for prompt, param in zip(prompts, params, strict=True):
-                request = EngineRequest(f"offline-{next(self._ids)}", prompt, param)
+            for (prompt, salt), param in zip(prompts, params, strict=True):
+                request = EngineRequest(f"offline-{next(self._ids)}", prompt, param, salt)
                 self.engine.add(request)
                 generation = _Generation(request, self._preparer.detokenizer(param))
                 self._generations[request.request_id] = generation

@@ -18,14 +18,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Pixels = npt.NDArray[np.float32]
 
 KEY_BYTES = 32
+MAX_CACHE_SALT = 256
+"""Characters of a cache salt."""
 MAX_SEED = 2**63 - 1
 
 
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One picture, ready for a vision tower.
 
-    key: 32-byte digest of the file's bytes and of the preprocessing that made `pixels`.
-    pixels: float32 ``[tiles, channels, height, width]``, normalized.
+    key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
+    pixels: float32 ``[tiles, channels, height, width]``, normalized; shared between requests, so never written to.
     num_tokens: how many placeholder tokens it takes in a prompt, which is how many embeddings the tower returns.
     """
 
@@ -95,7 +97,7 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     """One generation. `request_id` is unique among the engine's unfinished requests.
 
     cache_salt: requests share cached prefixes only with those of the same salt, so that one tenant cannot find out
-    from timings what another has sent.
+    from timings what another has sent. The pictures' keys hold it already.
     """
 
     request_id: str

@@ -58,15 +58,15 @@ def sockets():
 def test_pictures_cross_a_socket_unchanged_beside_the_message(sockets):
     one, other = sockets
     request = request_with_pictures()
-    frames = encode(Add(request))
+    frames = encode(Add([request]))
     assert len(frames) == 1 + len(SHAPES)
     assert len(frames[0]) < 1000
     one.send_multipart(frames, copy=False)
     received = decode_to_engine([frame.buffer for frame in other.recv_multipart(copy=False)])
     assert isinstance(received, Add)
-    assert received.request.prompt.token_ids == request.prompt.token_ids
-    assert received.request.params == request.params
-    for sent, got in zip(request.prompt.images, received.request.prompt.images, strict=True):
+    assert received.requests[0].prompt.token_ids == request.prompt.token_ids
+    assert received.requests[0].params == request.params
+    for sent, got in zip(request.prompt.images, received.requests[0].prompt.images, strict=True):
         assert (got.start, got.end, got.image.key) == (sent.start, sent.end, sent.image.key)
         assert got.image.pixels.dtype == np.float32
         assert got.image.pixels.flags.aligned
@@ -75,20 +75,20 @@ def test_pictures_cross_a_socket_unchanged_beside_the_message(sockets):
 
 def test_large_pictures_are_views_of_the_frames_and_not_copies():
     request = request_with_pictures()
-    frames = encode(Add(request))
+    frames = encode(Add([request]))
     sent = request.prompt.images[1].image.pixels
     assert np.shares_memory(np.frombuffer(frames[2], np.float32), sent)
     received = decode_to_engine(frames)
     assert isinstance(received, Add)
-    assert np.shares_memory(received.request.prompt.images[1].image.pixels, sent)
+    assert np.shares_memory(received.requests[0].prompt.images[1].image.pixels, sent)
 
 
 def test_arrays_that_are_not_plain_float32_memory_are_made_so():
     pixels = np.arange(48, dtype=np.float64).reshape(1, 4, 4, 3).transpose(0, 3, 1, 2)
     prompt = Prompt([1, 2], (ImageSpan(ImageInput(b"k" * 32, pixels, 1), 0),))
-    received = decode_to_engine(encode(Add(EngineRequest("a", prompt))))
+    received = decode_to_engine(encode(Add([EngineRequest("a", prompt)])))
     assert isinstance(received, Add)
-    np.testing.assert_array_equal(received.request.prompt.images[0].image.pixels, pixels)
+    np.testing.assert_array_equal(received.requests[0].prompt.images[0].image.pixels, pixels)
 
 
 @pytest.mark.parametrize("message", [Abort(["a", "b"]), Shutdown()])

@@ -92,7 +92,7 @@ class Peer:
         self._socket.send_multipart(encode(message))
 
     def add(self, name: str, steps: int) -> None:
-        self.send(Add(EngineRequest(name, Prompt([steps]))))
+        self.send(Add([EngineRequest(name, Prompt([steps]))]))
 
     def receive(self) -> FromEngine:
         return decode_from_engine(self._socket.recv())
@@ -213,7 +213,7 @@ def test_a_bug_while_loading_is_logged_with_its_traceback(tmp_path, capfd):
 def test_the_process_exits_when_the_parents_pipe_closes_also_in_the_middle_of_a_step(folder):
     with Child(EngineConfig(engine="mock", mock_tpot=30), folder) as child:
         assert isinstance(child.receive(), Ready)
-        child.socket.send_multipart(encode(Add(EngineRequest("a", Prompt([5])))))
+        child.socket.send_multipart(encode(Add([EngineRequest("a", Prompt([5]))])))
         while not isinstance(child.receive(), Outputs):
             pass
         child.process._process.stdin.close()

@@ -11,10 +11,12 @@ from PIL import Image
 from tests.media.pictures_for_tests import encoded, exif_rotated, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError, InvalidImageError
+from vlmserve.media.cache import PictureCache
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import prepare_image, read_url
 
 LIMITS = MediaConfig()
+OFF = PictureCache(0)
 PROCESSOR = ImageProcessor(
     {"model_type": "llava", "vision_config": {"image_size": 28, "patch_size": 14}},
     {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
@@ -27,8 +29,8 @@ def test_a_picture_is_the_same_wherever_it_comes_from(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_bytes(DATA)
     url = "data:image/png;base64," + base64.b64encode(DATA).decode()
-    files = [prepare_image(source, PROCESSOR, LIMITS) for source in (DATA, path, str(path), url)]
-    decoded = [prepare_image(source, PROCESSOR, LIMITS) for source in (PICTURE, np.asarray(PICTURE))]
+    files = [prepare_image(source, PROCESSOR, LIMITS, OFF) for source in (DATA, path, str(path), url)]
+    decoded = [prepare_image(source, PROCESSOR, LIMITS, OFF) for source in (PICTURE, np.asarray(PICTURE))]
     assert len({image.key for image in files}) == 1
     assert len({image.key for image in decoded}) == 1
     for image in files + decoded:
@@ -38,24 +40,24 @@ def test_a_picture_is_the_same_wherever_it_comes_from(tmp_path: Path) -> None:
 
 def test_an_opened_photo_is_turned_upright_like_its_file() -> None:
     data = exif_rotated(40, 20, 8)
-    opened = prepare_image(Image.open(io.BytesIO(data)), PROCESSOR, LIMITS)
-    np.testing.assert_array_equal(opened.pixels, prepare_image(data, PROCESSOR, LIMITS).pixels)
+    opened = prepare_image(Image.open(io.BytesIO(data)), PROCESSOR, LIMITS, OFF)
+    np.testing.assert_array_equal(opened.pixels, prepare_image(data, PROCESSOR, LIMITS, OFF).pixels)
 
 
 def test_a_picture_that_was_opened_but_is_truncated_is_refused() -> None:
     opened = Image.open(io.BytesIO(encoded(noise(300, 200))[:-5000]))
     with pytest.raises(InvalidImageError, match="truncated"):
-        prepare_image(opened, PROCESSOR, LIMITS)
+        prepare_image(opened, PROCESSOR, LIMITS, OFF)
 
 
 def test_missing_files_folders_and_large_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidImageError, match="there is no file"):
-        prepare_image(tmp_path / "missing.png", PROCESSOR, LIMITS)
+        prepare_image(tmp_path / "missing.png", PROCESSOR, LIMITS, OFF)
     with pytest.raises(InvalidImageError, match="not a file"):
-        prepare_image(str(tmp_path), PROCESSOR, LIMITS)
+        prepare_image(str(tmp_path), PROCESSOR, LIMITS, OFF)
     (tmp_path / "large.png").write_bytes(DATA)
     with pytest.raises(ImageTooLargeError):
-        prepare_image(tmp_path / "large.png", PROCESSOR, MediaConfig(max_image_bytes=10))
+        prepare_image(tmp_path / "large.png", PROCESSOR, MediaConfig(max_image_bytes=10), OFF)
 
 
 @pytest.mark.parametrize(
@@ -64,17 +66,17 @@ def test_missing_files_folders_and_large_files_are_refused(tmp_path: Path) -> No
 )
 def test_arrays_that_are_no_pictures_are_refused(array: np.ndarray) -> None:
     with pytest.raises(InvalidImageError, match="uint8"):
-        prepare_image(array, PROCESSOR, LIMITS)
+        prepare_image(array, PROCESSOR, LIMITS, OFF)
 
 
 def test_other_things_are_no_pictures() -> None:
     with pytest.raises(InvalidImageError, match="a picture cannot come from a dict"):
-        prepare_image({}, PROCESSOR, LIMITS)  # type: ignore[arg-type]
+        prepare_image({}, PROCESSOR, LIMITS, OFF)  # type: ignore[arg-type]
 
 
 def test_decoded_pictures_keep_the_limit_of_pixels_too() -> None:
     with pytest.raises(ImageTooLargeError, match="40 x 30"):
-        prepare_image(PICTURE, PROCESSOR, MediaConfig(max_image_pixels=1000))
+        prepare_image(PICTURE, PROCESSOR, MediaConfig(max_image_pixels=1000), OFF)
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "/etc/passwd", "ftp://example.com/a.png", "", "picture.png"])

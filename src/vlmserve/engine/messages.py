@@ -40,9 +40,9 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request. Answered with `Accepted` or `Failed`."""
+    """Queue requests. Each is answered with `Accepted` or `Failed`. Arrays that they share cross once."""
 
-    request: EngineRequest
+    requests: list[EngineRequest]
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -99,27 +99,33 @@ def encode(message: ToEngine | FromEngine) -> Frames:
     if not isinstance(message, Add):
         return [_plain_encoder.encode(message)]
     arrays: list[memoryview] = []
+    places: dict[int, int] = {}
 
     def take_out(value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"{type(value)} has no place in a message")
-        arrays.append(np.ascontiguousarray(value, dtype=np.float32).data)
-        return (len(arrays), value.shape)
+        if id(value) not in places:
+            arrays.append(np.ascontiguousarray(value, dtype=np.float32).data)
+            places[id(value)] = len(arrays)
+        return (places[id(value)], value.shape)
 
     return [msgspec.msgpack.encode(message, enc_hook=take_out), *arrays]
 
 
 def decode_to_engine(frames: Sequence[Buffer]) -> ToEngine:
-    """A message to the engine. Its arrays are views of `frames`.
+    """A message to the engine. Its arrays are views of `frames`; what was one array when it was sent is one again.
 
     Raises msgspec.ValidationError if the frames hold no such message.
     """
+    arrays: dict[int, Pixels] = {}
 
     def put_in(_: type, value: Any) -> Pixels:
         index, shape = msgspec.convert(value, tuple[int, list[int]])
-        array: Pixels = np.frombuffer(frames[index], dtype=np.float32).reshape(shape)
-        # ZeroMQ packs small frames next to each other, and torch wants its memory aligned.
-        return array if array.flags.aligned else array.copy()
+        if index not in arrays:
+            array: Pixels = np.frombuffer(frames[index], dtype=np.float32).reshape(shape)
+            # ZeroMQ packs small frames next to each other, and torch wants its memory aligned.
+            arrays[index] = array if array.flags.aligned else array.copy()
+        return arrays[index]
 
     message: ToEngine = msgspec.msgpack.decode(frames[0], type=ToEngine, dec_hook=put_in)
     return message

@@ -16,7 +16,7 @@ from blake3 import blake3
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, OverloadedError
-from vlmserve.types import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from vlmserve.types import EngineRequest, EngineStats, FinishReason, ModelInfo, RequestOutput
 
 _WORDS = (
     "a the one two three four five red green blue yellow orange purple black white small large round square circle "
@@ -30,7 +30,7 @@ _LONGEST_NAP = 0.01
 class _Answer:
     """One request under way. due: when its first token may come, on the clock of `time.monotonic`."""
 
-    __slots__ = ("due", "length", "produced", "request", "room", "tokens")
+    __slots__ = ("due", "length", "num_images", "produced", "request", "room", "tokens")
 
     def __init__(self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int) -> None:
         walk = [words[byte % len(words)] for byte in digest]
@@ -38,6 +38,7 @@ class _Answer:
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
         self.length = max(request.params.min_tokens, sum(map(len, walk[: 4 + digest[-1] % 24])))
         self.room = min(room, request.params.max_tokens or room)
+        self.num_images = len(request.prompt.images)
         self.produced = 0
         self.due = 0.0
 
@@ -45,14 +46,15 @@ class _Answer:
         """Produce one token, or end."""
         params, request_id = self.request.params, self.request.request_id
         if self.produced >= self.length and not params.ignore_eos and eos_token_ids:
-            return RequestOutput(request_id, [], "stop", min(eos_token_ids))
+            return RequestOutput(request_id, [], "stop", min(eos_token_ids), images_encoded=self.num_images)
         token = next(self.tokens)
         if token in params.stop_token_ids:
             if self.produced >= params.min_tokens:
-                return RequestOutput(request_id, [], "stop", token)
+                return RequestOutput(request_id, [], "stop", token, images_encoded=self.num_images)
             token = next((t for t in itertools.islice(self.tokens, 256) if t not in params.stop_token_ids), token)
         self.produced += 1
-        return RequestOutput(request_id, [token], "length" if self.produced >= self.room else None)
+        finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
+        return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
 
 
 class MockEngine:

@@ -38,6 +38,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
+from vlmserve.types import EngineRequest
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +137,8 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes]) -> None:
             except zmq.Again:
                 break
             match decode_to_engine([frame.buffer for frame in frames]):
-                case Add(request):
-                    try:
-                        engine.add(request)
-                    except VLMServeError as error:
-                        _send(socket, Failed(request.request_id, Failure.of(error)))
-                    else:
-                        accepted.append(request.request_id)
+                case Add(requests):
+                    accepted += _add(engine, requests, socket)
                 case Abort(request_ids):
                     engine.abort(request_ids)
                     aborted = True
@@ -155,6 +151,19 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes]) -> None:
             _send(socket, Outputs(outputs, engine.stats()))
         elif aborted:
             _send(socket, Outputs([], engine.stats()))
+
+
+def _add(engine: VLMEngine, requests: list[EngineRequest], socket: zmq.Socket[bytes]) -> list[str]:
+    """Queue requests, each on its own. Returns the ids of those that the engine took; the others' senders are told."""
+    accepted = []
+    for request in requests:
+        try:
+            engine.add(request)
+        except VLMServeError as error:
+            _send(socket, Failed(request.request_id, Failure.of(error)))
+        else:
+            accepted.append(request.request_id)
+    return accepted
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -176,20 +176,33 @@ class EngineClient:
 
         The stream must be closed. Raises what `VLMEngine.add` does, EngineDeadError, UnavailableError while closing.
         """
+        [stream] = await self.submit_together([request])
+        return stream
+
+    async def submit_together(self, requests: Sequence[EngineRequest]) -> list[EngineStream]:
+        """Send requests in one message, in which the pictures that they share are once, and wait until the engine took
+        them all. If it refuses one, the others are aborted. For the rest see `submit`.
+        """
         if not self.alive:
             raise self._gone()
-        if request.request_id in self._streams:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        stream = EngineStream(request.request_id, self._forget)
-        self._streams[request.request_id] = stream
+        streams: dict[str, EngineStream] = {}
+        for request_id in (request.request_id for request in requests):
+            if request_id in self._streams or request_id in streams:
+                raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+            streams[request_id] = EngineStream(request_id, self._forget)
+        if not streams:
+            return []
+        self._streams |= streams
         self._idle.clear()
-        self._send(Add(request))
         try:
-            await stream._acceptance()
+            self._send(Add(list(requests)))
+            for stream in streams.values():
+                await stream._acceptance()
         except BaseException:
-            stream.close()
+            for stream in streams.values():
+                stream.close()
             raise
-        return stream
+        return list(streams.values())
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request; closing the generator aborts it. Raises as `submit`, also later on."""

@@ -8,6 +8,7 @@ from typing import Any
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.sources import ImageSource, is_url
 from vlmserve.prompt.template import ImagePart, Message, Role
+from vlmserve.types import MAX_CACHE_SALT
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -46,6 +47,18 @@ def check_unicode(text: str, place: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{place} is not valid Unicode text", param=place) from error
+
+
+def check_cache_salt(salt: Any) -> str:
+    """`salt`, or "" for None. Raises InvalidRequestError for what is no salt."""
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT:
+        raise InvalidRequestError(
+            f"cache_salt must be a string of 1 to {MAX_CACHE_SALT} characters, not {salt!r:.100}", param="cache_salt"
+        )
+    check_unicode(salt, "cache_salt")
+    return salt
 
 
 def check_remote(source: Any, place: str) -> str:

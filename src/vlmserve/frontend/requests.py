@@ -10,6 +10,7 @@ from typing import Any
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesError
 from vlmserve.frontend.messages import check_remote, check_unicode, parse_messages
+from vlmserve.media.cache import PictureCache
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import ImageSource, prepare_image
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
@@ -30,6 +31,7 @@ class RequestPreparer:
     def __init__(self, folder: Path, media: MediaConfig) -> None:
         files = PromptFiles.read(folder)
         self._media = media
+        self.picture_cache = PictureCache(media.picture_cache_memory)
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._template = (
             ChatTemplate(files.chat_template, self.tokenizer.special_tokens, self.tokenizer.image_token)
@@ -43,12 +45,20 @@ class RequestPreparer:
         """Whether the model takes pictures."""
         return self._processor is not None
 
-    def chat(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, allow_local: bool = False) -> Prompt:
+    def chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = True,
+        allow_local: bool = False,
+        cache_salt: str = "",
+    ) -> Prompt:
         """The prompt of a conversation in OpenAI's form.
 
         Text in it is only ever text: a placeholder or another control token that somebody writes has no effect.
         allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths; for callers
-        in the same process, never for what came over HTTP.
+        in the same process, never for what came over HTTP. cache_salt: of the request; pictures are only shared with
+        requests of the same one.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture.
         """
         if self._template is None:
@@ -72,13 +82,15 @@ class RequestPreparer:
                 param="messages",
             )
         check_placeholders(ids, self.tokenizer.image_token_id, len(sources))
-        return expand_placeholders(ids, self.tokenizer.image_token_id, self._prepare(sources))
+        return expand_placeholders(ids, self.tokenizer.image_token_id, self._prepare(sources, cache_salt))
 
-    def text(self, text: str, images: Sequence[ImageSource] = (), *, allow_local: bool = False) -> Prompt:
+    def text(
+        self, text: str, images: Sequence[ImageSource] = (), *, allow_local: bool = False, cache_salt: str = ""
+    ) -> Prompt:
         """The prompt that `text` is, with the model's placeholder written out where each of `images` stands.
 
-        allow_local: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many placeholders
-        as pictures.
+        allow_local, cache_salt: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many
+        placeholders as pictures.
         """
         if not isinstance(text, str) or not text:
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
@@ -90,7 +102,7 @@ class RequestPreparer:
                 check_remote(image, param)
         ids = self.tokenizer.encode(text)
         check_placeholders(ids, self.tokenizer.image_token_id, len(sources))
-        return expand_placeholders(ids, self.tokenizer.image_token_id, self._prepare(sources))
+        return expand_placeholders(ids, self.tokenizer.image_token_id, self._prepare(sources, cache_salt))
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """A new detokenizer for one answer, with the request's stop strings."""
@@ -104,12 +116,12 @@ class RequestPreparer:
                 f"the request has {count} pictures; at most {self._media.max_images} are allowed", param=param
             )
 
-    def _prepare(self, sources: Sequence[tuple[str, ImageSource]]) -> list[ImageInput]:
+    def _prepare(self, sources: Sequence[tuple[str, ImageSource]], salt: str) -> list[ImageInput]:
         images = []
         for param, source in sources:
             assert self._processor is not None
             try:
-                images.append(prepare_image(source, self._processor, self._media))
+                images.append(prepare_image(source, self._processor, self._media, self.picture_cache, salt=salt))
             except InvalidRequestError as error:
                 error.param = error.param or param
                 raise

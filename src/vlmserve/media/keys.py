@@ -9,13 +9,16 @@ _ORIENTATION = 0x0112
 """EXIF tag of how the camera was held."""
 
 
-def image_key(data: bytes, fingerprint: bytes) -> bytes:
-    """Key of the picture file `data`, preprocessed as `fingerprint` says."""
-    return _digest(b"file", data, fingerprint)
+def image_key(data: bytes, fingerprint: bytes, salt: str = "") -> bytes:
+    """Key of the picture file `data`, preprocessed as `fingerprint` says.
+
+    salt: requests with different ones share nothing that is cached under the key.
+    """
+    return _digest(b"file", data, fingerprint, salt.encode())
 
 
-def pil_image_key(image: Image.Image, fingerprint: bytes) -> bytes:
-    """Key of a decoded picture: everything about it that its pixels after preprocessing depend on."""
+def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> bytes:
+    """Key of a decoded picture: everything about it that its pixels after preprocessing depend on. salt: as above."""
     palette = image.palette
     look = (
         image.mode,
@@ -24,7 +27,7 @@ def pil_image_key(image: Image.Image, fingerprint: bytes) -> bytes:
         image.getexif().get(_ORIENTATION),
         None if palette is None else (palette.mode, bytes(palette.palette)),
     )
-    return _digest(b"pil", repr(look).encode(), image.tobytes(), fingerprint)
+    return _digest(b"pil", repr(look).encode(), image.tobytes(), fingerprint, salt.encode())
 
 
 def _digest(*parts: bytes) -> bytes:

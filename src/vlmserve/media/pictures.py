@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import binascii
 import io
 import re
 
+import msgspec
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlmserve.config import MediaConfig
@@ -43,11 +43,12 @@ def decode_picture(data: bytes, limits: MediaConfig) -> Image.Image:
         raise ImageTooLargeError(f"the picture has more than {limits.max_image_pixels:,} pixels") from error
     except Exception as error:  # Pillow's readers raise anything on broken headers
         raise InvalidImageError(f"the picture is broken: {error}") from error
-    return load_upright(image, limits)
+    load_picture(image, limits)
+    return upright(image)
 
 
-def load_upright(image: Image.Image, limits: MediaConfig) -> Image.Image:
-    """`image`, decoded and turned as its EXIF orientation says. Raises as `decode_picture` does."""
+def load_picture(image: Image.Image, limits: MediaConfig) -> None:
+    """Decode an opened picture. Raises as `decode_picture` does."""
     width, height = image.size
     if width * height > limits.max_image_pixels:
         raise ImageTooLargeError(
@@ -60,6 +61,10 @@ def load_upright(image: Image.Image, limits: MediaConfig) -> Image.Image:
     except Exception as error:  # Pillow's decoders raise anything on broken data
         kind = "truncated" if "truncated" in str(error).lower() else "broken"
         raise InvalidImageError(f"the picture is {kind}: {error}") from error
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """A decoded picture, turned as its EXIF orientation says."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:  # broken EXIF data says nothing about how the picture stands
@@ -81,9 +86,10 @@ def decode_data_url(url: str, limits: MediaConfig) -> bytes:
         raise InvalidImageError(f"the data URL holds {media_type}, not a picture")
     check_num_bytes((len(url) - header.end()) * 3 // 4 - 2, limits)
     try:
-        data = binascii.a2b_base64(url[header.end() :], strict_mode=True)
-    except ValueError as error:
-        raise InvalidImageError(f"the data URL is not valid base64: {error}") from error
+        # As strict as binascii and several times as fast, which counts: no other thread runs meanwhile.
+        data = msgspec.convert(url[header.end() :], bytes)
+    except msgspec.ValidationError:
+        raise InvalidImageError("the data URL is not valid base64") from None
     check_num_bytes(len(data), limits)
     return data
 

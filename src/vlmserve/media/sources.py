@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import TypeAlias
 
@@ -11,36 +12,45 @@ import numpy.typing as npt
 from PIL import Image
 
 from vlmserve.config import MediaConfig
-from vlmserve.errors import ImageFetchError, ImageTooLargeError, InvalidImageError
+from vlmserve.errors import ImageFetchError, InvalidImageError
+from vlmserve.media.cache import PictureCache
 from vlmserve.media.fetch import fetch_picture
 from vlmserve.media.keys import image_key, pil_image_key
-from vlmserve.media.pictures import check_num_bytes, decode_data_url, decode_picture, load_upright
+from vlmserve.media.pictures import check_num_bytes, decode_data_url, decode_picture, load_picture, upright
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.types import ImageInput
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
 """A PIL picture, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
 
+_OPENED_LOCKS = tuple(threading.Lock() for _ in range(16))
+"""A picture that is given twice is one object, and Pillow reads pixels and EXIF when they are first asked for."""
 
-def prepare_image(source: ImageSource, processor: ImageProcessor, limits: MediaConfig) -> ImageInput:
-    """A picture ready for the vision tower.
 
-    Trusts `source`: paths are read. Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
+def prepare_image(
+    source: ImageSource, processor: ImageProcessor, limits: MediaConfig, cache: PictureCache, *, salt: str = ""
+) -> ImageInput:
+    """A picture ready for the vision tower. Those in `cache` are neither decoded nor resized again.
+
+    Trusts `source`: paths are read. salt: part of the picture's key.
+    Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
     """
     if isinstance(source, str | os.PathLike | bytes):
         data = source if isinstance(source, bytes) else _read(source, limits)
-        picture = decode_picture(data, limits)
-        key = image_key(data, processor.fingerprint)
-    else:
-        decoded = source if isinstance(source, Image.Image) else _from_array(source)
-        if decoded.width * decoded.height > limits.max_image_pixels:
-            raise ImageTooLargeError(
-                f"the picture has {decoded.width:,} x {decoded.height:,} pixels; "
-                f"at most {limits.max_image_pixels:,} are allowed"
-            )
-        picture = load_upright(decoded, limits)
-        key = pil_image_key(decoded, processor.fingerprint)
-    return ImageInput(key, processor.process(picture), processor.num_tokens)
+        check_num_bytes(len(data), limits)
+        key = image_key(data, processor.fingerprint, salt)
+        return cache.get(key, lambda: _process(key, decode_picture(data, limits), processor))
+    opened = source if isinstance(source, Image.Image) else _from_array(source)
+    with _OPENED_LOCKS[id(opened) // 64 % len(_OPENED_LOCKS)]:
+        load_picture(opened, limits)
+        key = pil_image_key(opened, processor.fingerprint, salt)
+    return cache.get(key, lambda: _process(key, upright(opened), processor))
+
+
+def _process(key: bytes, picture: Image.Image, processor: ImageProcessor) -> ImageInput:
+    pixels = processor.process(picture)
+    pixels.flags.writeable = False  # other requests may see the same picture
+    return ImageInput(key, pixels, processor.num_tokens)
 
 
 def is_url(source: str) -> bool:

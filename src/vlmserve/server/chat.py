@@ -25,11 +25,12 @@ from vlmserve.server.schema import (
     ChatRequest,
     ChunkChoice,
     Delta,
+    PromptTokensDetails,
     Usage,
     parse_chat_request,
 )
 from vlmserve.server.service import Service, TextStream
-from vlmserve.types import MAX_SEED, EngineRequest, SamplingParams
+from vlmserve.types import MAX_SEED, EngineRequest, Prompt, SamplingParams
 
 _DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
@@ -50,6 +51,8 @@ class Answer:
     def __init__(self, index: int, stream: EngineStream, text: TextStream) -> None:
         self.index = index
         self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_images_encoded = 0
         self._stream = stream
         self._text = text
 
@@ -59,6 +62,7 @@ class Answer:
             async for output in self._stream:
                 if output.finish_reason in ("abort", "error"):
                     raise VLMServeError(output.error or "The engine gave up on this request")
+                self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
                 self.num_tokens += len(output.token_ids) + (output.stop_token_id is not None)
                 text = self._text.push(output.token_ids)
                 if output.finish_reason is not None:
@@ -79,19 +83,26 @@ class Answer:
 class Generation:
     """A request under way: its id, its answers, and what they cost."""
 
-    def __init__(self, model: str, num_prompt_tokens: int, answers: Sequence[Answer], completion_id: str) -> None:
+    def __init__(self, model: str, prompt: Prompt, answers: Sequence[Answer], completion_id: str) -> None:
         self.id = completion_id
         self.created = int(time.time())
         self.model = model
         self.answers = answers
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens = len(prompt.token_ids)
+        self._num_images = len(prompt.images)
 
     @property
     def usage(self) -> Usage:
         generated = sum(answer.num_tokens for answer in self.answers)
-        return Usage(self._num_prompt_tokens, generated, self._num_prompt_tokens + generated)
+        details = PromptTokensDetails(
+            # The further answers find the first one's prompt, which says nothing of what was there before.
+            cached_tokens=self.answers[0].num_cached_tokens,
+            images=self._num_images,
+            images_encoded=sum(answer.num_images_encoded for answer in self.answers),
+        )
+        return Usage(self._num_prompt_tokens, generated, self._num_prompt_tokens + generated, details)
 
     def __str__(self) -> str:
         usage = self.usage
@@ -157,27 +168,18 @@ async def chat_completions(request: Request) -> Response:
 async def _begin(service: Service, client: EngineClient, body: ChatRequest) -> Generation:
     """Prepare the prompt and hand all answers to the engine."""
     params = body.sampling_params(service.defaults)
-    prompt = await service.prepare(body.conversation())
+    cache_salt = body.cache_salt or ""
+    prompt = await service.prepare(body.conversation(), cache_salt)
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"
     all_params = [_params_of(index, params) for index in range(body.n)]
-    submissions = [
-        asyncio.ensure_future(client.submit(EngineRequest(f"{completion_id}-{index}", prompt, own)))
-        for index, own in enumerate(all_params)
-    ]
-    try:
-        streams = await asyncio.gather(*submissions)
-    except BaseException:
-        for submission in submissions:
-            submission.cancel()
-        for outcome in await asyncio.gather(*submissions, return_exceptions=True):
-            if isinstance(outcome, EngineStream):
-                outcome.close()
-        raise
+    streams = await client.submit_together(
+        [EngineRequest(f"{completion_id}-{index}", prompt, own, cache_salt) for index, own in enumerate(all_params)]
+    )
     answers = [
         Answer(index, stream, service.detokenizer(own))
         for index, (stream, own) in enumerate(zip(streams, all_params, strict=True))
     ]
-    return Generation(service.model_name, len(prompt.token_ids), answers, completion_id)
+    return Generation(service.model_name, prompt, answers, completion_id)
 
 
 def _params_of(index: int, params: SamplingParams) -> SamplingParams:

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.types import SamplingParams
+from vlmserve.types import MAX_CACHE_SALT, SamplingParams
 
 MAX_CHOICES = 16
 _MAX_COUNT = 2**31 - 1
@@ -171,6 +171,12 @@ class ChatRequest(RequestModel):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=_MAX_COUNT)]], Field(max_length=256)] = []
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=_MAX_COUNT)
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_CACHE_SALT,
+        description="Nothing that is cached is shared with requests of another salt, or of none.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -254,12 +260,23 @@ def _path(location: tuple[str | int, ...]) -> str:
     return path
 
 
+class PromptTokensDetails(msgspec.Struct):
+    """What the prompt cost. cached_tokens: those of the prompt that were found in the prefix cache. Beyond OpenAI's
+    fields, images: pictures in the prompt; images_encoded: those that went through the vision tower.
+    """
+
+    cached_tokens: int
+    images: int
+    images_encoded: int
+
+
 class Usage(msgspec.Struct):
-    """Tokens computed. The end token counts as generated."""
+    """Tokens of the prompt, once for all answers, and generated ones. The end token counts as generated."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class AnswerMessage(msgspec.Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ class TextStream(Protocol):
 class Preparer(Protocol):
     """Makes prompts; see `vlmserve.frontend.requests.RequestPreparer`. Called from worker threads."""
 
-    def chat(self, messages: Sequence[Any]) -> Prompt: ...
+    def chat(self, messages: Sequence[Any], *, cache_salt: str = "") -> Prompt: ...
 
     def detokenizer(self, params: SamplingParams) -> TextStream: ...
 
@@ -154,7 +155,7 @@ class Service:
             if self._num_answers == 0:
                 self._idle.set()
 
-    async def prepare(self, messages: list[dict[str, Any]]) -> Prompt:
+    async def prepare(self, messages: list[dict[str, Any]], cache_salt: str = "") -> Prompt:
         """The prompt of a conversation, made in a worker thread. Raises what the preparer does."""
         assert self._preparer is not None
         urls = [
@@ -166,8 +167,9 @@ class Service:
         ]
         remote = any(not url.startswith("data:") for url in urls)
         workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
+        prepare = functools.partial(self._preparer.chat, messages, cache_salt=cache_salt)
         try:
-            return await asyncio.get_running_loop().run_in_executor(workers, self._preparer.chat, messages)
+            return await asyncio.get_running_loop().run_in_executor(workers, prepare)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these pictures", "out_of_memory"

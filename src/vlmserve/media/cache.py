@@ -1,0 +1,107 @@
+"""Prepared pictures under their keys: one that comes again is neither decoded nor resized."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+
+import msgspec
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.types import ImageInput
+
+
+class PictureCacheStats(msgspec.Struct, frozen=True):
+    """A picture cache's figures. hits: pictures that were there or about to be; misses: those that were prepared."""
+
+    num_pictures: int
+    used_bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+
+
+class PictureCache:
+    """Keeps the least recently used pictures out, so that the rest takes at most `capacity_bytes` of pixels; 0 keeps
+    none. Thread-safe. All pictures in it come from one image processor.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._images: OrderedDict[bytes, ImageInput] = OrderedDict()
+        self._in_flight: dict[bytes, Future[ImageInput]] = {}
+        self._used_bytes = self._hits = self._misses = 0
+
+    def get(self, key: bytes, prepare: Callable[[], ImageInput]) -> ImageInput:
+        """The picture with this key, made by `prepare` unless it is there or another thread is about to have it.
+
+        Raises what `prepare` does. An InvalidRequestError is about the picture, so all who wait for it get one like
+        it; any other failure is about the thread that had it, and those who wait try for themselves.
+        """
+        if self._capacity_bytes == 0:
+            return prepare()
+        while True:
+            own: Future[ImageInput] = Future()
+            try:
+                found = self._find_or_claim(key, own)
+                if isinstance(found, ImageInput):
+                    return found
+                if found is own:
+                    image = prepare()
+                    self._keep(key, image)
+                    own.set_result(image)
+                    return image
+            except InvalidRequestError as error:
+                # A copy: whoever raises the original adds to it where the picture was in their request.
+                own.set_exception(copy.copy(error))
+                raise
+            finally:
+                self._release(key, own)
+            try:
+                failure = found.exception()
+            except CancelledError:
+                continue
+            if failure is not None:
+                raise copy.copy(failure)
+            with self._lock:
+                self._hits += 1
+            return found.result()
+
+    def stats(self) -> PictureCacheStats:
+        """The figures of this moment."""
+        with self._lock:
+            return PictureCacheStats(
+                len(self._images), self._used_bytes, self._capacity_bytes, self._hits, self._misses
+            )
+
+    def _find_or_claim(self, key: bytes, own: Future[ImageInput]) -> ImageInput | Future[ImageInput]:
+        with self._lock:
+            image = self._images.get(key)
+            if image is not None:
+                self._images.move_to_end(key)
+                self._hits += 1
+                return image
+            pending = self._in_flight.setdefault(key, own)
+            self._misses += pending is own
+            return pending
+
+    def _keep(self, key: bytes, image: ImageInput) -> None:
+        size = image.pixels.nbytes
+        if size > self._capacity_bytes:
+            return
+        with self._lock:
+            while self._used_bytes + size > self._capacity_bytes:
+                _, evicted = self._images.popitem(last=False)
+                self._used_bytes -= evicted.pixels.nbytes
+            self._images[key] = image
+            self._used_bytes += size
+
+    def _release(self, key: bytes, own: Future[ImageInput]) -> None:
+        with self._lock:
+            if self._in_flight.get(key) is own:
+                del self._in_flight[key]
+        own.cancel()  # of no effect on a result or an error
