@@ -105,6 +105,48 @@ def test_token_ids_are_a_prompt_too(llm):
     assert result.prompt_token_ids == [5, 6, 7]
 
 
+def test_results_count_the_pictures_that_were_encoded(llm, picture):
+    blue = Image.new("RGB", (40, 30), "blue")
+    results = llm.chat([ask("None?"), ask("One?", picture), ask("Two?", picture, blue)], GREEDY, use_tqdm=False)
+    assert [result.num_images_encoded for result in results] == [0, 1, 2]
+
+
+def test_a_picture_that_comes_again_is_not_prepared_again(folder, picture):
+    for memory, misses in (("1MiB", 1), (0, 0)):
+        llm = LLM(str(folder), engine="mock", picture_cache_memory=memory)
+        again = llm.chat([ask(f"question {number}", picture) for number in range(8)], GREEDY, use_tqdm=False)
+        assert len(set(text_of(again))) == 8
+        stats = llm._preparer.picture_cache.stats()
+        assert (stats.misses, stats.hits) == (misses, 7 * misses)
+
+
+def test_salts_reach_the_engine_and_the_keys_of_pictures(llm, picture, monkeypatch):
+    added = []
+    monkeypatch.setattr(llm.engine, "add", lambda request, add=llm.engine.add: added.append(request) or add(request))
+    image = {"prompt": "a <image>", "multi_modal_data": {"image": picture}}
+    prompts = ["a", {"prompt": "a", "cache_salt": "s"}, {"prompt_token_ids": [5], "cache_salt": "é"}, image]
+    llm.generate([*prompts, image | {"cache_salt": "s"}], GREEDY, use_tqdm=False)
+    llm.chat([ask("What is this?", picture)] * 2, GREEDY, use_tqdm=False, cache_salt="s")
+    list(llm.stream(ask("What is this?", picture), GREEDY, cache_salt="t"))
+    assert [request.cache_salt for request in added] == ["", "s", "é", "", "s", "s", "s", "t"]
+    keys = [request.prompt.images[0].image.key for request in added[3:]]
+    assert keys[1] == keys[2] == keys[3]
+    assert len(set(keys)) == 3
+
+
+@pytest.mark.parametrize("salt", ["", "a" * 257, 5, b"bytes", "half \ud800"])
+def test_what_is_no_salt_is_refused_before_anything_runs(llm, salt):
+    for run in (
+        lambda: llm.generate(["a", {"prompt": "a", "cache_salt": salt}], GREEDY, use_tqdm=False),
+        lambda: llm.chat(ask("a"), GREEDY, use_tqdm=False, cache_salt=salt),
+        lambda: next(llm.stream(ask("a"), GREEDY, cache_salt=salt)),
+    ):
+        with pytest.raises(InvalidRequestError, match="cache_salt") as raised:
+            run()
+        assert raised.value.param == "cache_salt"
+    assert not llm.engine.has_work()
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -190,13 +190,22 @@ class LLM:
         several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         return self._run(self._prepare(self._text_prompt, several), sampling_params, use_tqdm)
 
-    def stream(self, messages: Conversation, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Iterator[str]:
         """Answer one conversation, piece by piece as the text comes. Closing the iterator ends the request.
 
         Raises as `chat` does, and VLMServeError if the request fails while it runs, when the iterator is advanced.
         """
-        prompt = self._preparer.chat(messages, allow_local=True)
-        [generation] = self._add([_Prepared(prompt)], [sampling_params or self.default_sampling_params])
+        from vlmserve.frontend.messages import check_cache_salt
+
+        salt = check_cache_salt(cache_salt)
+        prompt = self._preparer.chat(messages, allow_local=True, cache_salt=salt)
+        [generation] = self._add([_Prepared(prompt, salt)], [sampling_params or self.default_sampling_params])
         try:
             sent = 0
             while generation.finish_reason is None or sent < len(generation.pieces):

@@ -91,6 +91,37 @@ def test_arrays_that_are_not_plain_float32_memory_are_made_so():
     np.testing.assert_array_equal(received.requests[0].prompt.images[0].image.pixels, pixels)
 
 
+def test_pictures_that_requests_share_cross_once_and_are_shared_again():
+    request = request_with_pictures()
+    sisters = [EngineRequest(name, request.prompt, cache_salt="s") for name in "abcd"]
+    picture = request.prompt.images[1].image
+    equal = ImageInput(picture.key, picture.pixels.copy(), picture.num_tokens)
+    other = EngineRequest("e", Prompt([1] * 8, (ImageSpan(equal, 0), ImageSpan(picture, 4))))
+    frames = encode(Add([*sisters, other]))
+    assert len(frames) == 1 + len(SHAPES) + 1
+    received = decode_to_engine(frames)
+    assert isinstance(received, Add)
+    assert [(got.request_id, got.cache_salt) for got in received.requests] == [*((n, "s") for n in "abcd"), ("e", "")]
+    for place, span in enumerate(request.prompt.images):
+        arrays = [got.prompt.images[place].image.pixels for got in received.requests[:4]]
+        assert len({id(array) for array in arrays}) == 1
+        np.testing.assert_array_equal(arrays[0], span.image.pixels)
+    assert received.requests[4].prompt.images[1].image.pixels is received.requests[0].prompt.images[1].image.pixels
+    np.testing.assert_array_equal(received.requests[4].prompt.images[0].image.pixels, picture.pixels)
+
+
+def test_read_only_pictures_cross_a_socket(sockets):
+    one, other = sockets
+    request = request_with_pictures()
+    for span in request.prompt.images:
+        span.image.pixels.flags.writeable = False
+    one.send_multipart(encode(Add([request])), copy=False)
+    received = decode_to_engine([frame.buffer for frame in other.recv_multipart(copy=False)])
+    assert isinstance(received, Add)
+    for sent, got in zip(request.prompt.images, received.requests[0].prompt.images, strict=True):
+        np.testing.assert_array_equal(got.image.pixels, sent.image.pixels)
+
+
 @pytest.mark.parametrize("message", [Abort(["a", "b"]), Shutdown()])
 def test_messages_to_the_engine(message):
     assert decode_to_engine(encode(message)) == message

@@ -128,6 +128,16 @@ def test_a_refusal_concerns_that_request_alone(peer):
     assert sum(isinstance(message, Outputs) for message in messages) == 3
 
 
+def test_requests_of_one_message_are_accepted_and_refused_each_on_its_own(peer):
+    peer.send(Add([EngineRequest(name, Prompt([1])) for name in ("a", "b", "a", "c")]))
+    failed, accepted, outputs = (peer.receive() for _ in range(3))
+    assert isinstance(failed, Failed)
+    assert failed.request_id == "a"
+    assert accepted == Accepted(["a", "b", "c"])
+    assert isinstance(outputs, Outputs)
+    assert [output.request_id for output in outputs.outputs] == ["a", "b", "c"]
+
+
 def test_an_abort_takes_effect_within_a_step_and_updates_the_stats(peer):
     peer.add("a", 60_000)
     while not isinstance(peer.receive(), Outputs):

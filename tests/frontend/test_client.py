@@ -107,6 +107,28 @@ async def test_refusals_raise_what_the_engine_raised(start):
     await client.close()
 
 
+async def test_requests_submitted_together_each_have_their_stream(start):
+    client = await start()
+    streams = await client.submit_together([request(name, tokens=(number,)) for number, name in enumerate("abc", 5)])
+    assert [stream.request_id for stream in streams] == ["a", "b", "c"]
+    answers = [[token async for output in stream for token in output.token_ids] for stream in streams]
+    assert answers == [await tokens_of(client, request("alone", tokens=(number,))) for number in (5, 6, 7)]
+    assert await client.submit_together([]) == []
+    await client.close()
+
+
+async def test_of_requests_submitted_together_all_are_taken_or_none(start):
+    client = await start(mock_tpot=0.01)
+    with pytest.raises(PromptTooLongError):
+        await client.submit_together([request("a", 400), request("b", tokens=(5,) * 1000), request("c", 400)])
+    with pytest.raises(InvalidRequestError, match="in use"):
+        await client.submit_together([request("a", 400), request("a", 400)])
+    assert client.num_unfinished == 0
+    await until(lambda: client.stats.num_running == 0)
+    assert len(await tokens_of(client, request("d"))) == 20
+    await client.close()
+
+
 async def test_outputs_that_nobody_waited_for_arrive_as_one(start):
     client = await start()
     expected = await tokens_of(client, request(max_tokens=50))

@@ -50,3 +50,8 @@ def test_a_decoded_picture_is_named_by_all_that_makes_its_pixels() -> None:
 def test_a_decoded_picture_never_has_the_key_of_a_file() -> None:
     picture = noise(6, 4)
     assert pil_image_key(picture, PRINT) != image_key(picture.tobytes(), PRINT)
+
+
+def test_a_salt_separates_equal_pictures() -> None:
+    assert len({image_key(b"file", PRINT, salt) for salt in ("", "a", "b", "ab")}) == 4
+    assert len({pil_image_key(noise(6, 4), PRINT, salt) for salt in ("", "a", "b", "ab")}) == 4

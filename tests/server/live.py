@@ -28,7 +28,7 @@ class LiveServer:
 
     def __init__(self, folder: Path, *, engine: Any = None, media: Any = None, server: Any = None) -> None:
         self._folder = folder
-        self._engine = EngineConfig(model=str(folder), engine="mock", **(engine or {}))
+        self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
         self._media = MediaConfig(**(media or {}))
         self._server = ServerConfig(port=0, served_model_name="tiny", **(server or {}))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)

@@ -113,6 +113,9 @@ def test_a_form_instead_of_json(live):
         ({"response_format": {"type": "json_object"}}, "not supported", "response_format"),
         ({"logit_bias": {"5": 1}}, "not supported", "logit_bias"),
         ({"presence_penalty": 1}, "not supported", "presence_penalty"),
+        ({"cache_salt": ""}, "at least 1", "cache_salt"),
+        ({"cache_salt": "a" * 257}, "at most 256", "cache_salt"),
+        ({"cache_salt": 5}, "string", "cache_salt"),
         ({"temprature": 1}, "misspelt", "temprature"),
     ],
 )

@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.mock_checkpoint import IMAGE_TOKENS
 from tests.server.live import QUESTION, stream_lines, wait_until
+from vlmserve.engine.messages import Add, encode
 
 
 def data_url(color: str, size: tuple[int, int] = (40, 30)) -> str:
@@ -141,6 +142,32 @@ def test_n_streamed_answers_arrive_complete(live):
         ends += [choice.index] if choice.finish_reason else []
     assert texts == [choice["message"]["content"] for choice in whole["choices"]]
     assert sorted(ends) == [0, 1, 2]
+
+
+def test_n_answers_send_a_picture_once_and_count_what_each_encoded(live, monkeypatch):
+    sent = []
+    send = live.client._send
+    monkeypatch.setattr(live.client, "_send", lambda message: sent.append(message) or send(message))
+    usage = live.ask(messages=about(data_url("red"), data_url("blue")), n=5, max_tokens=2).json()["usage"]
+    [add] = [message for message in sent if isinstance(message, Add)]
+    assert len(add.requests) == 5
+    assert len(encode(add)) == 1 + 2
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "images": 2, "images_encoded": 10}
+
+
+def test_salts_reach_the_engine_and_separate_pictures(live, monkeypatch):
+    sent = []
+    send = live.client._send
+    monkeypatch.setattr(live.client, "_send", lambda message: sent.append(message) or send(message))
+    for salt in (None, "a", "b", "a"):
+        live.openai.chat.completions.create(
+            model="tiny", messages=about(data_url("red")), n=2, max_tokens=2, extra_body={"cache_salt": salt}
+        )
+    requests = [request for message in sent if isinstance(message, Add) for request in message.requests]
+    assert [request.cache_salt for request in requests] == ["", "", "a", "a", "b", "b", "a", "a"]
+    keys = [request.prompt.images[0].image.key for request in requests]
+    assert keys[2] == keys[6]
+    assert len(set(keys)) == 3
 
 
 def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(live):

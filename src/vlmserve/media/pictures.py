@@ -88,7 +88,7 @@ def decode_data_url(url: str, limits: MediaConfig) -> bytes:
     try:
         # As strict as binascii and several times as fast, which counts: no other thread runs meanwhile.
         data = msgspec.convert(url[header.end() :], bytes)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         raise InvalidImageError("the data URL is not valid base64") from None
     check_num_bytes(len(data), limits)
     return data

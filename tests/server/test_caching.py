@@ -1,0 +1,69 @@
+"""What a client of the real engine sees of the caches, through the real openai client."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.live import LiveServer
+from tests.server.test_chat import about, data_url
+from vlmserve.config import BUILT_IN_MODEL
+from vlmserve.models.hub import resolve_model
+
+
+@pytest.fixture(scope="module")
+def pixie():
+    engine = {"engine": "real", "kv_cache_memory": "16MiB", "num_threads": 1}
+    with LiveServer(resolve_model(BUILT_IN_MODEL), engine=engine) as server:
+        yield server
+
+
+def ask(server: LiveServer, color: str, **fields):
+    answer = server.openai.chat.completions.create(
+        model="tiny", messages=about(data_url(color)), max_tokens=4, temperature=0, **fields
+    )
+    return answer.choices[0].message.content, answer.usage
+
+
+def test_usage_tells_what_was_cached_in_whole_answers_and_in_streams(pixie):
+    text, first = ask(pixie, "red")
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert first.prompt_tokens_details.images == 1
+    again_text, again = ask(pixie, "red")
+    assert again_text == text
+    assert 0 < again.prompt_tokens_details.cached_tokens < again.prompt_tokens
+    assert again.prompt_tokens_details.images_encoded == 0
+    *_, last = pixie.openai.chat.completions.create(
+        model="tiny",
+        messages=about(data_url("red")),
+        max_tokens=4,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    assert last.usage == again
+
+
+def test_another_picture_finds_nothing_of_this_one(pixie):
+    ask(pixie, "green")
+    cached = ask(pixie, "blue")[1].prompt_tokens_details.cached_tokens
+    text_before_the_picture = 16
+    assert cached <= text_before_the_picture
+
+
+def test_nothing_is_shared_across_salts(pixie):
+    def cached(color: str, salt: str | None) -> int:
+        return ask(pixie, color, extra_body={"cache_salt": salt})[1].prompt_tokens_details.cached_tokens
+
+    assert cached("orange", "a") == 0
+    assert cached("orange", "b") == 0
+    unsalted = cached("orange", None)
+    assert cached("orange", "a") > unsalted
+    before = pixie.service._preparer.picture_cache.stats()
+    assert cached("orange", "c") == 0
+    after = pixie.service._preparer.picture_cache.stats()
+    assert (after.hits, after.misses) == (before.hits, before.misses + 1)
+
+
+def test_n_answers_report_what_the_first_one_found(pixie):
+    assert ask(pixie, "purple", n=3)[1].prompt_tokens_details.cached_tokens <= 16
+    assert ask(pixie, "purple", n=3)[1].prompt_tokens_details.cached_tokens > 16
