@@ -232,7 +232,7 @@ def test_routes_and_methods_that_do_not_exist(live):
 
 
 def test_a_bug_gives_500_without_a_traceback_and_the_log_has_it(live, monkeypatch, caplog):
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patch:

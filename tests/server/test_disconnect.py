@@ -63,10 +63,10 @@ def test_leaving_while_the_prompt_is_prepared_never_reaches_the_engine(slow, mon
     prepare = slow.service._preparer.chat
     before = slow.client.stats.prompt_tokens
 
-    def hold(messages):
+    def hold(messages, **options):
         preparing.set()
         go_on.wait(60)
-        return prepare(messages)
+        return prepare(messages, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(slow.service._preparer, "chat", hold)

@@ -175,7 +175,8 @@ class EngineClient:
         """Send a request and wait until the engine took it, which is at most one step.
 
         The stream must be closed. The id of an aborted request is not to be used again: outputs that are on their way
-        would be taken for the new one's. Raises what `VLMEngine.add` does, EngineDeadError, UnavailableError while closing.
+        would be taken for the new one's.
+        Raises what `VLMEngine.add` does, EngineDeadError, UnavailableError while closing.
         """
         [stream] = await self.submit_together([request])
         return stream
