@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
-from tests.media.pictures_for_tests import encoded, noise
+from tests.media.pictures_for_tests import encoded, exif_rotated, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
 from vlmserve.media import sources
@@ -215,6 +217,23 @@ def test_a_picture_object_that_changes_between_requests_is_seen_anew() -> None:
     after = prepare_image(picture, PROCESSOR, LIMITS, cache)
     assert before.key != after.key
     assert not np.array_equal(before.pixels, after.pixels)
+
+
+def test_one_opened_file_may_be_given_to_many_threads() -> None:
+    data = exif_rotated(600, 400, 8)
+    expected = prepare_image(Image.open(io.BytesIO(data)), PROCESSOR, LIMITS, PictureCache(0))
+    for _ in range(5):
+        opened = Image.open(io.BytesIO(data))
+        barrier = threading.Barrier(8)
+
+        def prepare(_: int, opened: Image.Image = opened, barrier: threading.Barrier = barrier) -> ImageInput:
+            barrier.wait(60)
+            return prepare_image(opened, PROCESSOR, LIMITS, PictureCache(0))
+
+        with ThreadPoolExecutor(8) as pool:
+            for image in pool.map(prepare, range(8)):
+                assert image.key == expected.key
+                np.testing.assert_array_equal(image.pixels, expected.pixels)
 
 
 def test_salts_share_no_pictures() -> None:
