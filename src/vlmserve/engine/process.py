@@ -30,6 +30,8 @@ from vlmserve.engine.messages import (
     Failure,
     Fatal,
     FromEngine,
+    Inspect,
+    Inspected,
     Outputs,
     Ready,
     Shutdown,
@@ -146,6 +148,8 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes]) -> None:
                 case Abort(request_ids):
                     engine.abort(request_ids)
                     aborted = True
+                case Inspect():
+                    _send(socket, Inspected(engine.inspect()))
                 case Shutdown():
                     return
         if accepted:
