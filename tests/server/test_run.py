@@ -66,8 +66,8 @@ class ServerProcess:
 
     def running(self) -> int:
         for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
-            if line.startswith("vlmserve_requests_running "):
-                return int(line.split()[1])
+            if line.startswith("vlmserve:num_requests_running{"):
+                return int(float(line.split()[-1]))
         raise AssertionError("no such metric")
 
 
