@@ -93,7 +93,7 @@ def test_the_times_of_a_request_add_up(slow):
     parts = [grown[f"request_{part}_time_seconds_sum"] for part in ("media", "queue", "prefill", "decode")]
     assert all(part >= 0 for part in parts)
     assert sum(parts) <= whole
-    assert grown["request_decode_time_seconds_sum"] >= 8 * 0.02
+    assert grown["request_decode_time_seconds_sum"] >= 5 * 0.02
     assert grown["time_to_first_token_seconds_sum"] + grown["inter_token_latency_seconds_sum"] <= whole
     assert 0 < grown["request_time_per_output_token_seconds_sum"] <= whole / 9
 

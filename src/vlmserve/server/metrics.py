@@ -101,7 +101,10 @@ _FIGURES = (
         lambda s: s.prefix_queried_tokens,
     ),
     _Figure(
-        "counter", "prefix_cache_hits", "Those of them found in the prefix cache.", lambda s: s.prefix_cached_tokens
+        "counter",
+        "prefix_cache_hits",
+        "Prompt tokens of requests that have started, found in the prefix cache.",
+        lambda s: s.prefix_cached_tokens,
     ),
     _Figure(
         "counter", "encoder_cache_queries", "Pictures whose embeddings a request needed.", lambda s: s.encoder_queries
@@ -109,11 +112,13 @@ _FIGURES = (
     _Figure(
         "counter",
         "encoder_cache_hits",
-        "Those of them whose embeddings were in the encoder cache or about to be.",
+        "Pictures that a request needed and whose embeddings were there or about to be.",
         lambda s: s.encoder_hits,
     ),
-    _Figure("gauge", "encoder_cache_bytes", "What the encoder cache may hold.", lambda s: s.encoder_cache_bytes),
-    _Figure("gauge", "encoder_cache_used_bytes", "What it holds.", lambda s: s.encoder_cache_used_bytes),
+    _Figure("gauge", "encoder_cache_bytes", "Bytes that the encoder cache may take.", lambda s: s.encoder_cache_bytes),
+    _Figure(
+        "gauge", "encoder_cache_used_bytes", "Bytes that the encoder cache takes.", lambda s: s.encoder_cache_used_bytes
+    ),
     _Figure("counter", "images_encoded", "Pictures that went through the vision tower.", lambda s: s.images_encoded),
     _Figure("counter", "steps", "Batches run.", lambda s: s.steps),
 )
@@ -139,23 +144,31 @@ class ServerMetrics:
         self._registry.register(_PictureCache(model_name, picture_cache_stats))
         self._registry.register(_Memory(engine_pid))
         ended = self._counter(
-            "request_success", "Answers that ended, by how; n answers count n times.", "finished_reason"
+            "request_success", "Answers that ended, by how; n of one request count n times.", "finished_reason"
         )
         self.ended = {reason: ended.labels(model_name, reason) for reason in get_args(FinishReason)}
         self._errors = self._counter("request_errors", "HTTP requests answered with an error, by its code.", "code")
-        self.ttft = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
-        self.gap = self._histogram("inter_token_latency_seconds", "Between one piece of an answer and the next.")
-        self.tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.")
-        self.e2e = self._histogram("e2e_request_latency_seconds", "From a request's arrival to the answer's end.")
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
+        )
+        self.gap = self._histogram(
+            "inter_token_latency_seconds", "Seconds between one piece of an answer and the next."
+        )
+        self.tpot = self._histogram("request_time_per_output_token_seconds", "Mean seconds of a token after the first.")
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to the answer's end."
+        )
         self.media = self._histogram(
-            "request_media_time_seconds", "Getting and preparing a request's pictures and prompt."
+            "request_media_time_seconds", "Seconds to get and prepare a request's pictures and prompt."
         )
-        self.queue = self._histogram("request_queue_time_seconds", "Until the request first ran.")
-        self.vision = self._histogram("request_vision_time_seconds", "In steps' encoding of pictures that it needed.")
+        self.queue = self._histogram("request_queue_time_seconds", "Seconds until the request first ran.")
+        self.vision = self._histogram(
+            "request_vision_time_seconds", "Seconds in which steps encoded pictures that it needed."
+        )
         self.prefill = self._histogram(
-            "request_prefill_time_seconds", "From when it first ran to its first token, vision included."
+            "request_prefill_time_seconds", "Seconds from when it first ran to its first token, vision included."
         )
-        self.decode = self._histogram("request_decode_time_seconds", "From its first token to its end.")
+        self.decode = self._histogram("request_decode_time_seconds", "Seconds from its first token to its end.")
         self.prompt_tokens = self._histogram(
             "request_prompt_tokens", "Tokens of the prompt, pictures included.", _TOKENS
         )
@@ -274,10 +287,16 @@ class _PictureCache(Collector):
         name = self._model_name
         queries = stats.hits + stats.misses
         yield _family("counter", "mm_cache_queries", "Pictures in requests.", name, queries)
-        yield _family("counter", "mm_cache_hits", "Those of them that were prepared already.", name, stats.hits)
+        yield _family(
+            "counter",
+            "mm_cache_hits",
+            "Pictures in requests that were prepared already or about to be.",
+            name,
+            stats.hits,
+        )
         yield _family("gauge", "mm_cache_pictures", "Prepared pictures in memory.", name, stats.num_pictures)
-        yield _family("gauge", "mm_cache_bytes", "What they may take.", name, stats.capacity_bytes)
-        yield _family("gauge", "mm_cache_used_bytes", "What they take.", name, stats.used_bytes)
+        yield _family("gauge", "mm_cache_bytes", "Bytes that prepared pictures may take.", name, stats.capacity_bytes)
+        yield _family("gauge", "mm_cache_used_bytes", "Bytes that prepared pictures take.", name, stats.used_bytes)
 
 
 class _Memory(Collector):
@@ -286,7 +305,9 @@ class _Memory(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(
-            f"{PREFIX}process_resident_memory_bytes", "Resident memory of the two processes.", labels=("process",)
+            f"{PREFIX}process_resident_memory_bytes",
+            "Bytes of resident memory of the two processes.",
+            labels=("process",),
         )
         for process, pid in (("server", os.getpid()), ("engine", self._engine_pid())):
             if pid is not None and psutil.pid_exists(pid):
