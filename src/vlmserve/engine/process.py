@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 _MAX_SOCKET_PATH = 100
 """Characters of a Unix socket's path that every system allows."""
 _MAX_MESSAGES_PER_STEP = 512
-_LINGER_MS = 2000
+_LINGER_MS = 30_000
+"""Time for the last message to get out: a parent that still loads its own libraries has yet to listen."""
 _STDERR = 2
 
 
