@@ -77,6 +77,7 @@ def test_every_pools_figures_are_its_own():
     assert report["encoder_cache"] == {
         "capacity_bytes": stats.encoder_cache_bytes,
         "used_bytes": stats.encoder_cache_used_bytes,
+        "pinned_pictures": stats.encoder_cache_pinned,
         "queries": stats.encoder_queries,
         "hits": stats.encoder_hits,
     }

@@ -55,6 +55,7 @@ def cache_report(snapshot: EngineSnapshot, pictures: PictureCacheStats | None) -
         "encoder_cache": {
             "capacity_bytes": stats.encoder_cache_bytes,
             "used_bytes": stats.encoder_cache_used_bytes,
+            "pinned_pictures": stats.encoder_cache_pinned,
             "queries": stats.encoder_queries,
             "hits": stats.encoder_hits,
         },

@@ -119,6 +119,12 @@ _FIGURES = (
     _Figure(
         "gauge", "encoder_cache_used_bytes", "Bytes that the encoder cache takes.", lambda s: s.encoder_cache_used_bytes
     ),
+    _Figure(
+        "gauge",
+        "encoder_cache_pinned_pictures",
+        "Pictures whose embeddings a running request needs.",
+        lambda s: s.encoder_cache_pinned,
+    ),
     _Figure("counter", "images_encoded", "Pictures that went through the vision tower.", lambda s: s.images_encoded),
     _Figure("counter", "steps", "Batches run.", lambda s: s.steps),
 )
