@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 from vlmserve.cli import app
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/caching.md")]
+DOCUMENTS = [
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/caching.md", "docs/metrics.md")
+]
 
 
 def commands() -> list[list[str]]:

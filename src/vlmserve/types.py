@@ -189,3 +189,31 @@ class EngineStats(msgspec.Struct, frozen=True):
     encoder_cache_used_bytes: int = 0
     encoder_cache_pinned: int = 0
     """Pictures whose embeddings a running request needs."""
+
+
+RequestState = Literal["running", "waiting", "preempted"]
+
+
+class RequestSnapshot(msgspec.Struct, frozen=True):
+    """Where an unfinished request stands. Numbers only: nothing of what it asks or answers.
+
+    state: "preempted" waits as well, after it has run. num_tokens: prompt and answer so far; num_computed_tokens:
+    leading ones of them whose keys and values are in `num_blocks` KV blocks, shared ones included.
+    num_cached_tokens: as `RequestOutput.cached_tokens`.
+    """
+
+    request_id: str
+    state: RequestState
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_images: int
+    num_blocks: int
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True):
+    """What an engine holds between two steps. requests: the unfinished ones, running ones first."""
+
+    stats: EngineStats
+    requests: list[RequestSnapshot]

@@ -265,3 +265,28 @@ def test_what_joins_later_does_not_change_what_runs(engine):
             engine.add(request_of(f"later {number}", [number + 8] * (number + 1), max_tokens=number + 1))
             number += 1
     assert tokens == alone
+
+
+def test_a_look_inside_shows_every_unfinished_request_and_where_it_stands(make):
+    engine = make(max_num_seqs=1)
+    assert engine.inspect().requests == []
+    engine.add(picture_request(0.5, "a"))
+    engine.add(request_of("b", range(5, 25)))
+    waiting = engine.inspect()
+    assert [(r.request_id, r.state, r.num_blocks, r.num_images) for r in waiting.requests] == [
+        ("a", "waiting", 0, 1),
+        ("b", "waiting", 0, 0),
+    ]
+    while engine.stats().generation_tokens < 3:
+        engine.step()
+    snapshot = engine.inspect()
+    assert snapshot.stats == engine.stats()
+    running, waits = snapshot.requests
+    assert (running.request_id, running.state, running.num_images) == ("a", "running", 1)
+    assert running.num_prompt_tokens == IMAGE_TOKENS + 2
+    assert running.num_tokens == IMAGE_TOKENS + 2 + 3
+    assert running.num_computed_tokens == running.num_tokens - 1
+    assert running.num_blocks == snapshot.stats.kv_blocks_used > 0
+    assert (waits.request_id, waits.state, waits.num_tokens, waits.num_computed_tokens) == ("b", "waiting", 20, 0)
+    engine.abort("ab")
+    assert engine.inspect().requests == []

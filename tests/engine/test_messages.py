@@ -15,6 +15,8 @@ from vlmserve.engine.messages import (
     Failed,
     Failure,
     Fatal,
+    Inspect,
+    Inspected,
     Outputs,
     Ready,
     Shutdown,
@@ -24,12 +26,15 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.types import (
     EngineRequest,
+    EngineSnapshot,
     EngineStats,
     ImageInput,
     ImageSpan,
     ModelInfo,
     Prompt,
     RequestOutput,
+    RequestSnapshot,
+    RequestTimings,
     SamplingParams,
 )
 
@@ -122,7 +127,7 @@ def test_read_only_pictures_cross_a_socket(sockets):
         np.testing.assert_array_equal(got.image.pixels, sent.image.pixels)
 
 
-@pytest.mark.parametrize("message", [Abort(["a", "b"]), Shutdown()])
+@pytest.mark.parametrize("message", [Abort(["a", "b"]), Inspect(), Shutdown()])
 def test_messages_to_the_engine(message):
     assert decode_to_engine(encode(message)) == message
 
@@ -133,6 +138,8 @@ def test_messages_to_the_engine(message):
         Ready(ModelInfo("m", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True)),
         Accepted(["a"]),
         Outputs([RequestOutput("a", [1, 2], "stop", 5), RequestOutput("b", [])], EngineStats(num_running=1)),
+        Outputs([RequestOutput("a", [], "stop", timings=RequestTimings(0.1, 0.2, 0.3, 0.4))], EngineStats()),
+        Inspected(EngineSnapshot(EngineStats(steps=3), [RequestSnapshot("a", "preempted", 5, 6, 4, 0, 1, 2)])),
         Failed("a", Failure("OverloadedError", "full")),
         Fatal(Failure("MissingWeightsError", "no weights")),
     ],

@@ -92,6 +92,21 @@ def test_work_between_steps_does_not_slow_it_down(folder, clock):
     assert clock.now - start == pytest.approx(50 * 0.1, abs=0.2)
 
 
+def test_a_finished_request_says_where_its_time_went(folder, clock):
+    engine = MockEngine(EngineConfig(engine="mock", mock_ttft=1.0, mock_tpot=0.25, max_num_seqs=1), folder)
+    add(engine, "a")
+    add(engine, "b")
+    timings = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert (output.timings is None) == (output.finish_reason is None)
+            timings[output.request_id] = output.timings
+    assert timings["a"].queue == 0
+    assert timings["b"].queue == pytest.approx(timings["a"].prefill + timings["a"].decode)
+    assert timings["b"].prefill == pytest.approx(1.0, abs=0.25)
+    assert timings["b"].decode == pytest.approx(4 * 0.25)
+
+
 def test_a_long_first_wait_does_not_block_a_step_so_that_others_can_join_and_leave(folder, clock):
     engine = MockEngine(EngineConfig(engine="mock", mock_ttft=60.0), folder)
     add(engine)

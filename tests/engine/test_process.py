@@ -19,6 +19,8 @@ from vlmserve.engine.messages import (
     Failed,
     Fatal,
     FromEngine,
+    Inspect,
+    Inspected,
     Outputs,
     Ready,
     Shutdown,
@@ -28,7 +30,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess, serve_engine
 from vlmserve.errors import InvalidRequestError
-from vlmserve.types import EngineRequest, EngineStats, Prompt, RequestOutput
+from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, Prompt, RequestOutput
 
 
 class CountingEngine:
@@ -65,6 +67,9 @@ class CountingEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self.left))
+
+    def inspect(self) -> EngineSnapshot:
+        return EngineSnapshot(self.stats(), [])
 
 
 class Peer:
@@ -146,6 +151,18 @@ def test_an_abort_takes_effect_within_a_step_and_updates_the_stats(peer):
     while (message := peer.receive()) != Outputs([], EngineStats()):
         assert isinstance(message, Outputs)
     assert not peer.engine.left
+
+
+def test_it_tells_what_the_engine_holds_while_it_is_idle_and_while_it_works(peer):
+    peer.send(Inspect())
+    assert peer.receive() == Inspected(EngineSnapshot(EngineStats(), []))
+    peer.add("a", 60_000)
+    while not isinstance(peer.receive(), Outputs):
+        pass
+    peer.send(Inspect())
+    while isinstance(message := peer.receive(), Outputs):
+        pass
+    assert message == Inspected(EngineSnapshot(EngineStats(num_running=1), []))
 
 
 def test_it_blocks_while_there_is_nothing_to_do(peer):

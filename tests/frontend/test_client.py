@@ -164,6 +164,36 @@ async def test_a_killed_engine_fails_everybody_at_once(start):
     await client.close()
 
 
+async def test_it_shows_what_the_engine_holds_to_all_who_ask(start):
+    client = await start(mock_tpot=0.01, max_num_seqs=1)
+    streams = [await client.submit(request(name, 400)) for name in "ab"]
+    await until(lambda: client.stats.num_running == 1)
+    first, second = await asyncio.gather(client.inspect(), client.inspect())
+    assert [(shown.request_id, shown.state) for shown in first.requests] == [("a", "running"), ("b", "waiting")]
+    assert second == first
+    for stream in streams:
+        stream.close()
+    assert (await client.inspect()).requests == []
+    await client.close()
+
+
+async def test_asking_an_engine_that_is_gone_or_going_fails(start):
+    client = await start(mock_tpot=60)
+    await client.submit(request())
+    await until(lambda: client.stats.num_running == 1)
+    asking = [asyncio.ensure_future(client.inspect()) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    asking[0].cancel()
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await asking[1]
+    with pytest.raises(EngineDeadError):
+        await client.inspect()
+    await client.close()
+    with pytest.raises(EngineDeadError):
+        await client.inspect()
+
+
 async def test_closing_lets_running_requests_finish_within_the_grace(start):
     client = await start(mock_tpot=0.01)
     task = asyncio.ensure_future(tokens_of(client, request(max_tokens=20)))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 
 import httpx
-import msgspec
 import pytest
 
 from tests.server.live import LiveServer
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.server.app import create_app
-from vlmserve.server.metrics import exposition
 from vlmserve.server.run import bind, default_sampling
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
-from vlmserve.types import EngineStats, SamplingParams
+from vlmserve.types import SamplingParams
 
 
 def get(live: LiveServer, path: str, **headers: str) -> httpx.Response:
@@ -31,20 +29,6 @@ def test_the_model_is_listed_and_shown_by_name(live):
 def test_health_and_version(live):
     assert get(live, "/health").json() == {"status": "ok"}
     assert get(live, "/version").json()["version"]
-
-
-def test_metrics_count_requests(live):
-    live.ask(max_tokens=3)
-    lines = get(live, "/metrics").text.splitlines()
-    [generated] = [line for line in lines if line.startswith("vlmserve_generation_tokens_total ")]
-    assert int(generated.split()[1]) >= 3
-
-
-def test_every_statistic_of_the_engine_is_a_metric():
-    stats = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
-    page = exposition(stats)
-    for value in msgspec.structs.asdict(stats).values():
-        assert f" {value}\n" in page
 
 
 def test_the_start_page_shows_a_command_with_the_right_address(live):

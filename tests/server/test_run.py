@@ -64,12 +64,6 @@ class ServerProcess:
     def health(self) -> httpx.Response:
         return httpx.get(f"{self.url}/health", timeout=60)
 
-    def running(self) -> int:
-        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
-            if line.startswith("vlmserve_requests_running "):
-                return int(line.split()[1])
-        raise AssertionError("no such metric")
-
 
 @contextlib.contextmanager
 def serving(folder: Path, *, ready: bool = True, server: Any = None, **engine: Any) -> Iterator[ServerProcess]:
@@ -206,6 +200,23 @@ def test_a_killed_server_takes_its_engine_and_its_files_with_it(folder, tmp_path
         server.process.kill()
         wait_until(lambda: not engine.is_running())
         assert not list(tmp_path.iterdir())
+
+
+def test_what_goes_on_is_logged_while_it_is_busy_and_not_afterwards(folder, capfd):
+    said: list[str] = []
+
+    def fell_idle() -> bool:
+        said.extend(line for line in capfd.readouterr().err.splitlines() if "tokens/s" in line)
+        return bool(said) and " 0 running, 0 waiting | prompt " in said[-1]
+
+    with serving(folder, mock_tpot=0.02, server={"stats_interval": 0.2}) as server:
+        Asking(server.url, max_tokens=60).join(60)
+        wait_until(fell_idle)
+        assert any(" 1 running, 0 waiting | prompt " in line for line in said)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    assert "tokens/s" not in capfd.readouterr().err
 
 
 def test_an_address_in_use_is_a_clear_error(folder):

@@ -24,7 +24,17 @@ from vlmserve.runner.runner import ModelRunner, RunTimings
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import KEY_BYTES, EngineRequest, EngineStats, ImageInput, ModelInfo, RequestOutput, RequestTimings
+from vlmserve.types import (
+    KEY_BYTES,
+    EngineRequest,
+    EngineSnapshot,
+    EngineStats,
+    ImageInput,
+    ModelInfo,
+    RequestOutput,
+    RequestSnapshot,
+    RequestTimings,
+)
 
 
 @dataclass(slots=True)
@@ -213,6 +223,11 @@ class Engine:
             encoder_cache_pinned=self._scheduler.encoder_cache.num_pinned,
         )
 
+    def inspect(self) -> EngineSnapshot:
+        requests = [_snapshot(sequence, runs=True) for sequence in self._scheduler.running]
+        requests += [_snapshot(sequence, runs=False) for sequence in self._scheduler.waiting]
+        return EngineSnapshot(self.stats(), requests)
+
     def _check_image(self, image: ImageInput) -> None:
         if self._vision is not None:
             self._vision.check(image.pixels.shape, image.num_tokens)
@@ -232,6 +247,20 @@ def _timings(sequence: Sequence, now: float) -> RequestTimings:
         vision=sequence.vision_seconds,
         prefill=sequence.answered - sequence.started,
         decode=now - sequence.answered,
+    )
+
+
+def _snapshot(sequence: Sequence, *, runs: bool) -> RequestSnapshot:
+    has_run = sequence.num_cached is not None
+    return RequestSnapshot(
+        request_id=sequence.request_id,
+        state="running" if runs else "preempted" if has_run else "waiting",
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_tokens=len(sequence.token_ids),
+        num_computed_tokens=sequence.num_computed,
+        num_cached_tokens=sequence.num_cached or 0,
+        num_images=len(sequence.image_spans),
+        num_blocks=len(sequence.block_table) - sequence.first_block,
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from vlmserve import errors
-from vlmserve.types import EngineRequest, EngineStats, ModelInfo, Pixels, RequestOutput
+from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, Pixels, RequestOutput
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
@@ -51,6 +51,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Tell what the engine holds. Answered with `Inspected`, in order."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Exit now."""
 
@@ -81,14 +85,20 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
+class Inspected(msgspec.Struct, frozen=True, tag=True):
+    """What the engine held when it read `Inspect`."""
+
+    snapshot: EngineSnapshot
+
+
 class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or go on; the process exits after this."""
 
     failure: Failure
 
 
-ToEngine: TypeAlias = Add | Abort | Shutdown
-FromEngine: TypeAlias = Ready | Accepted | Outputs | Failed | Fatal
+ToEngine: TypeAlias = Add | Abort | Inspect | Shutdown
+FromEngine: TypeAlias = Ready | Accepted | Outputs | Failed | Inspected | Fatal
 
 _plain_encoder = msgspec.msgpack.Encoder()
 _from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)

@@ -16,7 +16,16 @@ from blake3 import blake3
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, OverloadedError
-from vlmserve.types import EngineRequest, EngineStats, FinishReason, ModelInfo, RequestOutput
+from vlmserve.types import (
+    EngineRequest,
+    EngineSnapshot,
+    EngineStats,
+    FinishReason,
+    ModelInfo,
+    RequestOutput,
+    RequestSnapshot,
+    RequestTimings,
+)
 
 _WORDS = (
     "a the one two three four five red green blue yellow orange purple black white small large round square circle "
@@ -28,9 +37,9 @@ _LONGEST_NAP = 0.01
 
 
 class _Answer:
-    """One request under way. due: when its first token may come, on the clock of `time.monotonic`."""
+    """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
 
-    __slots__ = ("due", "length", "num_images", "produced", "request", "room", "tokens")
+    __slots__ = ("added", "due", "first", "length", "num_images", "produced", "request", "room", "started", "tokens")
 
     def __init__(self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int) -> None:
         walk = [words[byte % len(words)] for byte in digest]
@@ -40,7 +49,9 @@ class _Answer:
         self.room = min(room, request.params.max_tokens or room)
         self.num_images = len(request.prompt.images)
         self.produced = 0
-        self.due = 0.0
+        self.added = time.monotonic()
+        self.due = self.started = 0.0
+        self.first: float | None = None
 
     def advance(self, eos_token_ids: frozenset[int]) -> RequestOutput:
         """Produce one token, or end."""
@@ -55,6 +66,30 @@ class _Answer:
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
         return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
+
+    def timings(self, now: float) -> RequestTimings:
+        """What it spent its time on until it ended `now`."""
+        first = now if self.first is None else self.first
+        return RequestTimings(self.started - self.added, 0.0, first - self.started, now - first)
+
+    def snapshot(self, *, runs: bool, block_size: int) -> RequestSnapshot:
+        """The same numbers as the real engine's, as if it computed."""
+        prompt = self.request.prompt
+        num_tokens = len(prompt.token_ids) + self.produced
+        return RequestSnapshot(
+            request_id=self.request.request_id,
+            state="running" if runs else "waiting",
+            num_prompt_tokens=len(prompt.token_ids),
+            num_tokens=num_tokens,
+            num_computed_tokens=num_tokens - 1 if self.produced else 0,
+            num_cached_tokens=0,
+            num_images=len(prompt.images),
+            num_blocks=self.num_blocks(block_size) if runs else 0,
+        )
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that its tokens so far would fill."""
+        return -(-(len(self.request.prompt.token_ids) + self.produced) // block_size)
 
 
 class MockEngine:
@@ -100,12 +135,18 @@ class MockEngine:
         self._steps += 1
         if not self._sleep_until_due():
             return []
-        now = time.monotonic() + self._config.mock_tpot / 2
-        outputs = [answer.advance(self._eos_token_ids) for answer in self._running.values() if answer.due <= now]
-        for output in outputs:
+        now = time.monotonic()
+        outputs = []
+        for answer in list(self._running.values()):
+            if answer.due > now + self._config.mock_tpot / 2:
+                continue
+            output = answer.advance(self._eos_token_ids)
+            answer.first = now if answer.first is None else answer.first
             self._generation_tokens += len(output.token_ids)
             if output.finish_reason is not None:
+                output = msgspec.structs.replace(output, timings=answer.timings(now))
                 del self._running[output.request_id], self._unfinished[output.request_id]
+            outputs.append(output)
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -121,22 +162,28 @@ class MockEngine:
 
     def stats(self) -> EngineStats:
         size = self._config.block_size
-        used = sum(-(-(len(a.request.prompt.token_ids) + a.produced) // size) for a in self._running.values())
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             kv_blocks_total=self._config.max_num_seqs * -(-self._info.max_model_len // size),
-            kv_blocks_used=used,
+            kv_blocks_used=sum(answer.num_blocks(size) for answer in self._running.values()),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             images_encoded=self._images,
             steps=self._steps,
         )
 
+    def inspect(self) -> EngineSnapshot:
+        size = self._config.block_size
+        requests = [answer.snapshot(runs=True, block_size=size) for answer in self._running.values()]
+        requests += [answer.snapshot(runs=False, block_size=size) for answer in self._waiting]
+        return EngineSnapshot(self.stats(), requests)
+
     def _admit(self) -> None:
         now = time.monotonic()
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             answer = self._waiting.popleft()
+            answer.started = now
             answer.due = now + self._config.mock_ttft
             self._running[answer.request.request_id] = answer
             self._prompt_tokens += len(answer.request.prompt.token_ids)

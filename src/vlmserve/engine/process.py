@@ -30,6 +30,8 @@ from vlmserve.engine.messages import (
     Failure,
     Fatal,
     FromEngine,
+    Inspect,
+    Inspected,
     Outputs,
     Ready,
     Shutdown,
@@ -45,7 +47,8 @@ logger = logging.getLogger(__name__)
 _MAX_SOCKET_PATH = 100
 """Characters of a Unix socket's path that every system allows."""
 _MAX_MESSAGES_PER_STEP = 512
-_LINGER_MS = 2000
+_LINGER_MS = 30_000
+"""Time for the last message to get out: a parent that still loads its own libraries has yet to listen."""
 _STDERR = 2
 
 
@@ -142,6 +145,8 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes]) -> None:
                 case Abort(request_ids):
                     engine.abort(request_ids)
                     aborted = True
+                case Inspect():
+                    _send(socket, Inspected(engine.inspect()))
                 case Shutdown():
                     return
         if accepted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from vlmserve.types import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
 
 
 class VLMEngine(Protocol):
@@ -42,4 +42,8 @@ class VLMEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot for logs and metrics."""
+        ...
+
+    def inspect(self) -> EngineSnapshot:
+        """The stats and every unfinished request, for people who look for what goes wrong."""
         ...

@@ -23,6 +23,8 @@ from vlmserve.engine.messages import (
     Add,
     Failed,
     Fatal,
+    Inspect,
+    Inspected,
     Outputs,
     Ready,
     Shutdown,
@@ -32,7 +34,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
-from vlmserve.types import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,7 @@ class EngineClient:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, 0)
         self._streams: dict[str, EngineStream] = {}
+        self._inspection: asyncio.Future[EngineSnapshot | None] | None = None
         self._sends: set[asyncio.Future[Any]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
@@ -215,11 +218,30 @@ class EngineClient:
         finally:
             stream.close()
 
+    async def inspect(self) -> EngineSnapshot:
+        """What the engine holds, asked between two of its steps. Raises EngineDeadError, UnavailableError."""
+        if not self.alive:
+            raise self._gone()
+        if self._inspection is None:
+            self._inspection = self._loop.create_future()
+            self._send(Inspect())
+        # Shared by all who ask meanwhile, so that what waits for a busy engine does not grow.
+        snapshot = await asyncio.shield(self._inspection)
+        if snapshot is None:
+            raise self._gone()
+        return snapshot
+
     def fail_all(self, error: Callable[[], VLMServeError]) -> None:
         """Abort every request; whoever waits for one gets this error."""
         for stream in list(self._streams.values()):
             stream.fail(error)
             self._forget(stream.request_id)
+
+    def _end_inspection(self, snapshot: EngineSnapshot | None) -> None:
+        """Answer who asked; None means that the engine is gone."""
+        if self._inspection is not None:
+            self._inspection.set_result(snapshot)
+            self._inspection = None
 
     async def close(self, grace: float = 0.0) -> None:
         """Take no more requests, give running ones `grace` seconds, then stop the process."""
@@ -227,6 +249,7 @@ class EngineClient:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         self.fail_all(lambda: UnavailableError("The engine was closed before the answer was complete"))
+        self._end_inspection(None)
         if self._ready.done() and not self._exited.is_set():
             self._send(Shutdown())
             with contextlib.suppress(TimeoutError):
@@ -290,6 +313,7 @@ class EngineClient:
         else:
             logger.error("%s; %d requests fail", error, len(self._streams))
         self.fail_all(self._gone)
+        self._end_inspection(None)
 
     async def _receive(self) -> None:
         while True:
@@ -305,6 +329,8 @@ class EngineClient:
                             self._streams[request_id].accept()
                 case Failed(request_id, failure):
                     self._end(request_id, failure.error)
+                case Inspected(snapshot):
+                    self._end_inspection(snapshot)
                 case Ready(info):
                     self._ready.set_result(info)
                 case Fatal(failure):

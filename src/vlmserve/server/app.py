@@ -8,13 +8,19 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, Response
 
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.chat import chat_completions
 from vlmserve.server.connection import RequestLog
-from vlmserve.server.errors import RETRY_AFTER_S, handle_http_exception, handle_vlmserve_error, json_response
-from vlmserve.server.metrics import CONTENT_TYPE, exposition
+from vlmserve.server.debug import show_caches
+from vlmserve.server.errors import (
+    RETRY_AFTER_S,
+    error_body,
+    handle_http_exception,
+    handle_vlmserve_error,
+    json_response,
+)
 from vlmserve.server.page import start_page
 from vlmserve.server.schema import ChatRequest, ModelCard
 from vlmserve.server.service import Service
@@ -27,7 +33,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="vlmserve", version=version(), redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_middleware(RequestLog)
-    app.add_exception_handler(VLMServeError, handle_vlmserve_error)
+    app.add_exception_handler(VLMServeError, count_and_handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     for path, endpoint in (
         ("/v1/models", list_models),
@@ -37,6 +43,8 @@ def create_app(service: Service) -> FastAPI:
         ("/metrics", show_metrics),
     ):
         app.add_api_route(path, endpoint, response_class=Response, response_model=None)
+    if service.config.enable_debug:
+        app.add_api_route("/debug/cache", show_caches, response_class=Response, response_model=None)
     app.add_api_route("/", index, include_in_schema=False, response_class=HTMLResponse)
     schema = ChatRequest.model_json_schema(ref_template=_SCHEMA_REF)
     parts = schema.pop("$defs")
@@ -104,9 +112,18 @@ async def show_version() -> Response:
 
 
 async def show_metrics(request: Request) -> Response:
-    """The engine's counters for Prometheus."""
+    """All metrics for Prometheus; those of the engine while there is one."""
     service: Service = request.app.state.service
-    return PlainTextResponse(exposition(service.client.stats), media_type=CONTENT_TYPE)
+    page, content_type = service.metrics.exposition(request.headers.get("accept", ""))
+    return Response(page, headers={"Content-Type": content_type})
+
+
+async def count_and_handle_error(request: Request, error: Exception) -> Response:
+    """Exception handler for `VLMServeError`."""
+    assert isinstance(error, VLMServeError)
+    service: Service = request.app.state.service
+    service.metrics.count_error(error_body(error)["error"]["code"])
+    return await handle_vlmserve_error(request, error)
 
 
 async def index(request: Request) -> HTMLResponse:

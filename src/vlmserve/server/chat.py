@@ -17,6 +17,7 @@ from vlmserve.errors import VLMServeError
 from vlmserve.frontend.client import EngineClient, EngineStream
 from vlmserve.server.connection import EventStream, note, read_json_body, unless_disconnected
 from vlmserve.server.errors import error_body, json_response
+from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema import (
     AnswerChoice,
     AnswerMessage,
@@ -48,18 +49,20 @@ class Piece:
 class Answer:
     """One of a request's answers, while it is generated."""
 
-    def __init__(self, index: int, stream: EngineStream, text: TextStream) -> None:
+    def __init__(self, index: int, stream: EngineStream, text: TextStream, record: AnswerRecord) -> None:
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_images_encoded = 0
         self._stream = stream
         self._text = text
+        self._record = record
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The text as it comes. Raises VLMServeError if it cannot be finished; closing it aborts the request."""
         try:
             async for output in self._stream:
+                self._record.output(output)
                 if output.finish_reason in ("abort", "error"):
                     raise VLMServeError(output.error or "The engine gave up on this request")
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
@@ -68,16 +71,22 @@ class Answer:
                 if output.finish_reason is not None:
                     text += self._text.finish()
                 finish_reason = "stop" if self._text.stopped else output.finish_reason
+                if finish_reason is not None:
+                    self._record.end(finish_reason)
                 if text or finish_reason is not None:
                     yield Piece(self.index, text, finish_reason)
                 if finish_reason is not None:
                     return
+        except VLMServeError:
+            self._record.end("error")
+            raise
         finally:
             self.close()
 
     def close(self) -> None:
         """Abort it in the engine unless it has ended."""
         self._stream.close()
+        self._record.end("abort")
 
 
 class Generation:
@@ -152,11 +161,12 @@ async def chat_completions(request: Request) -> Response:
     service.check_serving()
     body = parse_chat_request(await read_json_body(request, service.config.max_body_bytes))
     service.check_model(body.model)
+    arrived = time.monotonic()
     await unless_disconnected(request, service.wake())
     client = service.client
     with contextlib.ExitStack() as stack:
         stack.enter_context(service.admit(body.n))
-        generation = await unless_disconnected(request, _begin(service, client, body))
+        generation = await unless_disconnected(request, _begin(service, client, body, arrived))
         stack.callback(lambda: note(request, str(generation)))
         stack.callback(generation.close)
         if body.stream:
@@ -165,18 +175,20 @@ async def chat_completions(request: Request) -> Response:
         return json_response(await unless_disconnected(request, _complete(generation)))
 
 
-async def _begin(service: Service, client: EngineClient, body: ChatRequest) -> Generation:
+async def _begin(service: Service, client: EngineClient, body: ChatRequest, arrived: float) -> Generation:
     """Prepare the prompt and hand all answers to the engine."""
+    started = time.monotonic()
     params = body.sampling_params(service.defaults)
     cache_salt = body.cache_salt or ""
     prompt = await service.prepare(body.conversation(), cache_salt)
+    service.metrics.media.observe(time.monotonic() - started)
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"
     all_params = [_params_of(index, params) for index in range(body.n)]
     streams = await client.submit_together(
         [EngineRequest(f"{completion_id}-{index}", prompt, own, cache_salt) for index, own in enumerate(all_params)]
     )
     answers = [
-        Answer(index, stream, service.detokenizer(own))
+        Answer(index, stream, service.detokenizer(own), AnswerRecord(service.metrics, arrived, len(prompt.token_ids)))
         for index, (stream, own) in enumerate(zip(streams, all_params, strict=True))
     ]
     return Generation(service.model_name, prompt, answers, completion_id)

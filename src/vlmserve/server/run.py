@@ -20,6 +20,7 @@ from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.defaults import default_sampling
 from vlmserve.models.hub import resolve_model
+from vlmserve.server.activity import activity_log
 from vlmserve.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -103,8 +104,10 @@ async def _serve(
         client, preparer = loading.result()
         service.open(client, preparer, default_sampling(folder))
         print(ready_line(web.url, service.model_name, client.info), flush=True)
-        await stop.wait()
-        await _shut_down(service, client)
+        async with activity_log(service.engine_stats, service.config.stats_interval):
+            await stop.wait()
+            await _drain(service)
+        await client.close()
     finally:
         await web.stop()
         service.close()
@@ -132,13 +135,12 @@ async def _load(
         raise
 
 
-async def _shut_down(service: Service, client: EngineClient) -> None:
+async def _drain(service: Service) -> None:
     grace = service.config.shutdown_grace
     if service.num_answers:
         logger.info("Finishing %d answers, for at most %g s; Ctrl-C again ends them", service.num_answers, grace)
     if not await service.drain(grace):
         logger.warning("%d answers are not finished and fail now", service.num_answers)
-    await client.close()
 
 
 def _stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:

@@ -11,11 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.frontend.client import EngineClient
+from vlmserve.media.cache import PictureCache, PictureCacheStats
 from vlmserve.server.errors import RefusedError
-from vlmserve.types import ModelInfo, Prompt, SamplingParams
+from vlmserve.server.metrics import ServerMetrics
+from vlmserve.types import EngineStats, ModelInfo, Prompt, SamplingParams
 
 Phase = Literal["asleep", "loading", "serving", "closing"]
 
@@ -32,6 +36,8 @@ class TextStream(Protocol):
 
 class Preparer(Protocol):
     """Makes prompts; see `vlmserve.frontend.requests.RequestPreparer`. Called from worker threads."""
+
+    picture_cache: PictureCache
 
     def chat(self, messages: Sequence[Any], *, cache_salt: str = "") -> Prompt: ...
 
@@ -62,6 +68,12 @@ class Service:
         self._opened = asyncio.Event()
         self._client: EngineClient | None = None
         self._preparer: Preparer | None = None
+        self.metrics = ServerMetrics(
+            self.model_name,
+            engine_stats=self.engine_stats,
+            picture_cache_stats=self.picture_cache_stats,
+            engine_pid=lambda: None if self._client is None else self._client.pid,
+        )
         # A slow picture must not hold up text, nor a slow host the pictures that are here already.
         self._text_workers = ThreadPoolExecutor(1, "prepare-text")
         self._picture_workers = ThreadPoolExecutor(media.num_workers, "prepare-pictures")
@@ -111,6 +123,18 @@ class Service:
     def info(self) -> ModelInfo | None:
         """The model; None while it is loading."""
         return None if self._client is None else self._client.info
+
+    def engine_stats(self) -> EngineStats | None:
+        """The engine's latest figures; None without a living engine. Requests that it has yet to report on wait."""
+        if self._client is None or not self._client.alive:
+            return None
+        stats = self._client.stats
+        waiting = max(stats.num_waiting, self._client.num_unfinished - stats.num_running)
+        return msgspec.structs.replace(stats, num_waiting=waiting)
+
+    def picture_cache_stats(self) -> PictureCacheStats | None:
+        """The figures of the picture cache; None while the model is loading."""
+        return None if self._preparer is None else self._preparer.picture_cache.stats()
 
     @property
     def phase(self) -> Phase:

@@ -1,0 +1,73 @@
+"""``GET /debug/cache``: what the caches hold and where unfinished requests stand, for people who look for a fault.
+
+Only served with ``--enable-debug``. Numbers only: no text and no picture of any request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.errors import UnavailableError
+from vlmserve.media.cache import PictureCacheStats
+from vlmserve.server.errors import json_response
+from vlmserve.server.service import Service
+from vlmserve.types import EngineSnapshot
+
+_PATIENCE = 60.0
+"""Seconds to wait for the engine, which answers between two steps."""
+
+
+async def show_caches(request: Request) -> Response:
+    """The route."""
+    service: Service = request.app.state.service
+    client = service.client
+    try:
+        snapshot = await asyncio.wait_for(client.inspect(), _PATIENCE)
+    except TimeoutError:
+        raise UnavailableError(f"The engine has been busy with one step for {_PATIENCE:.0f} s; try again") from None
+    return json_response(cache_report(snapshot, service.picture_cache_stats()))
+
+
+def cache_report(snapshot: EngineSnapshot, pictures: PictureCacheStats | None) -> dict[str, Any]:
+    """The body. pictures: None where prepared pictures are not cached."""
+    stats = snapshot.stats
+    return {
+        "kv_blocks": {
+            "total": stats.kv_blocks_total,
+            "used": stats.kv_blocks_used,
+            "free": stats.kv_blocks_total - stats.kv_blocks_used,
+            "cached": stats.kv_blocks_cached,
+            "evictions": stats.kv_evictions,
+        },
+        "host_blocks": {
+            "total": stats.host_blocks_total,
+            "used": stats.host_blocks_used,
+            "free": stats.host_blocks_total - stats.host_blocks_used,
+            "swapped_out": stats.blocks_swapped_out,
+            "swapped_in": stats.blocks_swapped_in,
+        },
+        "prefix_cache": {"queried_tokens": stats.prefix_queried_tokens, "cached_tokens": stats.prefix_cached_tokens},
+        "encoder_cache": {
+            "capacity_bytes": stats.encoder_cache_bytes,
+            "used_bytes": stats.encoder_cache_used_bytes,
+            "pinned_pictures": stats.encoder_cache_pinned,
+            "queries": stats.encoder_queries,
+            "hits": stats.encoder_hits,
+        },
+        "picture_cache": None
+        if pictures is None
+        else {
+            "capacity_bytes": pictures.capacity_bytes,
+            "used_bytes": pictures.used_bytes,
+            "pictures": pictures.num_pictures,
+            "hits": pictures.hits,
+            "misses": pictures.misses,
+        },
+        "preemptions": stats.preemptions,
+        "requests": [msgspec.structs.asdict(request) for request in snapshot.requests],
+    }

@@ -1,0 +1,255 @@
+"""What /metrics says after real requests, and what the documents say about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
+from tests.server.test_chat import about, data_url
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.server.metrics import AnswerRecord, ServerMetrics
+from vlmserve.server.service import Service
+from vlmserve.types import EngineStats, RequestOutput, RequestTimings
+
+STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
+PICTURES = SimpleNamespace(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
+OF_COMPLETE_ANSWERS = (
+    "e2e_request_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_queue_time_seconds",
+    "request_vision_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+)
+
+
+def metrics_of(stats: EngineStats | None = STATS, pictures=PICTURES, pid: int | None = None) -> ServerMetrics:
+    return ServerMetrics(
+        "tiny", engine_stats=lambda: stats, picture_cache_stats=lambda: pictures, engine_pid=lambda: pid
+    )
+
+
+def values_of(page: str) -> Counter[str]:
+    """Every sample's value, under its name without prefix, with the labels other than model_name and le behind it."""
+    values: Counter[str] = Counter()
+    for family in parse(page):
+        for sample in family.samples:
+            if "le" not in sample.labels:
+                assert sample.labels.get("model_name") == "tiny" or "process" in sample.labels
+                labels = [value for label, value in sample.labels.items() if label != "model_name"]
+                values["/".join([sample.name.removeprefix("vlmserve:"), *labels])] = sample.value
+    return values
+
+
+def scrape(server: LiveServer) -> Counter[str]:
+    response = httpx.get(f"{server.url}/metrics", timeout=60)
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return values_of(response.text)
+
+
+def since(server: LiveServer, before: Counter[str]) -> Counter[str]:
+    after = scrape(server)
+    after.subtract(before)
+    return after
+
+
+def test_requests_are_counted_with_their_tokens_and_pictures(live):
+    before = scrape(live)
+    usages = [live.ask(max_tokens=3, ignore_eos=True).json()["usage"] for _ in range(2)]
+    seen = live.ask(messages=about(data_url("red"), data_url("blue")), max_tokens=4, ignore_eos=True).json()["usage"]
+    grown = since(live, before)
+    prompt_tokens = sum(usage["prompt_tokens"] for usage in (*usages, seen))
+    assert grown["prompt_tokens_total"] == grown["request_prompt_tokens_sum"] == prompt_tokens
+    assert grown["generation_tokens_total"] == grown["request_generation_tokens_sum"] == 3 + 3 + 4
+    assert grown["images_encoded_total"] == 2
+    assert grown["request_success_total/length"] == 3
+    assert sum(grown[f"request_success_total/{other}"] for other in ("stop", "abort", "error")) == 0
+    assert {name: grown[f"{name}_count"] for name in OF_COMPLETE_ANSWERS} == dict.fromkeys(OF_COMPLETE_ANSWERS, 3)
+    assert grown["time_to_first_token_seconds_count"] == 3
+    assert grown["inter_token_latency_seconds_count"] <= 2 + 2 + 3
+    assert grown["request_media_time_seconds_count"] == 3
+    assert grown["steps_total"] > 0
+
+
+def test_the_times_of_a_request_add_up(slow):
+    before = scrape(slow)
+    slow.ask(max_tokens=10, ignore_eos=True)
+    grown = since(slow, before)
+    whole = grown["e2e_request_latency_seconds_sum"]
+    parts = [grown[f"request_{part}_time_seconds_sum"] for part in ("media", "queue", "prefill", "decode")]
+    assert all(part >= 0 for part in parts)
+    assert sum(parts) <= whole
+    assert grown["request_decode_time_seconds_sum"] >= 5 * 0.02
+    assert grown["time_to_first_token_seconds_sum"] + grown["inter_token_latency_seconds_sum"] <= whole
+    assert 0 < grown["request_time_per_output_token_seconds_sum"] <= whole / 9
+
+
+def test_each_of_n_answers_counts_and_their_prompt_is_prepared_once(live):
+    before = scrape(live)
+    live.ask(n=3, max_tokens=2, ignore_eos=True)
+    grown = since(live, before)
+    assert grown["request_success_total/length"] == grown["e2e_request_latency_seconds_count"] == 3
+    assert grown["request_media_time_seconds_count"] == 1
+
+
+def test_an_answer_that_a_stop_string_ended_counts_as_stopped(live):
+    text = live.ask(max_tokens=20).json()["choices"][0]["message"]["content"]
+    before = scrape(live)
+    live.ask(max_tokens=20, stop=[text.split()[1]])
+    grown = since(live, before)
+    assert grown["request_success_total/stop"] == grown["e2e_request_latency_seconds_count"] == 1
+    assert grown["request_success_total/abort"] == 0
+
+
+def test_a_client_that_leaves_counts_as_an_abort_and_not_as_a_complete_answer(slow):
+    before = scrape(slow)
+    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500, "n": 2}) as lines:
+        next(lines)
+        wait_until(lambda: slow.client.stats.num_running == 2)
+        assert scrape(slow)["num_requests_running"] == 2
+    wait_until(lambda: slow.service.num_answers == 0)
+    grown = since(slow, before)
+    assert grown["request_success_total/abort"] == 2
+    assert [grown[f"{name}_count"] for name in OF_COMPLETE_ANSWERS] == [0] * len(OF_COMPLETE_ANSWERS)
+
+
+def test_refused_requests_count_by_their_errors_code(live):
+    before = scrape(live)
+    assert live.ask(temperature=-1).status_code == 400
+    assert live.ask(model="another").status_code == 404
+    assert live.ask(messages=[{"role": "user", "content": "much " * 1000}]).status_code == 400
+    grown = since(live, before)
+    assert grown["request_errors_total/invalid_request"] == 1
+    assert grown["request_errors_total/model_not_found"] == 1
+    assert grown["request_errors_total/context_length_exceeded"] == 1
+    assert grown["request_success_total/error"] == 0
+
+
+def test_requests_that_a_dying_engine_took_along_count_as_errors_and_its_figures_go_with_it(folder):
+    with LiveServer(folder, engine={"mock_tpot": 0.02}) as server:
+        with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}) as lines:
+            next(lines)
+            wait_until(lambda: server.client.stats.num_running == 1)
+            os.kill(server.client.pid, signal.SIGKILL)
+            assert any("engine_dead" in line for line in lines)
+        wait_until(lambda: server.service.num_answers == 0)
+        assert server.ask().status_code == 503
+        values = scrape(server)
+    assert values["request_success_total/error"] == 1
+    assert values["request_errors_total/engine_dead"] == 1
+    assert "num_requests_running" not in values
+    assert "process_resident_memory_bytes/engine" not in values
+
+
+def test_requests_that_the_engine_has_not_reported_on_yet_are_waiting(live_waiting):
+    with stream_lines(live_waiting.url, {"messages": QUESTION}):
+        wait_until(lambda: live_waiting.client.num_unfinished == 1)
+        values = scrape(live_waiting)
+        assert values["num_requests_running"] + values["num_requests_waiting"] == 1
+
+
+def test_the_memory_of_both_processes_is_there(live):
+    values = scrape(live)
+    for process, pid in (("server", os.getpid()), ("engine", live.client.pid)):
+        rss = psutil.Process(pid).memory_info().rss
+        assert values[f"process_resident_memory_bytes/{process}"] == pytest.approx(rss, rel=0.2)
+
+
+async def test_a_server_that_loads_has_metrics_but_no_engines():
+    service = Service(EngineConfig(model="tiny"), MediaConfig(), ServerConfig())
+    page, _ = service.metrics.exposition()
+    values = values_of(page.decode())
+    assert values["request_success_total/stop"] == 0
+    assert "num_requests_running" not in values
+    service.close()
+
+
+def test_every_statistic_of_the_engine_is_a_metric():
+    values = values_of(metrics_of().exposition()[0].decode())
+    assert set(msgspec.structs.asdict(STATS).values()) <= set(values.values())
+    assert values["kv_cache_usage_perc"] == pytest.approx(STATS.kv_blocks_used / STATS.kv_blocks_total)
+    assert values["num_preemptions_total"] == STATS.preemptions
+    assert values["prefix_cache_hits_total"] == STATS.prefix_cached_tokens
+    assert values["prefix_cache_queries_total"] == STATS.prefix_queried_tokens
+
+
+def test_an_engine_without_blocks_uses_none_of_them():
+    assert values_of(metrics_of(EngineStats()).exposition()[0].decode())["kv_cache_usage_perc"] == 0
+
+
+def test_the_picture_cache_is_there_if_the_server_has_one():
+    values = values_of(metrics_of().exposition()[0].decode())
+    assert (values["mm_cache_queries_total"], values["mm_cache_hits_total"]) == (12, 7)
+    assert (values["mm_cache_used_bytes"], values["mm_cache_bytes"], values["mm_cache_pictures"]) == (300, 1000, 3)
+    assert "mm_cache_queries_total" not in values_of(metrics_of(pictures=None).exposition()[0].decode())
+
+
+def test_servers_in_one_process_count_on_their_own():
+    one, other = metrics_of(), metrics_of()
+    one.count_error("overloaded")
+    assert values_of(one.exposition()[0].decode())["request_errors_total/overloaded"] == 1
+    assert "request_errors_total/overloaded" not in values_of(other.exposition()[0].decode())
+
+
+def test_the_engines_timings_arrive_in_the_histograms_and_an_end_counts_once():
+    metrics = metrics_of()
+    record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
+    record.output(RequestOutput("a", [1]))
+    record.output(RequestOutput("a", [2, 3], "stop", 9, timings=RequestTimings(0.5, 0.25, 1.5, 4.0)))
+    record.end("stop")
+    record.end("abort")
+    values = values_of(metrics.exposition()[0].decode())
+    for part, seconds in (("queue", 0.5), ("vision", 0.25), ("prefill", 1.5), ("decode", 4.0)):
+        assert values[f"request_{part}_time_seconds_sum"] == seconds
+    assert values["request_generation_tokens_sum"] == 4
+    assert values["inter_token_latency_seconds_count"] == values["request_time_per_output_token_seconds_count"] == 1
+    assert (values["request_success_total/stop"], values["request_success_total/abort"]) == (1, 0)
+
+
+def test_an_answer_without_tokens_has_no_time_per_token():
+    metrics = metrics_of()
+    record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
+    record.output(RequestOutput("a", [], "length", timings=RequestTimings(0.5, 0.0, 1.5, 0.0)))
+    record.end("length")
+    values = values_of(metrics.exposition()[0].decode())
+    assert values["time_to_first_token_seconds_count"] == values["request_time_per_output_token_seconds_count"] == 0
+    assert values["e2e_request_latency_seconds_count"] == 1
+
+
+def test_openmetrics_is_spoken_to_who_asks_for_it(live):
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    response = httpx.get(f"{live.url}/metrics", headers={"accept": accept}, timeout=60)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    names = {family.name for family in parse_openmetrics(response.text)}
+    assert {"vlmserve:request_success", "vlmserve:e2e_request_latency_seconds"} <= names
+
+
+def test_series_do_not_carry_when_they_began():
+    assert b"_created" not in metrics_of().exposition()[0]
+
+
+def test_the_document_lists_every_metric():
+    metrics = metrics_of()
+    metrics.count_error("overloaded")
+    rows = []
+    for family in metrics.collect():
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"model_name", "le"})
+        name = family.name + "_total" * (family.type == "counter")
+        shown = f"{name}{{{','.join(labels)}}}" if labels else name
+        rows.append(f"| `{shown}` | {family.type} | {family.documentation} |")
+    document = Path(__file__).parents[2].joinpath("docs/metrics.md").read_text(encoding="utf-8")
+    assert [line for line in document.splitlines() if line.startswith("| `vlmserve:")] == rows
