@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from tests.server.live import LiveServer
+from tests.server.live import LiveServer, wait_until
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.server.app import create_app
 from vlmserve.server.run import bind, default_sampling
@@ -48,6 +48,7 @@ def test_a_request_id_comes_back_or_is_made_up(live):
 def test_a_line_in_the_log_says_what_a_request_was_and_cost(live, caplog):
     caplog.set_level("INFO", logger="vlmserve.access")
     usage = live.ask(max_tokens=3).json()["usage"]
+    wait_until(lambda: "vlmserve.access" in [record.name for record in caplog.records])
     [line] = [record.getMessage() for record in caplog.records if record.name == "vlmserve.access"]
     assert "POST /v1/chat/completions 200" in line
     assert f"{usage['prompt_tokens']} + 3 tokens" in line
