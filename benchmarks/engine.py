@@ -11,15 +11,13 @@ reported. Each request's tokens are compared too, so a fast wrong engine shows.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import checkpoint, keep, model_parser, span
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine
-from vlmserve.models.hub import resolve_model
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
 PLACEHOLDER = 0
@@ -357,38 +355,27 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    def span(text: str) -> tuple[int, int]:
-        low, _, high = text.partition("-")
-        return int(low), int(high or low)
-
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="name, folder or id; default: a random Llama of SmolLM2-135M's shape")
+    parser = model_parser(
+        "benchmarks.engine", __doc__, "a random Llama of SmolLM2-135M's shape", dtype="float32", kv_cache_memory="1GiB"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny random Llama, to try the benchmark itself")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, help="CPU threads for both; default: torch's choice")
-    parser.add_argument("--kv-cache-memory", default="1GiB")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prompt-lens", type=span, default=(8, 64), metavar="LOW-HIGH")
     parser.add_argument("--answer-lens", type=span, default=(4, 48), metavar="LOW-HIGH")
     parser.add_argument("--uniform", action="store_true", help="spread lengths evenly, not over their logarithms")
     parser.add_argument("--pictures", action="store_true", help="start every prompt with the same new picture")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     console = Console()
-    temporary = nullcontext() if options.model else tempfile.TemporaryDirectory(prefix="vlmserve-benchmark-")
-    with temporary as place:
-        folder = resolve_model(options.model) if options.model else save_random_llama(Path(place), tiny=options.tiny)
+    with checkpoint(options, partial(save_random_llama, tiny=options.tiny)) as folder:
         report = measure(options, folder, console)
     show(report, console)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    keep(report, options)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ import os
 import random
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.command import checkpoint, keep, model_parser
 from benchmarks.engine import save_random_llama
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine, choose_device
@@ -297,11 +296,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.image_reuse", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="name, folder or id; default: a random LLaVA with CLIP ViT-L/14-336")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-cache-memory", default="4GiB")
+    parser = model_parser("benchmarks.image_reuse", __doc__, "a random LLaVA with CLIP ViT-L/14-336")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--reuse", type=float, nargs="*", default=[0.0, 0.3, 0.9], help="shares of repeated pictures")
     parser.add_argument("--turns", type=int, default=5, help="turns of a conversation")
@@ -310,21 +305,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--picture-side", type=int, default=480, help="pixels of a picture's side")
     parser.add_argument("--only", nargs="*", help='workloads by name, like "30%% reuse" or "sent twice"')
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     console = Console()
-    temporary = nullcontext() if options.model else tempfile.TemporaryDirectory(prefix="vlmserve-benchmark-")
-    with temporary as place:
-        folder = resolve_model(options.model) if options.model else save_random_llava(Path(place))
+    with checkpoint(options, save_random_llava) as folder:
         report = measure(options, folder, console)
     show(report, console)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    keep(report, options)
 
 
 if __name__ == "__main__":

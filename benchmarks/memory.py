@@ -11,11 +11,9 @@ the model's whole context; each reserves its own prompt and the longest answer t
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import checkpoint, keep, model_parser, span
 from benchmarks.engine import Job, load_peer, make_jobs, save_random_llama
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
-from vlmserve.models.hub import resolve_model
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 
@@ -145,35 +143,22 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    def span(text: str) -> tuple[int, int]:
-        low, _, high = text.partition("-")
-        return int(low), int(high or low)
-
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="name, folder or id; default: a random Llama of SmolLM2-135M's shape")
+    parser = model_parser("benchmarks.memory", __doc__, "a random Llama of SmolLM2-135M's shape")
     parser.add_argument("--tiny", action="store_true", help="a tiny random Llama, to try the benchmark itself")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-cache-memory", default="4GiB")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt-lens", type=span, default=(8, 256), metavar="LOW-HIGH")
     parser.add_argument("--answer-lens", type=span, default=(4, 64), metavar="LOW-HIGH")
     parser.add_argument("--no-peer", action="store_true", help="do not run transformers")
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     console = Console()
-    temporary = nullcontext() if options.model else tempfile.TemporaryDirectory(prefix="vlmserve-benchmark-")
-    with temporary as place:
-        folder = resolve_model(options.model) if options.model else save_random_llama(Path(place), tiny=options.tiny)
+    with checkpoint(options, partial(save_random_llama, tiny=options.tiny)) as folder:
         report = measure(options, folder, console)
     show(report, console)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    keep(report, options)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def problems(samples: Sequence[Sample], outcomes: Counter[str], state: dict[str,
         growth = sizes[-1] - sizes[0]
         if growth > max(GROWTH_BYTES, GROWTH_SHARE * sizes[0]):
             found.append(f"the {name}'s memory grew by {growth / 1e6:.1f} MB in the second half")
-    if state["requests"] or state["kv_blocks"]["used"] or state["encoder_cache"]["pinned"]:
+    if state["requests"] or state["kv_blocks"]["used"] or state["encoder_cache"]["pinned_pictures"]:
         found.append(f"the server is not idle: {json.dumps(state)}")
     return found
 
