@@ -178,6 +178,16 @@ async def test_a_server_that_loads_has_metrics_but_no_engines():
     service.close()
 
 
+async def test_a_server_shows_the_picture_cache_of_its_preparer():
+    service = Service(EngineConfig(model="tiny"), MediaConfig(), ServerConfig())
+    client = SimpleNamespace(alive=True, stats=STATS, num_unfinished=0, pid=os.getpid())
+    service.open(client, SimpleNamespace(picture_cache=SimpleNamespace(stats=lambda: PICTURES)))
+    values = values_of(service.metrics.exposition()[0].decode())
+    assert (values["mm_cache_queries_total"], values["mm_cache_hits_total"]) == (12, 7)
+    assert values["steps_total"] == STATS.steps
+    service.close()
+
+
 def test_every_statistic_of_the_engine_is_a_metric():
     values = values_of(metrics_of().exposition()[0].decode())
     assert set(msgspec.structs.asdict(STATS).values()) <= set(values.values())
