@@ -44,6 +44,12 @@ TASK_SHARES: Final[dict[Kind, dict[str, float]]] = {
     "word": {"word": 68, "describe": 18, "exists": 7, "follow_up": 7},
 }
 """How often each task is asked about each kind of picture: more of what takes long to learn."""
+FOCUS_SHARES: Final[dict[Kind, dict[str, float]]] = {
+    **TASK_SHARES,
+    "grid": {"place": 3, "attribute": 4, "count": 40, "describe": 3, "where": 34, "exists": 12, "follow_up": 4},
+}
+"""The same for the last part of training, when the rest is nearly always right."""
+FOCUS_KIND_SHARES: Final = (0.84, 0.06, 0.04, 0.06)
 REFUSAL_SHARE: Final = 0.02
 
 Encoded = tuple[list[int], list[bool]]
@@ -125,16 +131,18 @@ def _expand(encoded: Encoded) -> Encoded:
 
 
 class RowMaker:
-    """Draws scenes and asks about them, deterministically from each seed."""
+    """Draws scenes and asks about them, deterministically from each seed. focus: mostly what takes longest."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, focus: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._kind_shares = FOCUS_KIND_SHARES if focus else KIND_SHARES
+        self._task_shares = FOCUS_SHARES if focus else TASK_SHARES
 
     def scenes(self, seed: int, rng: random.Random) -> tuple[Scene, ...]:
         """One scene, or two to compare."""
         if rng.random() < PAIR_SHARE:
             return matching_pair(seed, rng)
-        return (sample_scene(seed, rng.choices(KINDS, KIND_SHARES)[0]),)
+        return (sample_scene(seed, rng.choices(KINDS, self._kind_shares)[0]),)
 
     def row(self, scenes: tuple[Scene, ...], index: int, rng: random.Random) -> tuple[list[Group], tuple[int, ...]]:
         """Groups of a row about the scene with that index, and the indices of the pictures in their order."""
@@ -154,7 +162,7 @@ class RowMaker:
         return self._branching(lambda: self._ask(scene, rng), system, 12), (index,)
 
     def _ask(self, scene: Scene, rng: random.Random) -> Example:
-        shares = TASK_SHARES[scene.kind]
+        shares = self._task_shares[scene.kind]
         task = rng.choices(tuple(shares), tuple(shares.values()))[0]
         return single(scene, rng, "refusal" if rng.random() < REFUSAL_SHARE else task)
 
@@ -175,9 +183,9 @@ class RowMaker:
         return [(_expand((common, [False] * len(common)))[0], branches)]
 
 
-def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float) -> None:
+def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float, focus: bool) -> None:
     """A worker: fills the ring as fast as it can, then goes round with `pause` seconds between pictures."""
-    maker = RowMaker(Tokenizer.from_file(str(tokenizer_file)))
+    maker = RowMaker(Tokenizer.from_file(str(tokenizer_file)), focus=focus)
     arrays = pool.open("r+")
     made = 0
     for seed in itertools.count(first_seed):

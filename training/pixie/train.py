@@ -1,8 +1,8 @@
 """Train pixie from nothing: python -m training.pixie.train --out runs/pixie
 
-First the vision tower learns what covers each part of a picture, then the whole model learns answers. Both stages save
-their state every few minutes; the same command goes on where it was stopped. At the end the Hugging Face folder is in
-OUT/export, and `vlmserve eval pixie --model OUT/export` says how good it is.
+First the vision tower learns what covers each part of a picture, then the whole model learns answers, at last mostly
+those that take longest. The state is saved every few minutes; the same command goes on where it was stopped. At the end
+the Hugging Face folder is in OUT/export, and `vlmserve eval pixie --model OUT/export` says how good it is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,6 +38,8 @@ AUXILIARY_WEIGHT = 0.4
 TOWER_LEARNING_RATE, MODEL_LEARNING_RATE = 2e-3, 2e-3
 TOWER_SHARE = 0.5
 """Of the learning rate, for the tower while the whole model learns."""
+FOCUS_RATE = 0.4
+"""Of the learning rate, where the last part of training begins; it falls to nothing from there."""
 SAVE_SECONDS = 180.0
 
 console = Console()
@@ -46,7 +48,8 @@ console = Console()
 class Run:
     """A folder of training state, the pool of data, and the models under training."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, *, focus: bool = False) -> None:
+        """focus: ask mostly what takes longest to learn."""
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
         self.device = torch.device(options.device)
@@ -62,7 +65,7 @@ class Run:
         self.state = self._load()
         self._worker = get_context("fork").Process(
             target=fill,
-            args=(self.pool, self.tokenizer_file, self._first_seed(options.seed), options.pause),
+            args=(self.pool, self.tokenizer_file, self._first_seed(options.seed), options.pause, focus),
             daemon=True,
         )
 
@@ -94,7 +97,7 @@ class Run:
         os.replace(self.out / "state.tmp", self.out / "state.pt")
 
     def scale(self, step: int, steps: int) -> float:
-        """Of the learning rate: a short warm-up, a long plateau, then down to nothing."""
+        """Of the learning rate: a short warm-up, a plateau, then down to nothing."""
         return min(1.0, (step + 1) / WARM_UP_STEPS, (steps - step) / max(1.0, steps * self.decay_share))
 
     def take(self, name: str, indices: Any) -> torch.Tensor:
@@ -143,15 +146,18 @@ def train_tower(run: Run, steps: int) -> None:
                 saved = time.monotonic()
 
 
-def train_model(run: Run, steps: int) -> None:
-    """The whole model, on packed rows of questions, the dense labels as an auxiliary loss all along."""
+def train_model(run: Run, steps: int, rate: Callable[[int], float]) -> None:
+    """The whole model, on packed rows of questions, the dense labels as an auxiliary loss all along.
+
+    rate: the share of the learning rate at a step.
+    """
     fresh = run.state["model_steps"] == 0
     if fresh:
         run.tower.load_state_dict(run.state["tower"]["averages"])
         with torch.no_grad():
             run.decoder.fit_projector(run.tower.float()(run.take("pictures", slice(0, 256))))
-    rates = {"tower": TOWER_SHARE, "heads": TOWER_SHARE, "decoder": 1.0}
-    optimizers = {name: Optimizer(getattr(run, name), rate * MODEL_LEARNING_RATE) for name, rate in rates.items()}
+    shares = {"tower": TOWER_SHARE, "heads": TOWER_SHARE, "decoder": 1.0}
+    optimizers = {name: Optimizer(getattr(run, name), share * MODEL_LEARNING_RATE) for name, share in shares.items()}
     for name, optimizer in optimizers.items():
         if name in run.state:
             optimizer.load_state_dict(run.state[name])
@@ -160,7 +166,7 @@ def train_model(run: Run, steps: int) -> None:
         for step in range(run.state["model_steps"], steps):
             answer_loss, right, dense_right = _model_step(run, step)
             for optimizer in optimizers.values():
-                optimizer.step(run.scale(step, steps), min(AVERAGE_DECAY, (step + 1) / (step + 10)))
+                optimizer.step(rate(step), min(AVERAGE_DECAY, (step + 1) / (step + 10)))
             average.add(answer_loss, right, *dense_right)
             show(step + 1, _news(average, ("loss", "tokens", *(kind.name for kind in LABELS))))
             if time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps:
@@ -208,20 +214,28 @@ def export_run(run: Run) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.pixie.train", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "runs", help="folder for state and result")
-    parser.add_argument("--tower-steps", type=int, default=3000, help=f"steps of {TOWER_BATCH} pictures")
-    parser.add_argument("--model-steps", type=int, default=5000, help=f"steps of {MODEL_BATCH} rows of questions")
+    parser.add_argument("--tower-steps", type=int, default=1200, help=f"steps of {TOWER_BATCH} pictures")
+    parser.add_argument("--model-steps", type=int, default=6000, help=f"steps of {MODEL_BATCH} rows of questions")
     parser.add_argument(
-        "--decay", type=float, default=0.3, help="last share of a stage in which its learning rate falls"
+        "--decay", type=float, default=0.7, help="last share of a stage in which its learning rate falls"
+    )
+    parser.add_argument(
+        "--focus-steps", type=int, default=850, help="further steps with mostly the questions that take longest"
     )
     parser.add_argument("--pool", type=int, default=20_000, help="pictures that are kept at a time")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between new pictures once the pool is full")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    with Run(options) as run:
-        if run.state["model_steps"] == 0:
-            train_tower(run, options.tower_steps)
-        train_model(run, options.model_steps)
+    run = Run(options)
+    if run.state["model_steps"] < options.model_steps:
+        with run:
+            if run.state["model_steps"] == 0:
+                train_tower(run, options.tower_steps)
+            train_model(run, options.model_steps, lambda step: run.scale(step, options.model_steps))
+    end = options.model_steps + options.focus_steps
+    with Run(options, focus=True) as run:
+        train_model(run, end, lambda step: FOCUS_RATE * (end - step) / options.focus_steps)
         console.print(f"Done: {export_run(run)}")
 
 

@@ -47,8 +47,9 @@ def test_branches_of_a_row_see_what_is_common_and_themselves():
     assert row["said"][:7].tolist() == [False, False, False, True, True, False, True]
 
 
-def test_rows_come_with_the_pictures_of_their_placeholders(tokenizer):
-    maker = RowMaker(tokenizer)
+@pytest.mark.parametrize("focus", [False, True])
+def test_rows_come_with_the_pictures_of_their_placeholders(tokenizer, focus):
+    maker = RowMaker(tokenizer, focus=focus)
     for seed in range(40):
         rng = random.Random(seed)
         scenes = maker.scenes(seed, rng)
@@ -91,15 +92,16 @@ def test_a_run_trains_saves_resumes_and_exports(tmp_path, monkeypatch, tokenizer
     tmp_path.joinpath("tokenizer.json").write_text(tokenizer.to_str())
 
     def run(*steps: int) -> None:
-        tower, model = (str(count) for count in steps)
-        arguments = ["--out", str(tmp_path), "--tower-steps", tower, "--model-steps", model, "--pool", "30"]
+        names = ("--tower-steps", "--model-steps", "--focus-steps")
+        arguments = ["--out", str(tmp_path), "--pool", "30"]
+        arguments += [word for name, count in zip(names, steps, strict=True) for word in (name, str(count))]
         monkeypatch.setattr(sys, "argv", ["train", *arguments, "--device", "cpu"])
         train.main()
 
-    run(2, 2)
+    run(2, 2, 0)
     first = torch.load(tmp_path / "state.pt")
     assert (first["tower_steps"], first["model_steps"]) == (2, 2)
-    run(2, 3)
+    run(2, 2, 1)
     second = torch.load(tmp_path / "state.pt")
     assert second["model_steps"] == 3
     before, after = (state["decoder"]["originals"]["embeddings.weight"] for state in (first, second))
