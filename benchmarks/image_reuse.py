@@ -198,6 +198,7 @@ def save_random_llava(folder: Path) -> Path:
     text_folder = folder / "text"
     text = AutoConfig.from_pretrained(save_random_llama(text_folder))
     shutil.rmtree(text_folder)
+    text.max_position_embeddings = 8192
     pixie = resolve_model("pixie")
     for path in pixie.iterdir():
         if path.suffix in (".json", ".jinja") and path.name not in ("config.json", "generation_config.json"):
