@@ -113,3 +113,7 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
 def test_random_numbers_lie_in_the_unit_interval(seed, index):
     assert 0 <= uniform(seed, index) < 1
     assert 0 <= draw_seed(seed, index) < 2**63
+
+
+def test_a_step_in_which_nothing_is_sampled_gives_no_tokens():
+    assert sample(torch.empty(0, 8), []) == []

@@ -138,13 +138,21 @@ def test_a_picture_cut_by_a_chunk_stays_pinned_until_its_last_token():
     assert s.encoder_cache.num_pinned == 0
 
 
-def test_a_picture_that_comes_twice_stays_pinned_until_its_last_place():
+def test_a_picture_that_comes_twice_is_encoded_once_if_it_is_still_there():
     s = scheduler(budget=7)
     s.add(sequence("a", 20, images=[(image(1, 4), 1), (image(1, 4), 12)]))
     run(s)
-    assert s.encoder_cache.num_pinned == 1
     step, _ = run(s)
     assert step.encode == []
+
+
+def test_a_picture_that_comes_twice_does_not_keep_out_the_one_between():
+    s = scheduler(encoder_bytes=8)
+    s.add(sequence("a", 13, images=[(image(1, 4), 0), (image(2, 5), 4), (image(1, 4), 9)]))
+    encoded = []
+    for _ in range(3):
+        encoded += [picture.key[0] for picture in run(s)[0].encode]
+    assert encoded == [1, 2, 1]
 
 
 def test_aborting_frees_everything_at_once():

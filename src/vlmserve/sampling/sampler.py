@@ -49,12 +49,8 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     for number, row in enumerate(rows):
         if row.banned:
             logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
-    if all(row.params.temperature == 0 for row in rows):
-        # One pass over the logits: the argmax of a row with a NaN is a NaN, so its value tells as well.
-        best = _argmax(logits, rows)
-        values = logits[torch.arange(len(rows), device=logits.device), torch.tensor(best, device=logits.device)]
-        return [token if ok else None for token, ok in zip(best, torch.isfinite(values).tolist(), strict=True)]
-    usable = torch.isfinite(logits.amax(-1)).tolist()
+    best = logits.amax(-1)
+    usable = torch.isfinite(best).tolist()
     greedy = [number for number, row in enumerate(rows) if row.params.temperature == 0]
     random = [number for number, row in enumerate(rows) if row.params.temperature > 0]
     tokens = [0] * len(rows)

@@ -123,7 +123,7 @@ class Scheduler:
             sequence = chunk.sequence
             for span in sequence.spans_between(sequence.num_computed, sequence.num_computed + chunk.num_tokens):
                 if span.end <= sequence.num_computed + chunk.num_tokens:
-                    self._unpin(sequence, span.image.key, span.end)
+                    self._unpin(sequence, span.image.key, sequence.num_computed + chunk.num_tokens)
             before = sequence.num_computed
             self._register(sequence, before + chunk.num_tokens)
             sequence.num_computed += chunk.num_tokens
@@ -307,9 +307,12 @@ class Scheduler:
             if self.pool.ref_count(block) == 1:
                 self._spoiled.append(block)
 
-    def _unpin(self, sequence: Sequence, key: bytes, position: int) -> None:
-        """Unpin a picture unless the same one comes again at or after `position`."""
-        if not any(span.image.key == key and span.end > position for span in sequence.image_spans):
+    def _unpin(self, sequence: Sequence, key: bytes, num_computed: int) -> None:
+        """Unpin a picture unless that many tokens end in the middle of it.
+
+        Where it comes again later it may have been evicted by then: held on to, it could keep out the picture between.
+        """
+        if not any(s.image.key == key and s.start < num_computed < s.end for s in sequence.image_spans):
             self.encoder_cache.unpin(key, sequence.request_id)
 
     def _release(self, sequence: Sequence) -> None:
