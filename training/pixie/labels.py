@@ -23,11 +23,16 @@ _WRITING: Final = len(SHAPES) + 1
 
 
 class LabelKind(NamedTuple):
-    """One thing to say of every cell; class 0 is "nothing". weight: its share of the loss."""
+    """One thing to say of every cell; class 0 is "nothing".
+
+    weight: its share of the loss. emphasis: how much the mean over cells that are not empty counts beside the mean
+    over all, most of which are.
+    """
 
     name: str
     num_classes: int
     weight: float
+    emphasis: float = 0.5
 
 
 LABELS: Final = (
@@ -37,6 +42,8 @@ LABELS: Final = (
     LabelKind("character", len(_CHARACTERS) + 1, 2.0),
     # Which item in reading order, or which character of the text: listing and counting become looking it up.
     LabelKind("rank", MOST_ITEMS + 1, 1.0),
+    # The one patch that stands for its item, for counting: without emphasis, so that it stays one.
+    LabelKind("centre", 2, 3.0, emphasis=0.0),
 )
 
 
@@ -51,13 +58,20 @@ def dense_labels(scene: Scene) -> npt.NDArray[np.uint8]:
             _draw_mask(draw, item, rank, IMAGE_SIZE / width, IMAGE_SIZE / height)
         covered = np.asarray(mask)[CELL_SIZE // 2 :: CELL_SIZE, CELL_SIZE // 2 :: CELL_SIZE]
         for rank, item in enumerate(scene.items, start=1):
-            labels[:, covered == rank] = _column(SHAPES.index(item.shape) + 1, COLOURS.index(item.colour) + 1, 0, rank)
+            described = _column(SHAPES.index(item.shape) + 1, COLOURS.index(item.colour) + 1, 0, rank)
+            labels[: len(described), covered == rank] = described
+            column, row = (
+                int(centre / length * GRID) // CELLS_PER_PATCH * CELLS_PER_PATCH
+                for centre, length in zip(item.centre, scene.size, strict=True)
+            )
+            labels[-1, row : row + CELLS_PER_PATCH, column : column + CELLS_PER_PATCH] = 1
     if scene.writing is not None:
         colour = COLOURS.index(scene.writing.colour) + 1
         boxes = zip(scene.writing.text, scene.writing.boxes, strict=True)
         for rank, (character, (left, top, right, bottom)) in enumerate(boxes, start=1):
             rows, columns = _cells(top, bottom, height), _cells(left, right, width)
-            labels[:, rows, columns] = _column(_WRITING, colour, _CHARACTERS.index(character) + 1, rank)[..., None]
+            described = _column(_WRITING, colour, _CHARACTERS.index(character) + 1, rank)
+            labels[: len(described), rows, columns] = described[..., None]
     return labels
 
 
