@@ -1,0 +1,72 @@
+"""Builds the native kernels, where there is a compiler; everything else is in pyproject.toml."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from distutils.errors import CompileError
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("src/vlmserve/kernels/csrc")
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+ISAS = {"portable": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"]}
+FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+# Apple's compiler has no OpenMP: there the kernels use one core.
+OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
+
+
+class BuildKernels(build_ext):
+    """Compiles the kernels once for each instruction set, the module that chooses among them once."""
+
+    def build_extension(self, ext: Extension) -> None:
+        folder = Path(self.build_temp)
+
+        def kernels(isa: str) -> list[str]:
+            try:
+                return self.compiler.compile(
+                    [str(SOURCES / "kernels.cpp")],
+                    output_dir=str(folder / isa),
+                    macros=[("VLMSERVE_ISA", isa)],
+                    extra_postargs=[*FLAGS, *OPENMP, *ISAS[isa]],
+                )
+            except CompileError:
+                if isa == "portable":
+                    raise
+                return []  # too new for this compiler
+
+        with ThreadPoolExecutor(len(ISAS)) as pool:
+            built = {isa: objects for isa, objects in zip(ISAS, pool.map(kernels, ISAS), strict=True) if objects}
+        module = self.compiler.compile(
+            [str(SOURCES / "module.cpp")],
+            output_dir=str(folder),
+            macros=[(f"VLMSERVE_WITH_{isa}", "1") for isa in built],
+            include_dirs=self.include_dirs,
+            extra_postargs=FLAGS,
+        )
+        self.compiler.link_shared_object(
+            [*module, *(name for objects in built.values() for name in objects)],
+            self.get_ext_fullpath(ext.name),
+            extra_postargs=OPENMP,
+            target_lang="c++",
+        )
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "vlmserve.kernels._native",
+            [str(SOURCES / "kernels.cpp"), str(SOURCES / "module.cpp")],
+            depends=[str(path) for path in sorted(SOURCES.glob("*.h"))],
+            optional=True,
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)

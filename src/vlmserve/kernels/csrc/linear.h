@@ -1,0 +1,238 @@
+// Products with packed weights, for any number of rows.
+//
+// A packed weight is a row of tiles of 32 output features: in float32 [out / 32][in][32], in bfloat16
+// [out / 32][in / 2][32][2], where the two inputs of a pair lie side by side as the dot product instruction wants them.
+// A tile is read from its beginning to its end, which memory does fastest, and each vector of it meets a broadcast input
+// of every row. A tile of a gated weight has 16 gates and then the ups for the same features.
+// Rows are rearranged alike, [rows / block][in / pair][block], so that what is broadcast lies side by side.
+#pragma once
+
+#include "table.h"
+#include "vector.h"
+
+namespace {
+
+constexpr long LANES = 16;
+constexpr long TILE = 2 * LANES;
+
+#if defined(__AVX512F__)
+constexpr int BLOCK = 12;  // 24 sums, of 32 registers
+#elif defined(__AVX2__)
+constexpr int BLOCK = 3;  // 6 sums of two registers each, of 16
+#else
+constexpr int BLOCK = 4;
+#endif
+
+// Inputs of the rows that stay in a second-level cache while the tiles pass by.
+constexpr long CACHED_BYTES = 256 * 1024;
+
+// How far ahead of its use a weight is asked for: what a core reads while memory answers.
+constexpr long PREFETCH_BYTES = 3072;
+
+struct Float32 {
+    typedef float Element;
+    typedef float Input;
+    typedef f32x16 Weights;
+    static constexpr long PAIR = 1;
+    INLINE Input input(const Element* x) { return *x; }
+    INLINE Weights weights(const Element* packed) { return load(packed); }
+    INLINE void multiply(f32x16& sum, Input x, Weights w) { sum += x * w; }
+};
+
+struct BFloat16 {
+    typedef bf16 Element;
+    static constexpr long PAIR = 2;
+#if defined(__AVX512BF16__)
+    typedef std::uint32_t Input;
+    typedef __m512i Weights;
+    INLINE Input input(const Element* x) {
+        Input pair;
+        __builtin_memcpy(&pair, x, sizeof pair);
+        return pair;
+    }
+    INLINE Weights weights(const Element* packed) { return _mm512_loadu_si512(packed); }
+    INLINE void multiply(f32x16& sum, Input x, Weights w) {
+        __m512i pair = _mm512_set1_epi32(static_cast<int>(x));
+        sum = bit_cast<f32x16>(
+            _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(pair), bit_cast<__m512bh>(w)));
+    }
+#else
+    struct Input {
+        float even, odd;
+    };
+    struct Weights {
+        f32x16 even, odd;
+    };
+    INLINE Input input(const Element* x) { return {to_float(x[0]), to_float(x[1])}; }
+    INLINE Weights weights(const Element* packed) {
+        u32x16 pairs;
+        __builtin_memcpy(&pairs, packed, sizeof pairs);
+        return {bit_cast<f32x16>(pairs << 16), bit_cast<f32x16>(pairs & 0xffff0000u)};
+    }
+    INLINE void multiply(f32x16& sum, Input x, Weights w) { sum += x.even * w.even + x.odd * w.odd; }
+#endif
+};
+
+INLINE long features_of_tile(bool gated) { return gated ? LANES : TILE; }
+INLINE long num_tiles(long out, bool gated) {
+    long features = gated ? out / 2 : out, each = features_of_tile(gated);
+    return (features + each - 1) / each;
+}
+
+// Rows are cut into blocks of nearly equal size.
+INLINE long num_blocks(long rows) { return (rows + BLOCK - 1) / BLOCK; }
+INLINE long block_start(long rows, long block) { return rows * block / num_blocks(rows); }
+
+template <class Format>
+void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long block) {
+    const auto* x = static_cast<const typename Format::Element*>(args.x);
+    long first = block_start(args.rows, block), count = block_start(args.rows, block + 1) - first;
+    long units = args.in / Format::PAIR;
+    to += first * units;
+    for (long row = 0; row < count; ++row) {
+        const auto* from = x + (first + row) * args.x_stride;
+        for (long unit = 0; unit < units; ++unit) to[unit * count + row] = Format::input(from + unit * Format::PAIR);
+    }
+}
+
+template <class Format, int ROWS>
+INLINE void multiply_block(const typename Format::Input* x, const typename Format::Element* tile, long in,
+                           f32x16 (&sums)[ROWS][2]) {
+    for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = f32x16{};
+    for (long unit = 0; unit < in / Format::PAIR; ++unit) {
+        const auto* place = tile + unit * Format::PAIR * TILE;
+        for (long line = 0; line < TILE * static_cast<long>(sizeof *place) * Format::PAIR; line += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(place) + PREFETCH_BYTES + line);
+        typename Format::Weights first = Format::weights(place);
+        typename Format::Weights second = Format::weights(place + LANES * Format::PAIR);
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            Format::multiply(sums[row][0], x[unit * ROWS + row], first);
+            Format::multiply(sums[row][1], x[unit * ROWS + row], second);
+        }
+    }
+}
+
+template <class Out, class Element>
+INLINE void finish(const LinearArgs& args, long row, long column, long columns, f32x16 value) {
+    if (columns <= 0) return;
+    columns = smaller(columns, LANES);
+    long place = row * args.y_stride + column;
+    if (args.residual) value += load_some(static_cast<const Element*>(args.residual) + place, columns);
+    store_some(static_cast<Out*>(args.y) + place, value, columns);
+}
+
+template <class Format, class Out, int ROWS>
+void run_block(const LinearArgs& args, const typename Format::Input* x, long row, long tile) {
+    typedef typename Format::Element Element;
+    f32x16 sums[ROWS][2];
+    multiply_block<Format, ROWS>(x, static_cast<const Element*>(args.weight) + tile * TILE * args.in, args.in, sums);
+    if (args.gated) {
+        long column = tile * LANES, columns = args.out / 2 - column;
+        for (int i = 0; i < ROWS; ++i)
+            finish<Out, Element>(args, row + i, column, columns, activate(args.activation, sums[i][0]) * sums[i][1]);
+        return;
+    }
+    for (int half = 0; half < 2; ++half) {
+        long column = tile * TILE + half * LANES, columns = args.out - column;
+        f32x16 bias{};
+        if (args.bias && columns > 0)
+            bias = load_some(static_cast<const Element*>(args.bias) + column, smaller(columns, LANES));
+        for (int i = 0; i < ROWS; ++i)
+            finish<Out, Element>(args, row + i, column, columns, activate(args.activation, sums[i][half] + bias));
+    }
+}
+
+template <class Format, class Out>
+void choose_rows(const LinearArgs& args, const typename Format::Input* x, long row, long rows, long tile) {
+    switch (rows) {
+#define CASE(n) \
+    case n: return run_block<Format, Out, n>(args, x, row, tile);
+        CASE(1) CASE(2) CASE(3)
+#if defined(__AVX512F__)
+        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#elif !defined(__AVX2__)
+        CASE(4)
+#endif
+#undef CASE
+    }
+}
+
+template <class Format, class Out>
+void multiply(const LinearArgs& args) {
+    auto* inputs = static_cast<typename Format::Input*>(args.scratch);
+    long blocks = num_blocks(args.rows), units = args.in / Format::PAIR;
+    long tiles = num_tiles(args.out, args.gated);
+    long row_bytes = units * static_cast<long>(sizeof(typename Format::Input));
+    long cached_blocks = larger(1, CACHED_BYTES / (row_bytes * BLOCK));
+#pragma omp parallel num_threads(args.threads)
+    {
+#pragma omp for schedule(static)
+        for (long block = 0; block < blocks; ++block) rearrange_rows<Format>(args, inputs, block);
+        // Every thread has its own tiles, so that each weight is read by one core.
+        for (long first = 0; first < blocks; first += cached_blocks) {
+            long last = smaller(blocks, first + cached_blocks);
+#pragma omp for schedule(static) nowait
+            for (long tile = 0; tile < tiles; ++tile)
+                for (long block = first; block < last; ++block) {
+                    long row = block_start(args.rows, block), end = block_start(args.rows, block + 1);
+                    choose_rows<Format, Out>(args, inputs + row * units, row, end - row, tile);
+                }
+        }
+    }
+}
+
+void linear(const LinearArgs& args) {
+    if (args.dtype == FLOAT32)
+        multiply<Float32, float>(args);
+    else if (args.float_output)
+        multiply<BFloat16, float>(args);
+    else
+        multiply<BFloat16, bf16>(args);
+}
+
+long linear_scratch(long rows, long in, int dtype) {
+    return dtype == FLOAT32 ? rows * in * static_cast<long>(sizeof(Float32::Input))
+                            : rows * (in / 2) * static_cast<long>(sizeof(BFloat16::Input));
+}
+
+template <class Format>
+void pack_tiles(const typename Format::Element* weight, typename Format::Element* packed, long out, long in, bool gated) {
+    long tiles = num_tiles(out, gated), features = gated ? out / 2 : out, each = features_of_tile(gated);
+#pragma omp parallel for schedule(static)
+    for (long tile = 0; tile < tiles; ++tile)
+        for (long column = 0; column < in; ++column)
+            for (long lane = 0; lane < TILE; ++lane) {
+                long feature = tile * each + lane % each;
+                long place = (column / Format::PAIR * TILE + lane) * Format::PAIR + column % Format::PAIR;
+                const auto* row = weight + (feature + lane / each * features) * in;
+                packed[tile * TILE * in + place] = feature < features ? row[column] : typename Format::Element{};
+            }
+}
+
+void pack(const void* weight, void* packed, long out, long in, int dtype, int gated) {
+    if (dtype == FLOAT32)
+        pack_tiles<Float32>(static_cast<const float*>(weight), static_cast<float*>(packed), out, in, gated);
+    else
+        pack_tiles<BFloat16>(static_cast<const bf16*>(weight), static_cast<bf16*>(packed), out, in, gated);
+}
+
+template <class Format>
+void gather_rows(const typename Format::Element* packed, const std::int64_t* ids, typename Format::Element* y, long count,
+                 long in) {
+#pragma omp parallel for schedule(static) if (count > 64)
+    for (long i = 0; i < count; ++i) {
+        const auto* from = packed + ids[i] / TILE * TILE * in + ids[i] % TILE * Format::PAIR;
+        for (long column = 0; column < in; ++column)
+            y[i * in + column] = from[column / Format::PAIR * TILE * Format::PAIR + column % Format::PAIR];
+    }
+}
+
+void gather(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype) {
+    if (dtype == FLOAT32)
+        gather_rows<Float32>(static_cast<const float*>(packed), ids, static_cast<float*>(y), count, in);
+    else
+        gather_rows<BFloat16>(static_cast<const bf16*>(packed), ids, static_cast<bf16*>(y), count, in);
+}
+
+}  // namespace

@@ -1,0 +1,224 @@
+// The Python module: addresses and sizes in, nothing out. Checking shapes is the caller's part.
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "table.h"
+
+#define DECLARE(isa) extern const Kernels kernels_##isa;
+DECLARE(portable)
+#if defined(VLMSERVE_WITH_avx2)
+DECLARE(avx2)
+#endif
+#if defined(VLMSERVE_WITH_avx512)
+DECLARE(avx512)
+#endif
+#if defined(VLMSERVE_WITH_avx512_bf16)
+DECLARE(avx512_bf16)
+#endif
+
+namespace {
+
+const Kernels* selected = &kernels_portable;
+
+// Calls with less work than this keep Python's lock: taking it back could take longer than the work.
+constexpr long LONG_WORK = 1L << 24;
+
+// What this processor can run and this build has, the best first.
+int supported(const Kernels** found) {
+    int count = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    (void)avx512;
+#if defined(VLMSERVE_WITH_avx512_bf16)
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) found[count++] = &kernels_avx512_bf16;
+#endif
+#if defined(VLMSERVE_WITH_avx512)
+    if (avx512) found[count++] = &kernels_avx512;
+#endif
+#if defined(VLMSERVE_WITH_avx2)
+    if (avx2) found[count++] = &kernels_avx2;
+#endif
+#endif
+    found[count++] = &kernels_portable;
+    return count;
+}
+
+// Arguments as they come: every one is an integer, an address among them, except where `number` is called.
+class Arguments {
+public:
+    Arguments(PyObject* const* values, Py_ssize_t count, Py_ssize_t wanted) : values_(values), ok_(count == wanted) {
+        if (!ok_) PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", wanted, count);
+    }
+    long integer() {
+        if (!ok_) return 0;
+        long value = PyLong_AsLong(values_[next_++]);
+        if (value == -1 && PyErr_Occurred()) ok_ = false;
+        return value;
+    }
+    void* address() { return reinterpret_cast<void*>(integer()); }
+    float number() {
+        if (!ok_) return 0;
+        double value = PyFloat_AsDouble(values_[next_++]);
+        if (value == -1 && PyErr_Occurred()) ok_ = false;
+        return static_cast<float>(value);
+    }
+    bool ok() const { return ok_; }
+
+private:
+    PyObject* const* values_;
+    Py_ssize_t next_ = 0;
+    bool ok_;
+};
+
+// Memory of the calling thread that calls reuse: fresh memory costs more than most of them.
+class Scratch {
+public:
+    ~Scratch() { std::free(memory_); }
+    void* of(long bytes) {
+        if (bytes > size_) {
+            std::free(memory_);
+            size_ = (bytes + 63) / 64 * 64;
+            memory_ = std::aligned_alloc(64, static_cast<std::size_t>(size_));
+            if (!memory_) size_ = 0;
+        }
+        return memory_;
+    }
+
+private:
+    void* memory_ = nullptr;
+    long size_ = 0;
+};
+
+void* scratch(long bytes) {
+    static thread_local Scratch memory;
+    return memory.of(bytes > 0 ? bytes : 64);
+}
+
+template <class Work>
+PyObject* run(const Arguments& arguments, long work, Work call) {
+    if (!arguments.ok()) return nullptr;
+    if (work < LONG_WORK) {
+        call();
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        call();
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject* supported_isas(PyObject*, PyObject*) {
+    const Kernels* found[4];
+    int count = supported(found);
+    PyObject* names = PyTuple_New(count);
+    if (!names) return nullptr;
+    for (int i = 0; i < count; ++i) PyTuple_SetItem(names, i, PyUnicode_FromString(found[i]->isa));
+    return names;
+}
+
+PyObject* select_isa(PyObject*, PyObject* name) {
+    PyObject* bytes = PyUnicode_AsUTF8String(name);
+    if (!bytes) return nullptr;
+    const Kernels* found[4];
+    int count = supported(found);
+    for (int i = 0; i < count; ++i) {
+        if (std::strcmp(PyBytes_AsString(bytes), found[i]->isa) == 0) {
+            selected = found[i];
+            Py_DECREF(bytes);
+            Py_RETURN_NONE;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "this processor or this build has no %s kernels", PyBytes_AsString(bytes));
+    Py_DECREF(bytes);
+    return nullptr;
+}
+
+PyObject* pack(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 6);
+    const void* weight = from.address();
+    void* packed = from.address();
+    long out = from.integer(), in = from.integer();
+    int dtype = static_cast<int>(from.integer()), gated = static_cast<int>(from.integer());
+    return run(from, out * in, [&] { selected->pack(weight, packed, out, in, dtype, gated); });
+}
+
+PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 6);
+    const void* packed = from.address();
+    const auto* ids = static_cast<const std::int64_t*>(from.address());
+    void* y = from.address();
+    long rows = from.integer(), in = from.integer();
+    int dtype = static_cast<int>(from.integer());
+    return run(from, rows * in, [&] { selected->gather(packed, ids, y, rows, in, dtype); });
+}
+
+PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 15);
+    LinearArgs args;
+    args.x = from.address();
+    args.weight = from.address();
+    args.bias = from.address();
+    args.residual = from.address();
+    args.y = from.address();
+    args.rows = from.integer();
+    args.in = from.integer();
+    args.out = from.integer();
+    args.x_stride = from.integer();
+    args.y_stride = from.integer();
+    args.dtype = static_cast<int>(from.integer());
+    args.activation = static_cast<int>(from.integer());
+    args.gated = static_cast<int>(from.integer());
+    args.float_output = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    if (from.ok()) {
+        args.scratch = scratch(selected->linear_scratch(args.rows, args.in, args.dtype));
+        if (!args.scratch) return PyErr_NoMemory();
+    }
+    return run(from, args.rows * args.in * args.out / 16, [&] { selected->linear(args); });
+}
+
+PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 10);
+    NormArgs args;
+    args.x = from.address();
+    args.weight = from.address();
+    args.bias = from.address();
+    args.y = from.address();
+    args.rows = from.integer();
+    args.size = from.integer();
+    args.x_stride = from.integer();
+    args.eps = from.number();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    return run(from, args.rows * args.size, [&] { selected->norm(args); });
+}
+
+#define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
+
+PyMethodDef methods[] = {
+    {"supported_isas", supported_isas, METH_NOARGS, "Instruction sets that this processor runs, the best first."},
+    {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
+    FAST(pack, "weight, packed, out, in, dtype, gated"),
+    FAST(gather, "packed, ids, y, count, in, dtype"),
+    FAST(linear, "The fields of LinearArgs in order, without scratch."),
+    FAST(norm, "The fields of NormArgs in order."),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Kernels for a CPU.", -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+    const Kernels* found[4];
+    supported(found);
+    selected = found[0];
+    return PyModule_Create(&definition);
+}
