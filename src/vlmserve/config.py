@@ -71,6 +71,10 @@ class EngineConfig(Settings):
     load: Literal["eager", "lazy"] = Field("eager", description="'lazy' loads the model when the first request comes.")
     device: Device = Field("auto", description="auto, cpu, mps, cuda or cuda:N.")
     dtype: DType = Field("auto", description="auto takes the checkpoint's type where the device computes it well.")
+    kernels: str = Field(
+        "auto",
+        description="auto, torch, native or an instruction set; auto asks VLMSERVE_KERNELS, then takes the best.",
+    )
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.layers.linear import Linear, MergedLinear, can_pack
+from vlmserve.kernels.cpu_native import supported_isas
+from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, TiedEmbedding, can_reorder
 
 CPU = torch.device("cpu")
 
@@ -31,21 +32,80 @@ def inputs(kind: str, features: int, dtype: torch.dtype) -> Tensor:
     return shapes[kind]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+KERNELS = [
+    pytest.param(
+        True,
+        marks=pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler"),
+        id="native",
+    ),
+    pytest.param(False, id="torch"),
+]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOLERANCES = {torch.float32: {"atol": 1e-4, "rtol": 1e-4}, torch.bfloat16: {"atol": 0.2, "rtol": 1e-2}}
+
+
+@pytest.mark.parametrize("native", KERNELS)
+@DTYPES
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("act", [None, "silu", "gelu", "gelu_new", "quick_gelu", "relu"])
 @pytest.mark.parametrize(
     "kind", ["one row", "rows", "a batch", "a slice of a wider tensor", "a batch without its first rows", "no rows"]
 )
-def test_a_packed_layer_gives_what_the_plain_one_gave(kind: str, bias: bool, dtype: torch.dtype) -> None:
-    if not can_pack(dtype, CPU):
-        pytest.skip("this torch or CPU does not pack")
-    linear = Linear(48, 33, bias=bias, dtype=dtype, device=CPU)
+def test_a_packed_layer_gives_what_the_plain_one_gave(
+    kind: str, act: str | None, bias: bool, dtype: torch.dtype, native: bool
+) -> None:
+    if not native and not can_reorder(dtype, CPU):
+        pytest.skip("this torch or CPU does not rearrange weights")
+    linear = Linear(48, 33, bias=bias, dtype=dtype, device=CPU, act=act)
     fill(linear)
     x = inputs(kind, 48, dtype)
-    expected = F.linear(x, linear.weight, linear.bias)
-    linear.pack()
-    torch.testing.assert_close(linear(x), expected, atol=1e-4 if dtype == torch.float32 else 0.2, rtol=1e-2)
+    residual = torch.randn(*x.shape[:-1], 33, dtype=dtype)
+    plain, added = linear(x), linear(x, residual)
+    linear.pack(native=native)
+    torch.testing.assert_close(linear(x), plain, **TOLERANCES[dtype])
+    torch.testing.assert_close(linear(x, residual), added, **TOLERANCES[dtype])
     assert "weight" not in dict(linear.named_parameters()), "the plain weight would take its memory twice"
+
+
+@pytest.mark.parametrize("native", KERNELS)
+@DTYPES
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_a_packed_gated_layer_gives_what_the_plain_one_gave(bias: bool, dtype: torch.dtype, native: bool) -> None:
+    gated = GatedLinear(48, {"gate_proj": 21, "up_proj": 21}, "silu", bias=bias, dtype=dtype, device=CPU)
+    fill(gated)
+    x = torch.randn(5, 48, dtype=dtype)
+    expected = F.silu(F.linear(x, gated.weight[:21], None if gated.bias is None else gated.bias[:21])) * F.linear(
+        x, gated.weight[21:], None if gated.bias is None else gated.bias[21:]
+    )
+    gated.pack(native=native)
+    torch.testing.assert_close(gated(x), expected, atol=1e-3 if dtype == torch.float32 else 0.5, rtol=2e-2)
+
+
+@pytest.mark.parametrize("native", KERNELS)
+@DTYPES
+def test_a_packed_table_gives_its_rows_and_logits(dtype: torch.dtype, native: bool) -> None:
+    table = TiedEmbedding(70, 24, dtype=dtype, device=CPU)
+    torch.manual_seed(0)
+    nn.init.normal_(table.weight)
+    weight = table.weight.data.clone()
+    ids = torch.tensor([0, 69, 33, 33, 15, 16, 31, 32])
+    hidden = torch.randn(5, 24, dtype=dtype)
+    table.pack(native=native)
+    assert torch.equal(table(ids), weight[ids])
+    logits = table.logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden.float() @ weight.float().T, **TOLERANCES[dtype])
+    assert native == ("weight" not in dict(table.named_parameters()))
+
+
+@pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
+def test_an_odd_number_of_bfloat16_inputs_stays_plain() -> None:
+    linear = Linear(47, 33, bias=False, dtype=torch.bfloat16, device=CPU)
+    fill(linear)
+    x = torch.randn(3, 47, dtype=torch.bfloat16)
+    expected = F.linear(x, linear.weight)
+    linear.pack(native=True)
+    torch.testing.assert_close(linear(x), expected, **TOLERANCES[torch.bfloat16])
 
 
 def test_merged_projections_equal_single_ones() -> None:
@@ -59,5 +119,5 @@ def test_merged_projections_equal_single_ones() -> None:
 
 
 def test_only_what_onednn_computes_is_packed() -> None:
-    assert not can_pack(torch.float64, CPU)
-    assert not can_pack(torch.float32, torch.device("meta"))
+    assert not can_reorder(torch.float64, CPU)
+    assert not can_reorder(torch.float32, torch.device("meta"))

@@ -64,7 +64,8 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         folder = resolve_model(config.model, config.revision) if folder is None else folder
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-        self._setup(config, load_model(folder, device=choose_device(config.device), dtype=dtype))
+        device = choose_device(config.device)
+        self._setup(config, load_model(folder, device=device, dtype=dtype, kernels=config.kernels))
 
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:

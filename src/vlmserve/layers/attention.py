@@ -22,7 +22,7 @@ class StepContext:
 
 
 class Attention(nn.Module):
-    """``[tokens, hidden_size]`` to the same, through one layer's cache."""
+    """``[tokens, hidden_size]`` to the same, through one layer's cache, beside a residual."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class Attention(nn.Module):
         self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
         self.o_proj = Linear(query_size, hidden_size, bias=output_bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+        """residual: added to the output."""
         spec = self.spec
         qkv = self.qkv_proj(x).view(x.shape[0], -1, spec.head_size)
         # Queries and keys lie side by side and turn together.
@@ -51,5 +52,5 @@ class Attention(nn.Module):
         query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
         value = qkv[:, spec.num_heads + spec.num_kv_heads :]
         attended = self.backend.attend(query, key, value, cache, spec, step.metadata, step.plan)
-        output: Tensor = self.o_proj(attended)
+        output: Tensor = self.o_proj(attended, residual)
         return output

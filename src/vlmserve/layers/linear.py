@@ -8,6 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlmserve.kernels import cpu_native
+from vlmserve.kernels.cpu_native import PackedLinear
+from vlmserve.layers.activation import activation
+
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Memory for a weight, its pages untouched until the loader writes them."""
@@ -19,37 +23,68 @@ PACKING_ROWS = 64
 
 
 class Linear(nn.Module):
-    """``[..., in_features]`` to ``[..., out_features]``; `weight` is ``[out_features, in_features]`` until packed."""
+    """``act([..., in_features])`` to ``[..., out_features]``; `weight` is ``[out_features, in_features]`` until packed.
+
+    act: an activation's Hugging Face name, applied to the output; None: none.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    packed: Tensor | None
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        act: str | None = None,
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
-        self.packed = None
+        self.act = act
+        self._activation = None if act is None else activation(act)
+        self._native: PackedLinear | None = None
+        self._reordered: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """residual: shaped like the output, added to it."""
+        if self._native is not None:
+            return self._native(x, residual)
+        output = self._activated(self._product(x))
+        return output if residual is None else output + residual
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self._reordered is not None:
+            output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
             return output
         return F.linear(x, self.weight, self.bias)
 
-    def pack(self) -> None:
-        """Put the weight into the order in which oneDNN multiplies, and drop the plain one.
+    def _activated(self, x: Tensor) -> Tensor:
+        return x if self._activation is None else self._activation(x)
 
-        Otherwise each product rearranges it anew, which is half of the time of products with few rows.
+    def pack(self, *, native: bool) -> None:
+        """Put the weight into the order in which it is multiplied, and drop the plain one, where that is possible.
+
+        native: for the native kernel. Otherwise for oneDNN, which without would rearrange it anew for each product:
+        that is half of the time of products with few rows.
         """
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACKING_ROWS)
+        if native and cpu_native.can_pack(self.weight.shape[1], self.weight.dtype):
+            self._native = self._pack_native()
+        elif can_reorder(self.weight.dtype, self.weight.device):
+            self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACKING_ROWS)
+        else:
+            return
         del self.weight
 
+    def _pack_native(self) -> PackedLinear:
+        return PackedLinear(self.weight.data, None if self.bias is None else self.bias.data, activation=self.act)
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `Linear.pack` works here: on a CPU, in a torch with oneDNN, in a type that it computes."""
+
+def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN takes rearranged weights here: on a CPU, in a torch that has it, in a type that it computes."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -77,6 +112,46 @@ class MergedLinear(Linear):
             start += size
 
 
+class GatedLinear(MergedLinear):
+    """``act(gate(x)) * up(x)``; parts: those two in this order, equally wide."""
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        act: str,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(in_features, parts, bias=bias, dtype=dtype, device=device)
+        self.act = act
+        self._activation = activation(act)
+
+    def _activated(self, x: Tensor) -> Tensor:
+        assert self._activation is not None
+        gate, up = x.chunk(2, -1)
+        return self._activation(gate) * up
+
+    def pack(self, *, native: bool) -> None:
+        """As `Linear.pack`; the native kernel knows no biases of gates."""
+        super().pack(native=native and self.bias is None)
+
+    def _pack_native(self) -> PackedLinear:
+        return PackedLinear(self.weight.data, activation=self.act, gated=True)
+
+
+class OutputLinear(Linear):
+    """The output head: ``[rows, in_features]`` to float32 ``[rows, out_features]``."""
+
+    def _activated(self, x: Tensor) -> Tensor:
+        return x.float()
+
+    def _pack_native(self) -> PackedLinear:
+        return PackedLinear(self.weight.data, None if self.bias is None else self.bias.data, float_output=True)
+
+
 class Embedding(nn.Module):
     """A table of vectors; ``[tokens]`` int64 to ``[tokens, size]``."""
 
@@ -86,3 +161,24 @@ class Embedding(nn.Module):
 
     def forward(self, indices: Tensor) -> Tensor:
         return F.embedding(indices, self.weight)
+
+
+class TiedEmbedding(Embedding):
+    """A table that is the output head as well. `weight` is there until packed."""
+
+    def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(count, size, dtype=dtype, device=device)
+        self._native: PackedLinear | None = None
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return super().forward(indices) if self._native is None else self._native.rows(indices)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, size]`` to float32 ``[rows, count]``."""
+        return F.linear(hidden, self.weight).float() if self._native is None else self._native(hidden)
+
+    def pack(self, *, native: bool) -> None:
+        """As `Linear.pack`. oneDNN cannot give back single rows, so that for it the table stays as it is."""
+        if native and cpu_native.can_pack(self.weight.shape[1], self.weight.dtype):
+            self._native = PackedLinear(self.weight.data, float_output=True)
+            del self.weight

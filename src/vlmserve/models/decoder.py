@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
-from vlmserve.layers.activation import activation
 from vlmserve.layers.attention import Attention, StepContext
-from vlmserve.layers.linear import Embedding, Linear, MergedLinear
+from vlmserve.layers.linear import Embedding, GatedLinear, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.rope import rope_tables
 from vlmserve.models.spec import ArchSpec
@@ -21,15 +19,16 @@ class GatedMLP(nn.Module):
     def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = MergedLinear(spec.hidden_size, parts, bias=spec.mlp_bias, dtype=dtype, device=device)
+        self.gate_up_proj = GatedLinear(
+            spec.hidden_size, parts, spec.activation, bias=spec.mlp_bias, dtype=dtype, device=device
+        )
         self.down_proj = Linear(
             spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, dtype=dtype, device=device
         )
-        self.act = activation(spec.activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        output: Tensor = self.down_proj(self.act(gate) * up)
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual: added to the output."""
+        output: Tensor = self.down_proj(self.gate_up_proj(x), residual)
         return output
 
 
@@ -54,8 +53,8 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(spec, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cache, step)
-        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), x, cache, step)
+        output: Tensor = self.mlp(self.post_attention_layernorm(x), x)
         return output
 
 
@@ -68,7 +67,8 @@ class Decoder(nn.Module):
         self.backend = backend
         self.dtype = dtype
         self.device = device
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        kind = TiedEmbedding if spec.tied_embeddings else Embedding
+        self.embed_tokens = kind(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, index, backend, dtype=dtype, device=device) for index in range(len(spec.attention))
         )
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         self.lm_head = (
             None
             if spec.tied_embeddings
-            else Linear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype, device=device)
+            else OutputLinear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype, device=device)
         )
         self.frequencies = spec.rope.frequencies(device)
 
@@ -128,5 +128,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``."""
-        logits: Tensor = F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
-        return logits.float()
+        if isinstance(self.embed_tokens, TiedEmbedding):
+            return self.embed_tokens.logits(hidden)
+        assert self.lm_head is not None
+        logits: Tensor = self.lm_head(hidden)
+        return logits

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.cpu_native import choose_kernels
 from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.layers.linear import Linear, can_pack
+from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
 from vlmserve.models.protocols import LoadedModel
@@ -34,11 +36,11 @@ ARCHITECTURES = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> LoadedModel:
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None, kernels: str = "auto") -> LoadedModel:
     """Load a checkpoint in Hugging Face layout.
 
     dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
-    bfloat16 if it has instructions for it, else float32.
+    bfloat16 if it has instructions for it, else float32. kernels: see `choose_kernels`.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors.
     """
@@ -63,10 +65,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
         raise ModelLoadError(f"{folder / 'config.json'} does not describe a model: {error!r}") from error
     checkpoint.load(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if can_pack(wanted, device):
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.pack()
+    _choose_arrangement(model, native=choose_kernels(kernels, device, wanted))
     return LoadedModel(
         architecture=architecture,
         language_model=decoder,
@@ -79,6 +78,15 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
         backend=backend,
         num_parameters=num_parameters,
     )
+
+
+def _choose_arrangement(model: nn.Module, *, native: bool) -> None:
+    """Arrange the weights as the kernels want them."""
+    for module in model.modules():
+        if isinstance(module, Linear | TiedEmbedding):
+            module.pack(native=native)
+        elif isinstance(module, RMSNorm | LayerNorm) and native:
+            module.use_native()
 
 
 def read_json(path: Path) -> dict[str, Any]:

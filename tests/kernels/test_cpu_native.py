@@ -1,0 +1,197 @@
+"""The native kernels for a CPU, each instruction set of this machine against float64."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vlmserve.errors import ConfigurationError
+from vlmserve.kernels import cpu_native
+from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, choose_kernels, supported_isas
+from vlmserve.layers.activation import ACTIVATIONS
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+
+built = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
+
+
+@pytest.fixture(params=supported_isas() or ("none",))
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn; afterwards the best one is chosen again."""
+    choose_kernels(request.param, CPU, torch.float32)
+    yield request.param
+    choose_kernels(supported_isas()[0], CPU, torch.float32)
+
+
+def assert_close(actual: Tensor, expected: Tensor, magnitude: Tensor) -> None:
+    """magnitude: what the absolute values would add up to, which bounds how far rounding can carry."""
+    sum_unit = 2**-20
+    rounding = 0 if actual.dtype == torch.float32 else 2**-8
+    error = (actual.double() - expected).abs()
+    excess = error - sum_unit * (magnitude + 1) - rounding * expected.abs()
+    assert (excess <= 0).all(), (actual.dtype, excess.max())
+
+
+class Product(NamedTuple):
+    """The sizes of a product and what its numbers are drawn from."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    seed: int
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inputs, weight, bias and residual."""
+        generator = torch.Generator().manual_seed(self.seed)
+        rows, in_features, out_features = self[:3]
+        shapes = ((rows, in_features), (out_features, in_features), (out_features,), (rows, out_features))
+        x, weight, bias, residual = (torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
+        return x, weight, bias, residual
+
+
+products = st.builds(
+    Product,
+    st.integers(1, 40),
+    st.integers(1, 100).map(lambda pairs: 2 * pairs),
+    st.integers(1, 100),
+    st.sampled_from(DTYPES),
+    st.integers(0, 1000),
+)
+
+
+@built
+@given(products, st.sampled_from([None, *ACTIVATIONS]))
+@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_products_are_those_of_float64(product: Product, act: str | None) -> None:
+    x, weight, bias, residual = product.tensors()
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    expected = (expected if act is None else ACTIVATIONS[act](expected)) + residual.double()
+    magnitude = F.linear(x.double().abs(), weight.double().abs())
+    assert_close(PackedLinear(weight, bias, activation=act)(x, residual), expected, magnitude)
+
+
+@built
+@given(products)
+@settings(max_examples=40, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_gated_products_are_those_of_float64(product: Product) -> None:
+    x, weight, _, residual = product.tensors()
+    weight = torch.cat((weight, weight.flip(0)))
+    gate, up = F.linear(x.double(), weight.double()).chunk(2, -1)
+    magnitude = F.linear(x.double().abs(), weight[: len(weight) // 2].double().abs()) ** 2
+    packed = PackedLinear(weight, activation="silu", gated=True)
+    assert_close(packed(x, residual), F.silu(gate) * up + residual.double(), magnitude)
+
+
+@built
+@given(products)
+@settings(max_examples=20, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_rows_of_a_packed_weight_are_those_that_went_in(product: Product) -> None:
+    _, weight, _, _ = product.tensors()
+    ids = torch.arange(len(weight)).flip(0)
+    assert torch.equal(PackedLinear(weight).rows(ids), weight[ids])
+
+
+@built
+@given(
+    st.integers(1, 20),
+    st.integers(1, 130),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.floats(0, 50),
+)
+@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_norms_are_those_of_float64(rows: int, size: int, dtype: torch.dtype, shifts: bool, mean: float) -> None:
+    generator = torch.Generator().manual_seed(rows * size)
+    x = (torch.randn(rows, size, generator=generator) + mean).to(dtype)
+    weight, bias = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
+    if shifts:
+        expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    else:
+        expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    actual = NativeNorm(weight, bias if shifts else None, 1e-5)(x)
+    # Subtracting a mean loses what the input's own precision cannot hold.
+    assert_close(actual, expected, expected.abs() + (20 + mean**2 if shifts else 0))
+
+
+@built
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name != "swish"])
+def test_activations_hold_for_every_size_of_number(name: str) -> None:
+    values = torch.cat((torch.linspace(-100, 100, 4001), torch.linspace(-1e-3, 1e-3, 99), torch.tensor([-1e30, 1e30])))
+    actual = PackedLinear(torch.eye(1).expand(1, 1), activation=name)(values[:, None])[:, 0]
+    expected = ACTIVATIONS[name](values.double())
+    torch.testing.assert_close(actual.double(), expected, atol=1e-6, rtol=3e-6)
+
+
+@built
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+    weight = torch.eye(4, dtype=dtype)
+    x = torch.tensor([[1.0, float("nan"), float("inf"), -float("inf")]], dtype=dtype)
+    assert PackedLinear(weight)(x).isnan().all(), "0 times infinity is not a number"
+    assert NativeNorm(torch.ones(4, dtype=dtype), None, 1e-5)(x)[0, 1].isnan()
+    assert PackedLinear(weight, activation="silu")(x[:, :2].repeat(1, 2)).isnan().all()
+
+
+@built
+@pytest.mark.parametrize("isa", supported_isas())
+def test_each_instruction_set_can_be_chosen(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_kernels(isa, CPU, torch.float32)
+    monkeypatch.setenv(cpu_native.VARIABLE, isa)
+    assert choose_kernels("auto", CPU, torch.bfloat16)
+    choose_kernels(supported_isas()[0], CPU, torch.float32)
+
+
+def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not choose_kernels("torch", CPU, torch.float32)
+    monkeypatch.setenv(cpu_native.VARIABLE, "torch")
+    assert not choose_kernels("auto", CPU, torch.float32)
+
+
+def test_without_the_extension_torch_serves_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu_native, "_native", None)
+    monkeypatch.delenv(cpu_native.VARIABLE, raising=False)
+    with caplog.at_level(logging.INFO):
+        assert not choose_kernels("auto", CPU, torch.float32)
+    assert [record.message for record in caplog.records] == [
+        "kernels: torch (no native ones: vlmserve was installed without a C++ compiler)"
+    ]
+    with pytest.raises(ConfigurationError, match="not built"):
+        choose_kernels("native", CPU, torch.float32)
+
+
+def test_kernels_that_this_machine_lacks_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="choose one of auto, torch"):
+        choose_kernels("sse9", CPU, torch.float32)
+
+
+@built
+def test_wrong_shapes_are_refused() -> None:
+    packed = PackedLinear(torch.ones(3, 4))
+    with pytest.raises(ValueError, match="does not fit"):
+        packed(torch.ones(2, 5))
+    with pytest.raises(ValueError, match="does not fit"):
+        packed(torch.ones(2, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="residual"):
+        packed(torch.ones(2, 4), torch.ones(2, 4))
+    with pytest.raises(ValueError, match="cannot be packed"):
+        PackedLinear(torch.ones(3, 5, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="does not fit"):
+        NativeNorm(torch.ones(4), None, 1e-5)(torch.ones(2, 5))
