@@ -10,7 +10,7 @@ ARGS ?=
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test lint format clean
+.PHONY: help serve test lint sanitize format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,13 @@ lint: $(VENV)/.dev ## Check style, types and the direction of imports
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+sanitize: $(VENV)/.dev ## Test the native kernels under AddressSanitizer and UBSan
+	@mkdir -p build/sanitized
+	@cp -r src setup.py pyproject.toml README.md LICENSE build/sanitized/
+	@cd build/sanitized && VLMSERVE_SANITIZE=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
+	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized/src $(BIN)/python -m pytest tests/kernels $(ARGS)
 
 format: $(VENV)/.dev ## Put the code into its standard form
 	@$(BIN)/ruff check --fix .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ ISAS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"]}
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+if os.environ.get("VLMSERVE_SANITIZE"):
+    FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1"]
 # Apple's compiler has no OpenMP: there the kernels use one core.
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 
@@ -53,7 +56,7 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(
             [*module, *(name for objects in built.values() for name in objects)],
             self.get_ext_fullpath(ext.name),
-            extra_postargs=OPENMP,
+            extra_postargs=[*OPENMP, *(flag for flag in FLAGS if "sanitize=" in flag)],
             target_lang="c++",
         )
 
