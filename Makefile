@@ -46,7 +46,7 @@ $(BIN)/python:
 		|| { echo "vlmserve needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.core: pyproject.toml constraints.txt setup.py $(wildcard src/vlmserve/kernels/csrc/*) | $(BIN)/python
 	@echo "Installing vlmserve into $(VENV) (once; a few minutes on a slow line) ..."
 	@$(INSTALL) --editable .
 	@touch $@

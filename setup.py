@@ -6,11 +6,11 @@ import os
 import platform
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from distutils.errors import CompileError
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SOURCES = Path("src/vlmserve/kernels/csrc")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
