@@ -152,7 +152,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         started = time.perf_counter()
         step = self._scheduler.schedule()
-        if not (step.chunks or step.transfers):
+        if not (step.chunks or step.clear or step.transfers):
             return []
         planned = time.perf_counter()
         tokens = self._runner.run(step)
