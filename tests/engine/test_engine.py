@@ -233,3 +233,14 @@ def test_timings_cover_the_parts_of_a_step(engine):
     parts = dataclasses.asdict(engine.timings)
     assert parts["run"]["model"] > 0
     assert engine.timings.overhead > 0
+
+
+def test_requests_that_end_in_one_step_each_have_their_own_timings(engine):
+    engine.add(request("early", max_tokens=3))
+    engine.add(request("goes on", max_tokens=9))
+    engine.step(), engine.step()
+    engine.add(request("late", max_tokens=1))
+    timings = {output.request_id: output.timings for output in engine.step()}
+    assert timings["early"].decode > 0
+    assert timings["goes on"] is None
+    assert timings["late"].decode == 0

@@ -165,12 +165,10 @@ class Engine:
         self._costs.computed(prompt_tokens, run.model)
         self._costs.copied(len(step.transfers), run.transfer)
         self._note_times(step, planned, ran)
-        sequences = {chunk.sequence.request_id: chunk.sequence for chunk in step.chunks}
+        answered = [chunk.sequence for chunk in step.chunks if chunk.samples]
         outputs = [
-            output
-            if output.finish_reason is None
-            else msgspec.structs.replace(output, timings=_timings(sequences[output.request_id], ran))
-            for output in self._scheduler.update(step, tokens)
+            output if output.finish_reason is None else msgspec.structs.replace(output, timings=_timings(sequence, ran))
+            for sequence, output in zip(answered, self._scheduler.update(step, tokens), strict=True)
         ]
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
