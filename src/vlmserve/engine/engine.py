@@ -163,7 +163,7 @@ class Engine:
             for chunk in step.chunks
         )
         self._costs.computed(prompt_tokens, run.model)
-        self._costs.copied(len(step.transfers), run.transfer)
+        self._costs.copied(step.transfers, run.transfer)
         self._note_times(step, planned, ran)
         answered = [chunk.sequence for chunk in step.chunks if chunk.samples]
         outputs = [
