@@ -159,8 +159,9 @@ class Engine:
         ran = time.perf_counter()
         run = self._runner.timings
         prompt_tokens = sum(
-            min(chunk.num_tokens, max(0, chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed))
+            min(chunk.num_tokens, chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed)
             for chunk in step.chunks
+            if chunk.sequence.num_computed < chunk.sequence.num_prompt_tokens
         )
         self._costs.computed(prompt_tokens, run.model)
         self._costs.copied(step.transfers, run.transfer)

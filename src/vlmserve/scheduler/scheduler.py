@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
@@ -18,8 +19,7 @@ from vlmserve.scheduler.sequence import Sequence
 from vlmserve.types import FinishReason, ImageInput, RequestOutput
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """The next `num_tokens` uncomputed tokens of a sequence. `samples`: they reach its end, so a token follows."""
 
     sequence: Sequence
@@ -121,13 +121,13 @@ class Scheduler:
         tokens = iter(sampled)
         for chunk in step.chunks:
             sequence = chunk.sequence
-            for span in sequence.spans_between(sequence.num_computed, sequence.num_computed + chunk.num_tokens):
-                if span.end <= sequence.num_computed + chunk.num_tokens:
-                    self._unpin(sequence, span.image.key, sequence.num_computed + chunk.num_tokens)
-            before = sequence.num_computed
-            self._register(sequence, before + chunk.num_tokens)
-            sequence.num_computed += chunk.num_tokens
-            if before < sequence.num_prompt_tokens <= sequence.num_computed:
+            before, after = sequence.num_computed, sequence.num_computed + chunk.num_tokens
+            for span in sequence.spans_between(before, after):
+                if span.end <= after:
+                    self._unpin(sequence, span.image.key, after)
+            self._register(sequence, after)
+            sequence.num_computed = after
+            if before < sequence.num_prompt_tokens <= after:
                 self._register_tail(sequence, sequence.num_prompt_tokens - 1)
             self._trim(sequence)
             if chunk.samples:

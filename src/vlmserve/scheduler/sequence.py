@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 from vlmserve.cache.keys import block_key, touched_images
 from vlmserve.types import EngineRequest, ImageSpan
@@ -76,9 +75,9 @@ class Sequence:
         """Whether an end token is possible now."""
         return self.num_generated >= self.params.min_tokens
 
-    def spans_between(self, start: int, end: int) -> Iterator[ImageSpan]:
+    def spans_between(self, start: int, end: int) -> list[ImageSpan]:
         """Pictures with a placeholder in ``start <= i < end``."""
-        return (span for span in self.image_spans if span.start < end and span.end > start)
+        return [span for span in self.image_spans if span.start < end and span.end > start]
 
     def keys_of_full_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
