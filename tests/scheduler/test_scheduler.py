@@ -75,7 +75,7 @@ def test_requests_are_served_in_order_of_arrival():
     assert plan(run(s)[0]) == [("big", 12)], "a small one must not overtake a big one that waits for blocks"
 
 
-def test_the_latest_arrival_is_preempted_and_computed_again():
+def test_who_was_admitted_last_is_preempted_and_computed_again():
     s = scheduler(num_blocks=5, budget=100)
     first, second = sequence("first", 4, max_tokens=9), sequence("second", 4, max_tokens=9)
     s.add(first)

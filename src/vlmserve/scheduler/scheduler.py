@@ -1,7 +1,8 @@
 """Who runs in a step, with how many tokens, which pictures are encoded, and who is preempted.
 
-First come, first served: decodes go first, prompts fill what is left of the token budget in order of arrival, and
-the latest arrival gives up its blocks when blocks run out. What of them is still in memory when it runs again is not
+First come, first served: sequences are admitted in order of arrival, but for those whose beginning another one is
+computing, which others pass. Decodes go first, prompts fill what is left of the token budget in order of admission, and
+who was admitted last gives up its blocks when blocks run out. What of them is still in memory when it runs again is not
 computed again, and the outcome is the same either way.
 """
 
@@ -140,7 +141,7 @@ class Scheduler:
     def _schedule_decodes(self, step: Step, budget: int) -> int:
         """Chunks of one token for all that need just one; returns the budget that is left.
 
-        `running` is in order of arrival, so the sequences preempted here are never ones that are in the step already.
+        `running` is in order of admission, so the sequences preempted here are never ones that are in the step already.
         """
         for sequence in [sequence for sequence in self.running if sequence.num_uncomputed == 1]:
             if budget == 0:
@@ -149,34 +150,40 @@ class Scheduler:
                 while self.pool.num_free == 0 and sequence.block_table:
                     self._preempt(self.running.pop())
                 if not sequence.block_table:
-                    break  # preempted, and so is every later arrival
+                    break  # preempted, and so are all that were admitted later
                 sequence.block_table.extend(self.pool.allocate(1))
             budget -= self._schedule_chunk(step, sequence, 1)
         return budget
 
     def _schedule_newcomers(self, step: Step, budget: int) -> int:
-        """Admit waiting sequences in order of arrival while there is room; returns the budget that is left."""
+        """Admit waiting sequences in their order while there is room; returns the budget that is left."""
         deferred: list[Sequence] = []
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.popleft()
-            hit = self._find(sequence)
-            if self._is_being_computed(sequence, hit):
+            keys = self._shareable_keys(sequence)
+            hit = self._find(sequence, keys)
+            if self._is_being_computed(sequence, keys, hit):
                 deferred.append(sequence)
                 continue
-            if not self._admit(sequence, hit):
+            if not self._admit(sequence, keys, hit):
                 self.waiting.appendleft(sequence)
                 break
             budget -= self._schedule_chunk(step, sequence, budget)
         self.waiting.extendleft(reversed(deferred))
         return budget
 
-    def _find(self, sequence: Sequence) -> Hit:
-        """What is in memory of a waiting sequence. At least one token is left to compute, for its logits."""
+    def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of a waiting sequence's full blocks that others may have: at least one token is left, for its logits."""
+        if not self._prefix_caching:
+            return []
+        return sequence.keys_of_full_blocks((len(sequence.token_ids) - 1) // self._block_size, self._block_size)
+
+    def _find(self, sequence: Sequence, keys: list[bytes]) -> Hit:
+        """What is in memory of a waiting sequence with these shareable keys."""
         if not self._prefix_caching:
             return Hit()
-        known = len(sequence.token_ids) - 1
-        keys = sequence.keys_of_full_blocks(known // self._block_size, self._block_size)
-        return self.cache.find(keys, sequence.tail_key(known, self._block_size), self._first_needed)
+        tail_key = sequence.tail_key(len(sequence.token_ids) - 1, self._block_size)
+        return self.cache.find(keys, tail_key, self._first_needed)
 
     def _first_needed(self, num_blocks: int) -> int:
         """The first block that tokens behind that many blocks see."""
@@ -184,19 +191,15 @@ class Scheduler:
             return 0
         return max(0, num_blocks * self._block_size - self._window + 1) // self._block_size
 
-    def _is_being_computed(self, sequence: Sequence, hit: Hit) -> bool:
+    def _is_being_computed(self, sequence: Sequence, keys: list[bytes], hit: Hit) -> bool:
         """Whether running sequences compute at least half of what a sequence lacks, which makes it worth a wait."""
-        if not self._prefix_caching:
-            return False
-        full = (len(sequence.token_ids) - 1) // self._block_size
-        keys = sequence.keys_of_full_blocks(full, self._block_size)
         end = hit.end
-        while end < full and keys[end] in self._computing:
+        while end < len(keys) and keys[end] in self._computing:
             end += 1
         missing = len(sequence.token_ids) - hit.end * self._block_size
         return end > hit.end and 2 * (end - hit.end) * self._block_size >= missing
 
-    def _admit(self, sequence: Sequence, hit: Hit) -> bool:
+    def _admit(self, sequence: Sequence, keys: list[bytes], hit: Hit) -> bool:
         """Move a sequence to the running ones, with blocks for all its tokens, if there are enough."""
         missing = -(-len(sequence.token_ids) // self._block_size) - hit.end
         # A free block for each running sequence, or the newcomer would soon be preempted.
@@ -205,8 +208,6 @@ class Scheduler:
             hit = hit._replace(tail=None)
         if self.cache.num_taken(hit) > room:
             return False
-        full = (len(sequence.token_ids) - 1) // self._block_size
-        keys = sequence.keys_of_full_blocks(full, self._block_size) if self._prefix_caching else []
         sequence.first_block = hit.first
         sequence.block_table.extend([0] * hit.first)
         sequence.block_table.extend(self.cache.take(hit, keys, missing))
