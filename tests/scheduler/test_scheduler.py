@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
-from vlmserve.cache.keys import root_key
+from vlmserve.cache.keys import block_key, root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
@@ -444,6 +444,25 @@ def test_blocks_behind_the_window_are_free_again():
     while len(s):
         assert s.pool.num_used <= 3
         run(s)
+
+
+def test_a_waiting_requests_keys_are_computed_once(monkeypatch):
+    lengths = []
+
+    def counting(parent, token_ids, images):
+        lengths.append(len(token_ids))
+        return block_key(parent, token_ids, images)
+
+    monkeypatch.setattr("vlmserve.scheduler.sequence.block_key", counting)
+    s = scheduler(num_blocks=6, prefix_caching=True)
+    s.add(sequence("a", 16, max_tokens=5))
+    s.add(sequence("waits", 15, token=2))
+    run(s)
+    lengths.clear()
+    for _ in range(3):
+        run(s)
+    assert [one.request_id for one in s.waiting] == ["waits"]
+    assert lengths == []
 
 
 def test_with_a_window_the_blocks_in_sight_are_enough_for_a_hit():

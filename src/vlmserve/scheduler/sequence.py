@@ -21,6 +21,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_tail",
         "answered",
         "arrived",
         "block_keys",
@@ -57,6 +58,7 @@ class Sequence:
         self.block_table = array("i")
         self.first_block = 0
         self.block_keys = [root_key]
+        self._tail = (0, b"")
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
         wanted = max_len if self.params.max_tokens is None else self.num_prompt_tokens + self.params.max_tokens
@@ -89,11 +91,16 @@ class Sequence:
         return self.block_keys[1 : count + 1]
 
     def tail_key(self, num_tokens: int, block_size: int) -> bytes | None:
-        """The key of what the first `num_tokens` tokens leave behind their last full block; None for nothing."""
+        """The key of what the first `num_tokens` tokens leave behind their last full block; None for nothing.
+
+        Asked again for as many tokens, it is not computed again.
+        """
         full = num_tokens // block_size
         start = full * block_size
         if start == num_tokens:
             return None
-        self.keys_of_full_blocks(full, block_size)
-        images = touched_images(self.image_spans, start, num_tokens)
-        return block_key(self.block_keys[full], self.token_ids[start:num_tokens], images)
+        if self._tail[0] != num_tokens:
+            self.keys_of_full_blocks(full, block_size)
+            images = touched_images(self.image_spans, start, num_tokens)
+            self._tail = num_tokens, block_key(self.block_keys[full], self.token_ids[start:num_tokens], images)
+        return self._tail[1]
