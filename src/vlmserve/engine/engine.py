@@ -168,7 +168,9 @@ class Engine:
         self._note_times(step, planned, ran)
         answered = [chunk.sequence for chunk in step.chunks if chunk.samples]
         outputs = [
-            output if output.finish_reason is None else msgspec.structs.replace(output, timings=_timings(sequence, ran))
+            msgspec.structs.replace(output, timings=_timings(sequence, output, ran))
+            if output.finish_reason is not None or sequence.answered == ran
+            else output
             for sequence, output in zip(answered, self._scheduler.update(step, tokens), strict=True)
         ]
         self._prompt_tokens += prompt_tokens
@@ -241,12 +243,12 @@ class Engine:
             )
 
 
-def _timings(sequence: Sequence, now: float) -> RequestTimings:
+def _timings(sequence: Sequence, output: RequestOutput, now: float) -> RequestTimings:
     return RequestTimings(
         queue=sequence.started - sequence.arrived,
         vision=sequence.vision_seconds,
         prefill=sequence.answered - sequence.started,
-        decode=now - sequence.answered,
+        decode=None if output.finish_reason is None else now - sequence.answered,
     )
 
 

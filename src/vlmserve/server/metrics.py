@@ -206,7 +206,7 @@ class AnswerRecord:
 
     def output(self, output: RequestOutput) -> None:
         """The engine produced something."""
-        self._timings = output.timings
+        self._timings = output.timings or self._timings
         count = len(output.token_ids) + (output.stop_token_id is not None)
         if count == 0:
             return
@@ -237,7 +237,9 @@ class AnswerRecord:
             metrics.queue.observe(self._timings.queue)
             metrics.vision.observe(self._timings.vision)
             metrics.prefill.observe(self._timings.prefill)
-            metrics.decode.observe(self._timings.decode)
+            # A stop string ends an answer here before the engine knows of it.
+            decode = self._timings.decode
+            metrics.decode.observe(self._last - self._first if decode is None else decode)
 
 
 class _Page(Collector):
