@@ -103,11 +103,12 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plan the next step and take the blocks that it writes to."""
         step = Step()
-        budget = self._schedule_decodes(step, self._max_num_batched_tokens)
-        for sequence in self.running:
-            if sequence.num_uncomputed > 1 and budget > 0:
-                budget -= self._schedule_chunk(step, sequence, budget)
-        budget = self._schedule_newcomers(step, budget)
+        budget = self._schedule_running(step)
+        while not step.chunks and len(self.running) > 1:
+            # Each lacks what another holds, blocks or room for a picture.
+            self._preempt(self.running.pop())
+            budget = self._schedule_running(step)
+        self._schedule_newcomers(step, budget)
         step.transfers, self.cache.transfers = self.cache.transfers, []
         step.clear, self._spoiled = self._spoiled, []
         step.chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
@@ -138,6 +139,14 @@ class Scheduler:
                 outputs.append(output)
         return outputs
 
+    def _schedule_running(self, step: Step) -> int:
+        """Chunks for the running sequences; returns the budget that is left."""
+        budget = self._schedule_decodes(step, self._max_num_batched_tokens)
+        for sequence in self.running:
+            if sequence.num_uncomputed > 1 and budget > 0:
+                budget -= self._schedule_chunk(step, sequence, self._take_blocks(sequence, budget))
+        return budget
+
     def _schedule_decodes(self, step: Step, budget: int) -> int:
         """Chunks of one token for all that need just one; returns the budget that is left.
 
@@ -155,8 +164,8 @@ class Scheduler:
             budget -= self._schedule_chunk(step, sequence, 1)
         return budget
 
-    def _schedule_newcomers(self, step: Step, budget: int) -> int:
-        """Admit waiting sequences in their order while there is room; returns the budget that is left."""
+    def _schedule_newcomers(self, step: Step, budget: int) -> None:
+        """Admit waiting sequences in their order while there is room and budget."""
         deferred: list[Sequence] = []
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.popleft()
@@ -170,7 +179,6 @@ class Scheduler:
                 break
             budget -= self._schedule_chunk(step, sequence, budget)
         self.waiting.extendleft(reversed(deferred))
-        return budget
 
     def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
         """Keys of a waiting sequence's full blocks that others may have: at least one token is left, for its logits."""
@@ -200,8 +208,14 @@ class Scheduler:
         return end > hit.end and 2 * (end - hit.end) * self._block_size >= missing
 
     def _admit(self, sequence: Sequence, keys: list[bytes], hit: Hit) -> bool:
-        """Move a sequence to the running ones, with blocks for all its tokens, if there are enough."""
-        missing = -(-len(sequence.token_ids) // self._block_size) - hit.end
+        """Move a sequence to the running ones, with blocks for all tokens that it needs at a time, if there are enough.
+
+        With a window, these are a window and a chunk; the rest follow as those behind the window become free.
+        """
+        reach = len(sequence.token_ids)
+        if self._window is not None:
+            reach = min(reach, hit.end * self._block_size + self._window + self._max_num_batched_tokens)
+        missing = -(-reach // self._block_size) - hit.end
         # A free block for each running sequence, or the newcomer would soon be preempted.
         room = self.pool.num_free - missing - len(self.running)
         if hit.tail is not None and self.cache.num_taken(hit) > room:
@@ -238,6 +252,17 @@ class Scheduler:
         if key is not None:
             self.pool.register(sequence.block_table[num_tokens // self._block_size], key)
 
+    def _take_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Take the blocks that the next tokens of a sequence lack, as far as there are any.
+
+        Returns how many of the next `num_tokens` tokens have blocks then.
+        """
+        reach = min(sequence.num_computed + num_tokens, len(sequence.token_ids))
+        missing = -(-reach // self._block_size) - len(sequence.block_table)
+        if missing > 0:
+            sequence.block_table.extend(self.pool.allocate(min(missing, self.pool.num_free)))
+        return min(num_tokens, len(sequence.block_table) * self._block_size - sequence.num_computed)
+
     def _trim(self, sequence: Sequence) -> None:
         """Let go of blocks that no later token sees."""
         if self._window is None:
@@ -252,6 +277,8 @@ class Scheduler:
 
         Returns its number of tokens, which may be 0.
         """
+        if budget == 0:
+            return 0
         start = sequence.num_computed
         end = start + min(sequence.num_uncomputed, budget)
         for span in sequence.spans_between(start, end):
