@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import checkpoint, keep, model_parser, span
+from benchmarks.command import model_parser, run, span
 from benchmarks.engine import Job, load_peer, make_jobs, save_random_llama
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
@@ -154,11 +154,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    console = Console()
-    with checkpoint(options, partial(save_random_llama, tiny=options.tiny)) as folder:
-        report = measure(options, folder, console)
-    show(report, console)
-    keep(report, options)
+    run(options, partial(save_random_llama, tiny=options.tiny), measure, show)
 
 
 if __name__ == "__main__":
