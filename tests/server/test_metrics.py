@@ -18,12 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
 from tests.server.test_chat import about, data_url
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.media.cache import PictureCacheStats
 from vlmserve.server.metrics import AnswerRecord, ServerMetrics
 from vlmserve.server.service import Service
 from vlmserve.types import EngineStats, RequestOutput, RequestTimings
 
 STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
-PICTURES = SimpleNamespace(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
+PICTURES = PictureCacheStats(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
 OF_COMPLETE_ANSWERS = (
     "e2e_request_latency_seconds",
     "request_time_per_output_token_seconds",
