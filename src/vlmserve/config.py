@@ -116,6 +116,7 @@ class ServerConfig(Settings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     served_model_name: str | None = Field(None, description="The name clients use; default: the model's.")
     max_body_bytes: ByteSize = Field(64 * 1024**2, description="Size of a request's body.")
+    body_memory: ByteSize = Field(1024**3, description="Memory for the bodies of requests until they are prepared.")
     stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")

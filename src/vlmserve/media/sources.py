@@ -36,8 +36,7 @@ def prepare_image(
     Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
     """
     if isinstance(source, str | os.PathLike | bytes):
-        data = source if isinstance(source, bytes) else _read(source, limits)
-        check_num_bytes(len(data), limits)
+        data = _read(source, limits)
         key = image_key(data, processor.fingerprint, salt)
         return cache.get(key, lambda: _process(key, decode_picture(data, limits), processor))
     opened = source if isinstance(source, Image.Image) else _from_array(source)
@@ -67,7 +66,11 @@ def read_url(url: str, limits: MediaConfig) -> bytes:
     return fetch_picture(url, limits)
 
 
-def _read(source: str | os.PathLike[str], limits: MediaConfig) -> bytes:
+def _read(source: str | os.PathLike[str] | bytes, limits: MediaConfig) -> bytes:
+    """A file within the limit of bytes."""
+    if isinstance(source, bytes):
+        check_num_bytes(len(source), limits)
+        return source
     if isinstance(source, str) and is_url(source):
         return read_url(source, limits)
     path = Path(source).expanduser()
