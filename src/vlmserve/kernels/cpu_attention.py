@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RopeTables
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 from vlmserve.kernels.cpu_native import DTYPES, extension, supported_isas
 
@@ -125,17 +125,21 @@ class CpuAttention:
     def attend_rotated(
         self,
         qkv: Tensor,
-        rope: RopeTables,
+        rope: tuple[Tensor, Tensor],
         cache: LayerCache,
         spec: AttentionSpec,
         metadata: BatchMetadata,
         plan: object,
     ) -> Tensor:
         """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
-        queries and keys are still to be turned."""
+        queries and keys are still to be turned.
+
+        rope: cosines and sines, float32 ``[tokens, size / 2]``; element ``i`` of a head pairs with ``i + size / 2``, and
+        what lies behind ``size`` stays as it is.
+        """
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
-        cos, sin = rope.halves
+        cos, sin = rope
         query, stride, size = qkv.data_ptr(), qkv.stride(0), qkv.element_size()
         key = query + spec.num_heads * spec.head_size * size
         value = key + spec.num_kv_heads * spec.head_size * size
