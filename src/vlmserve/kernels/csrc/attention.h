@@ -15,21 +15,13 @@
 #include <omp.h>
 #endif
 
+#include "attention_plan.h"
 #include "linear.h"
 
 namespace {
 
-constexpr long CHUNK_TILES = 8;
+constexpr long CHUNK_TILES = 16;
 constexpr long CHUNK = CHUNK_TILES * LANES;
-// Rows of one item: several blocks of rows read a chunk of keys and values while it is in a first-level cache.
-constexpr long ITEM_ROWS = 48;
-// What reading a tile costs, in rows that are computed with it.
-constexpr long TILE_COST = 4;
-// Pieces that are smaller than this cost more to merge than they save.
-constexpr long PIECE_COST = 16 * (TILE_COST + 3);
-// A thread takes that many items or more, so that none ends long after the others.
-constexpr long ITEMS_PER_THREAD = 4;
-
 constexpr float LOG2_E = 1.44269504f;
 constexpr float LOWEST = -3.0e38f;
 
@@ -68,97 +60,19 @@ INLINE f32x16 power_of_two(f32x16 x) {
 
 INLINE float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
 
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef float f32x4 __attribute__((vector_size(16)));
+
 INLINE float largest(f32x16 value) {
-    float lanes[16];
-    store(lanes, value);
-    for (int half = 8; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
-}
-
-// Sizes that follow from the arguments, and where a sequence's tokens are.
-struct Geometry {
-    long group, columns, tiles_per_block, key_tile, value_tile;
-
-    explicit Geometry(const AttentionArgs& args)
-        : group(args.heads / args.kv_heads),
-          columns((args.head_size + LANES - 1) / LANES * LANES),
-          tiles_per_block((args.block_size + LANES - 1) / LANES),
-          key_tile(args.head_size * LANES),
-          value_tile(columns * LANES) {}
-
-    long tile_of(const AttentionArgs& args, long position) const {
-        return position / args.block_size * tiles_per_block + position % args.block_size / LANES;
-    }
-};
-
-// Rows `first_row <= row < first_row + rows` of a sequence and a head, against tiles `low <= tile < high`. One of `pieces`
-// that lie side by side; if there are several, `partial` is where in the scratch (in floats) its result goes.
-struct Item {
-    long sequence, kv_head, first_row, rows, low, high, pieces, partial;
-};
-
-struct Plan {
-    long items = 0, partials = 0, cost = 0;
-    bool split = false;
-};
-
-INLINE long new_tokens(const AttentionArgs& args, long sequence) {
-    return args.query_starts[sequence + 1] - args.query_starts[sequence];
-}
-
-// The position of a row's token.
-INLINE long position_of(const AttentionArgs& args, const Geometry& at, long sequence, long row) {
-    return args.context_lens[sequence] - new_tokens(args, sequence) + row / at.group;
-}
-
-INLINE long first_visible(const AttentionArgs& args, long position) {
-    return args.window > 0 ? larger(0, position - args.window + 1) : 0;
-}
-
-// All items before cutting, those with the most work first, as far as that is cheap to know: prompts come last in a
-// batch, and their last rows see most.
-template <class Visit>
-INLINE void each_item(const AttentionArgs& args, const Geometry& at, Visit visit) {
-    for (long sequence = args.sequences - 1; sequence >= 0; --sequence) {
-        long rows = new_tokens(args, sequence) * at.group, parts = (rows + ITEM_ROWS - 1) / ITEM_ROWS;
-        for (long kv_head = 0; kv_head < args.kv_heads; ++kv_head)
-            for (long part = parts - 1; part >= 0; --part) {
-                long first = rows * part / parts, last = rows * (part + 1) / parts;
-                long low = first_visible(args, position_of(args, at, sequence, first));
-                long high = position_of(args, at, sequence, last - 1);
-                visit(Item{sequence, kv_head, first, last - first, at.tile_of(args, low), at.tile_of(args, high) + 1, 1, 0});
-            }
-    }
-}
-
-INLINE long cost_of(const Item& item) { return (item.high - item.low) * (item.rows + TILE_COST); }
-
-INLINE long partial_floats(const Geometry& at, long rows) { return (rows * (at.columns + 2) + LANES - 1) / LANES * LANES; }
-
-// Cuts the items that are too long for one thread. Writes them to `items` unless that is null.
-INLINE Plan plan_items(const AttentionArgs& args, const Geometry& at, Item* items) {
-    Plan plan;
-    each_item(args, at, [&](const Item& item) { plan.cost += cost_of(item); });
-    long most = larger(PIECE_COST, plan.cost / (args.threads * ITEMS_PER_THREAD));
-    each_item(args, at, [&](Item item) {
-        long low = item.low, tiles = item.high - item.low;
-        item.pieces = smaller(tiles, (cost_of(item) + most - 1) / most);
-        // One that is hardly longer than that is left whole.
-        if (cost_of(item) < 2 * most) item.pieces = 1;
-        for (long piece = 0; piece < item.pieces; ++piece) {
-            item.low = low + tiles * piece / item.pieces;
-            item.high = low + tiles * (piece + 1) / item.pieces;
-            item.partial = plan.partials;
-            if (items) items[plan.items] = item;
-            ++plan.items;
-            if (item.pieces > 1) {
-                plan.partials += partial_floats(at, item.rows);
-                plan.split = true;
-            }
-        }
-    });
-    return plan;
+    struct Eights {
+        f32x8 low, high;
+    } eights = bit_cast<Eights>(value);
+    struct Fours {
+        f32x4 low, high;
+    } fours = bit_cast<Fours>(eights.low > eights.high ? eights.low : eights.high);
+    f32x4 four = fours.low > fours.high ? fours.low : fours.high;
+    float first = four[0] > four[1] ? four[0] : four[1], second = four[2] > four[3] ? four[2] : four[3];
+    return first > second ? first : second;
 }
 
 // One thread's part of the scratch.
@@ -241,9 +155,10 @@ struct Tile {
 };
 
 template <class Element>
-INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, long first, Tile<Element>* tiles) {
+INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, long first, long end,
+                       Tile<Element>* tiles) {
     const std::int32_t* table = args.block_tables + item.sequence * args.table_stride;
-    for (long i = 0; i < CHUNK_TILES && first + i < item.high; ++i) {
+    for (long i = 0; first + i < end; ++i) {
         long index = first + i;
         long block = at.tiles_per_block == 1 ? index : index / at.tiles_per_block;
         long part = index - block * at.tiles_per_block;
@@ -269,9 +184,10 @@ struct Meeting {
     float *totals, *sums, *highest;
 };
 
+// Into the second level: what is asked for would take the first level's place for what is needed sooner.
 template <class Element>
 INLINE void prefetch(const Element* from) {
-    __builtin_prefetch(from);
+    __builtin_prefetch(from, 0, 2);
 }
 
 // Scores of ROWS rows with WIDE tiles of 16 tokens from the tile `first` on.
@@ -460,10 +376,10 @@ void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item
     long units = args.head_size / Format::PAIR, before = args.context_lens[item.sequence] - new_tokens(args, item.sequence);
     Tile<Element> tiles[2][CHUNK_TILES];
     int now = 0;
-    find_tiles(args, at, item, item.low, tiles[now]);
+    find_tiles(args, at, item, item.low, smaller(item.high, item.low + CHUNK_TILES), tiles[now]);
     for (long chunk = item.low; chunk < item.high; chunk += CHUNK_TILES, now = 1 - now) {
         long end = smaller(item.high, chunk + CHUNK_TILES), later = smaller(item.high, end + CHUNK_TILES) - end;
-        find_tiles(args, at, item, end, tiles[1 - now]);
+        find_tiles(args, at, item, end, end + later, tiles[1 - now]);
         for (long block = 0; block < num_blocks(item.rows); ++block) {
             long first = block_start(item.rows, block), rows = block_start(item.rows, block + 1) - first;
             long oldest = first_visible(args, before + (item.first_row + first) / at.group);
