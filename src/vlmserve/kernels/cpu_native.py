@@ -64,7 +64,7 @@ def choose_kernels(choice: str, device: torch.device, dtype: torch.dtype) -> boo
         logger.info("kernels: torch (no native ones: vlmserve was installed without a C++ compiler)")
         return False
     isa = isas[0] if choice in CHOICES else choice
-    _extension().select_isa(isa)
+    extension().select_isa(isa)
     logger.info("kernels: native, %s", isa)
     return True
 
@@ -74,7 +74,8 @@ def can_pack(in_features: int, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and in_features % 2 == 0)
 
 
-def _extension() -> ModuleType:
+def extension() -> ModuleType:
+    """The compiled module. Raises RuntimeError where it was not built."""
     if _native is None:
         raise RuntimeError("the native kernels were not built")
     return _native
@@ -110,7 +111,7 @@ class PackedLinear:
         gated: bool = False,
         float_output: bool = False,
     ) -> None:
-        extension = _extension()
+        native = extension()
         self.out_features, self.in_features = weight.shape
         self.output_features = self.out_features // 2 if gated else self.out_features
         self.dtype = weight.dtype
@@ -121,11 +122,11 @@ class PackedLinear:
         self._activation = 0 if activation is None else ACTIVATIONS[activation]
         self._gated = int(gated)
         self._bias = bias
-        self._linear = extension.linear
+        self._linear = native.linear
         tile = 16 if gated else 32
         num_tiles = -(-self.output_features // tile)
         self._packed = torch.empty(num_tiles * 32 * self.in_features, dtype=self.dtype)
-        extension.pack(
+        native.pack(
             weight.contiguous().data_ptr(),
             self._packed.data_ptr(),
             self.out_features,
@@ -172,7 +173,7 @@ class PackedLinear:
         """Rows of the weight, ``[count, in_features]``, by int64 indices ``[count]``."""
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
-        _extension().gather(
+        extension().gather(
             self._packed.data_ptr(),
             indices.data_ptr(),
             output.data_ptr(),
@@ -189,7 +190,7 @@ class NativeNorm:
     __slots__ = ("_bias", "_dtype", "_eps", "_norm", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self._norm = _extension().norm
+        self._norm = extension().norm
         self._weight, self._bias, self._eps = weight, bias, eps
         self._dtype = DTYPES[weight.dtype]
 
