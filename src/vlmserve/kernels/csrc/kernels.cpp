@@ -1,4 +1,5 @@
 // All kernels for one instruction set: compiled once for each, with VLMSERVE_ISA as its name.
+#include "encoder_attention.h"
 #include "linear.h"
 #include "norm.h"
 
@@ -8,4 +9,5 @@
 #define TABLE_OF(name) JOINED(kernels_, name)
 
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
-const Kernels TABLE_OF(VLMSERVE_ISA) = {NAME_OF(VLMSERVE_ISA), pack, gather, linear_scratch, linear, norm};
+const Kernels TABLE_OF(VLMSERVE_ISA) = {NAME_OF(VLMSERVE_ISA), pack, gather, linear_scratch, linear, norm,
+                                         encoder_attention_scratch, encoder_attention};

@@ -27,6 +27,15 @@ struct NormArgs {
     int dtype, threads;
 };
 
+struct EncoderAttentionArgs {
+    const void* qkv;  // [pictures, length, 3, heads, head_size] contiguous
+    void* y;          // [pictures, length, heads, head_size] contiguous
+    void* scratch;    // `encoder_attention_scratch` bytes
+    long pictures, length, heads, head_size;
+    float scale;  // of scores, above 0
+    int dtype, threads;
+};
+
 struct Kernels {
     const char* isa;
     void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated);
@@ -34,4 +43,6 @@ struct Kernels {
     long (*linear_scratch)(long rows, long in, int dtype);
     void (*linear)(const LinearArgs&);
     void (*norm)(const NormArgs&);
+    long (*encoder_attention_scratch)(const EncoderAttentionArgs&);
+    void (*encoder_attention)(const EncoderAttentionArgs&);
 };

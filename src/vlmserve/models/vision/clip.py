@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
 
@@ -124,14 +125,11 @@ class ClipAttention(nn.Module):
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
         self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=True, dtype=dtype, device=device)
         self.out_proj = Linear(spec.hidden_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
-        self.num_heads = spec.num_heads
+        self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual: ``[pictures, tokens, hidden_size]``; the second is added to the output."""
-        batch, length, size = x.shape
-        query, key, value = self.qkv_proj(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value)
-        output: Tensor = self.out_proj(attended.transpose(1, 2).reshape(batch, length, size), residual)
+        output: Tensor = self.out_proj(self.attention(self.qkv_proj(x)), residual)
         return output
 
 
