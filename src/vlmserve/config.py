@@ -106,6 +106,7 @@ class MediaConfig(Settings):
         (), description="Hosts that pictures may be fetched from although their addresses are not public."
     )
     picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for prepared pictures seen before.")
+    exact_pixels: bool = Field(False, description="Decode large JPEGs in full although few of their pixels are used.")
     num_workers: int = Field(2, ge=1, description="Threads that decode and resize pictures.")
 
 

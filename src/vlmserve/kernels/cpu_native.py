@@ -214,3 +214,28 @@ class NativeNorm:
             torch.get_num_threads(),
         )
         return output
+
+
+def encoder_attention(qkv: Tensor, num_heads: int) -> Tensor:
+    """Full attention within each picture: ``[pictures, tokens, 3 * size]``, queries before keys before values, to
+    ``[pictures, tokens, size]``. The size of a head must be one that `can_pack` takes."""
+    pictures, length, width = qkv.shape
+    size = width // 3
+    head_size = size // num_heads
+    if 3 * num_heads * head_size != width or not can_pack(head_size, qkv.dtype):
+        raise ValueError(f"{num_heads} heads of {qkv.dtype} cannot share {width} features")
+    qkv = qkv.contiguous()
+    output = torch.empty(pictures, length, size, dtype=qkv.dtype)
+    if output.numel():
+        _extension().encoder_attention(
+            qkv.data_ptr(),
+            output.data_ptr(),
+            pictures,
+            length,
+            num_heads,
+            head_size,
+            head_size**-0.5,
+            DTYPES[qkv.dtype],
+            torch.get_num_threads(),
+        )
+    return output

@@ -16,7 +16,14 @@ from vlmserve.errors import ImageFetchError, InvalidImageError
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.fetch import fetch_picture
 from vlmserve.media.keys import image_key, pil_image_key
-from vlmserve.media.pictures import check_num_bytes, decode_data_url, decode_picture, load_picture, upright
+from vlmserve.media.pictures import (
+    Picture,
+    check_num_bytes,
+    decode_data_url,
+    decode_picture,
+    load_picture,
+    upright,
+)
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.types import ImageInput
 
@@ -38,7 +45,7 @@ def prepare_image(
     if isinstance(source, str | os.PathLike | bytes):
         data = _read(source, limits)
         key = image_key(data, processor.fingerprint, salt)
-        return cache.get(key, lambda: _process(key, decode_picture(data, limits), processor))
+        return cache.get(key, lambda: _process(key, decode_picture(data, limits, processor.reduction), processor))
     opened = source if isinstance(source, Image.Image) else _from_array(source)
     with _OPENED_LOCKS[id(opened) // 64 % len(_OPENED_LOCKS)]:
         load_picture(opened, limits)
@@ -46,7 +53,7 @@ def prepare_image(
     return cache.get(key, lambda: _process(key, upright(opened), processor))
 
 
-def _process(key: bytes, picture: Image.Image, processor: ImageProcessor) -> ImageInput:
+def _process(key: bytes, picture: Picture, processor: ImageProcessor) -> ImageInput:
     pixels = processor.process(picture)
     pixels.flags.writeable = False  # other requests may see the same picture
     return ImageInput(key, pixels, processor.num_tokens)

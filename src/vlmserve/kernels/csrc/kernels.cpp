@@ -1,5 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with VLMSERVE_ISA as its name.
 #include "attention.h"
+#include "encoder_attention.h"
 #include "linear.h"
 #include "norm.h"
 
@@ -11,3 +12,4 @@
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {NAME_OF(VLMSERVE_ISA), pack, gather, linear_scratch, linear, norm,
                                          attention_scratch, attention};
+@@                                         encoder_attention_scratch, encoder_attention};

@@ -232,6 +232,27 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, work, [&] { selected->attention(args); });
 }
 
+PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 9);
+    EncoderAttentionArgs args;
+    args.qkv = from.address();
+    args.y = from.address();
+    args.scratch = nullptr;
+    args.pictures = from.integer();
+    args.length = from.integer();
+    args.heads = from.integer();
+    args.head_size = from.integer();
+    args.scale = from.number();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    if (from.ok()) {
+        args.scratch = scratch(selected->encoder_attention_scratch(args));
+        if (!args.scratch) return PyErr_NoMemory();
+    }
+    long work = args.pictures * args.heads * args.length * args.length * args.head_size / 8;
+    return run(from, work, [&] { selected->encoder_attention(args); });
+}
+
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
 
 PyMethodDef methods[] = {
@@ -242,6 +263,7 @@ PyMethodDef methods[] = {
     FAST(linear, "The fields of LinearArgs in order, without scratch."),
     FAST(norm, "The fields of NormArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),
+    FAST(encoder_attention, "The fields of EncoderAttentionArgs in order, without scratch."),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -54,6 +54,15 @@ struct AttentionArgs {
     int dtype, threads;
 };
 
+struct EncoderAttentionArgs {
+    const void* qkv;  // [pictures, length, 3, heads, head_size] contiguous
+    void* y;          // [pictures, length, heads, head_size] contiguous
+    void* scratch;    // `encoder_attention_scratch` bytes
+    long pictures, length, heads, head_size;
+    float scale;  // of scores, above 0
+    int dtype, threads;
+};
+
 struct Kernels {
     const char* isa;
     void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated);
@@ -63,4 +72,6 @@ struct Kernels {
     void (*norm)(const NormArgs&);
     long (*attention_scratch)(const AttentionArgs&, long* work);
     void (*attention)(const AttentionArgs&);
+    long (*encoder_attention_scratch)(const EncoderAttentionArgs&);
+    void (*encoder_attention)(const EncoderAttentionArgs&);
 };
