@@ -227,7 +227,7 @@ def encoder_attention(qkv: Tensor, num_heads: int) -> Tensor:
     qkv = qkv.contiguous()
     output = torch.empty(pictures, length, size, dtype=qkv.dtype)
     if output.numel():
-        _extension().encoder_attention(
+        extension().encoder_attention(
             qkv.data_ptr(),
             output.data_ptr(),
             pictures,

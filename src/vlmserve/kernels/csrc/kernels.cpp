@@ -10,6 +10,7 @@
 #define TABLE_OF(name) JOINED(kernels_, name)
 
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
-const Kernels TABLE_OF(VLMSERVE_ISA) = {NAME_OF(VLMSERVE_ISA), pack, gather, linear_scratch, linear, norm,
-                                         attention_scratch, attention};
-@@                                         encoder_attention_scratch, encoder_attention};
+const Kernels TABLE_OF(VLMSERVE_ISA) = {
+    NAME_OF(VLMSERVE_ISA), pack, gather, linear_scratch, linear, norm,
+    attention_scratch, attention, encoder_attention_scratch, encoder_attention,
+};
