@@ -134,8 +134,8 @@ class CpuAttention:
         """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
         queries and keys are still to be turned.
 
-        rope: cosines and sines, float32 ``[tokens, size / 2]``; element ``i`` of a head pairs with ``i + size / 2``, and
-        what lies behind ``size`` stays as it is.
+        rope: cosines and sines, float32 ``[tokens, size / 2]``; element ``i`` of a head pairs with ``i + size / 2``,
+        and what lies behind ``size`` stays as it is.
         """
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
