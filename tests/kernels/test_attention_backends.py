@@ -115,6 +115,14 @@ def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: type
 
 
 @every_backend
+@pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (8, 64), (24, 40)])
+def test_a_block_takes_what_it_is_said_to_take(kind: type[AttentionBackend], block_size: int, head_size: int) -> None:
+    backend, spec = kind(), AttentionSpec(4, 2, head_size, 1.0)
+    cache = backend.allocate(5, block_size, spec, torch.bfloat16, CPU)
+    assert cache.keys.nbytes + cache.values.nbytes == 5 * backend.block_bytes(block_size, spec, torch.bfloat16)
+
+
+@every_backend
 def test_a_cache_takes_memory_only_where_it_is_written(kind: type[AttentionBackend]) -> None:
     spec = AttentionSpec(2, 2, 64, 0.125)
     before = psutil.Process().memory_info().rss

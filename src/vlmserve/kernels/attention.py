@@ -67,6 +67,10 @@ class AttentionBackend(Protocol):
         """A zeroed cache of one layer."""
         ...
 
+    def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        """What a block of one layer takes, keys and values together."""
+        ...
+
     def clear(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero blocks (int64 ids on the cache's device)."""
         ...

@@ -58,12 +58,6 @@ class CpuAttention:
     def __init__(self) -> None:
         self._attention = extension().attention
 
-    def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """What a block of one layer takes."""
-        tokens = -(-block_size // LANES) * LANES
-        columns = -(-spec.head_size // LANES) * LANES
-        return tokens * spec.num_kv_heads * (spec.head_size + columns) * dtype.itemsize
-
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
@@ -76,6 +70,12 @@ class CpuAttention:
         keys = allocate_zeros((*tiles, spec.head_size // pair, LANES, pair), dtype, device)
         values = allocate_zeros((*tiles, LANES // pair, columns, pair), dtype, device)
         return LayerCache(keys, values, block_size)
+
+    def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        """What a block of one layer takes, keys and values together: whole tiles."""
+        tokens = -(-block_size // LANES) * LANES
+        columns = -(-spec.head_size // LANES) * LANES
+        return tokens * spec.num_kv_heads * (spec.head_size + columns) * dtype.itemsize
 
     def clear(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero blocks (int64 ids)."""

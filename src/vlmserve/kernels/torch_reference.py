@@ -96,6 +96,10 @@ class TorchReference:
         shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
         return LayerCache(allocate_zeros(shape, dtype, device), allocate_zeros(shape, dtype, device), block_size)
 
+    def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        """What a block of one layer takes, keys and values together."""
+        return 2 * spec.num_kv_heads * spec.head_size * block_size * dtype.itemsize
+
     def clear(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero blocks (int64 ids on the cache's device)."""
         clear_blocks(cache, blocks)

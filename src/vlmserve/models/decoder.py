@@ -108,8 +108,7 @@ class Decoder(nn.Module):
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         """What one block costs over all layers, keys and values together."""
-        elements = sum(2 * attention.num_kv_heads * attention.head_size for attention in self.spec.attention)
-        return elements * block_size * self.dtype.itemsize
+        return sum(self.backend.block_bytes(block_size, attention, self.dtype) for attention in self.spec.attention)
 
     def forward(
         self, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: list[LayerCache]
