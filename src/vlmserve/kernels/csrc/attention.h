@@ -155,14 +155,14 @@ struct Tile {
 };
 
 template <class Element>
-INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, long first, long end,
+INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, long sequence, long kv_head, long first, long end,
                        Tile<Element>* tiles) {
-    const std::int32_t* table = args.block_tables + item.sequence * args.table_stride;
+    const std::int32_t* table = args.block_tables + sequence * args.table_stride;
     for (long i = 0; first + i < end; ++i) {
         long index = first + i;
         long block = at.tiles_per_block == 1 ? index : index / at.tiles_per_block;
         long part = index - block * at.tiles_per_block;
-        long tile = (table[block] * args.kv_heads + item.kv_head) * at.tiles_per_block + part;
+        long tile = (table[block] * args.kv_heads + kv_head) * at.tiles_per_block + part;
         tiles[i].keys = static_cast<const Element*>(args.keys) + tile * at.key_tile;
         tiles[i].values = static_cast<const Element*>(args.values) + tile * at.value_tile;
         tiles[i].start = block * args.block_size + part * LANES;
@@ -334,9 +334,10 @@ void meet_rows(const Meeting<Format>& with, long rows) {
     }
 }
 
-// The item's queries, turned, as [units][rows of the block] for each block of rows.
+// An item's queries of one head of keys, turned, as [units][rows of the block] for each block of rows.
 template <class Format>
-void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& item, typename Format::Input* to) {
+void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& item, long kv_head,
+                     typename Format::Input* to) {
     typedef typename Format::Element Element;
     Element buffer[MAX_HEAD_SIZE];
     long units = args.head_size / Format::PAIR;
@@ -344,7 +345,7 @@ void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& 
         long first = block_start(item.rows, block), count = block_start(item.rows, block + 1) - first;
         for (long i = 0; i < count; ++i) {
             long row = item.first_row + first + i, token = args.query_starts[item.sequence] + row / at.group;
-            long head = item.kv_head * at.group + row % at.group;
+            long head = kv_head * at.group + row % at.group;
             const Element* query = static_cast<const Element*>(args.query) + token * args.query_stride + head * args.head_size;
             query = turned(args, query, token, buffer);
             for (long unit = 0; unit < units; ++unit)
@@ -353,52 +354,71 @@ void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& 
     }
 }
 
-// Writes one row's result, `scale` times the totals.
+// Writes the result of one of all rows of an item, `scale` times the totals.
 template <class Element>
 INLINE void write_row(const AttentionArgs& args, const Geometry& at, const Item& item, long row, const float* totals,
                       float scale) {
-    row += item.first_row;
-    long token = args.query_starts[item.sequence] + row / at.group, head = item.kv_head * at.group + row % at.group;
+    long kv_head = item.kv_head + row / item.rows;
+    row = item.first_row + row % item.rows;
+    long token = args.query_starts[item.sequence] + row / at.group, head = kv_head * at.group + row % at.group;
     Element* output = static_cast<Element*>(args.output) + (token * args.heads + head) * args.head_size;
     for (long i = 0; i < args.head_size; i += LANES)
         store_some(output + i, load(totals + i) * scale, smaller(LANES, args.head_size - i));
+}
+
+// The rows of one head of an item with the tiles `chunk <= tile < end`, which `tiles` are; `later` ones come next.
+template <class Format>
+void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& item, const Workspace<Format>& space, long row,
+                  long chunk, long end, const Tile<typename Format::Element>* tiles,
+                  const Tile<typename Format::Element>* later, long num_later) {
+    long units = args.head_size / Format::PAIR, before = position_of(args, at, item.sequence, 0);
+    for (long block = 0; block < num_blocks(item.rows); ++block) {
+        long first = block_start(item.rows, block), rows = block_start(item.rows, block + 1) - first;
+        long oldest = first_visible(args, before + (item.first_row + first) / at.group);
+        long newest = before + (item.first_row + first + rows - 1) / at.group;
+        long from = larger(chunk, at.tile_of(args, oldest)), to = smaller(end, at.tile_of(args, newest) + 1);
+        if (from >= to) continue;
+        long place = row + first;
+        meet_rows(Meeting<Format>{args, at, space.query + place * units, tiles + (from - chunk), to - from, later, num_later,
+                                  before, item.first_row + first, space.totals + place * at.columns,
+                                  space.sums + place * LANES, space.highest + place},
+                  rows);
+    }
 }
 
 template <class Format>
 void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item, Workspace<Format> space, float* partial) {
     typedef typename Format::Element Element;
     if (partial) space.totals = partial;
-    arrange_queries<Format>(args, at, item, space.query);
-    __builtin_memset(space.totals, 0, static_cast<std::size_t>(item.rows * at.columns) * sizeof(float));
-    __builtin_memset(space.sums, 0, static_cast<std::size_t>(item.rows * LANES) * sizeof(float));
-    for (long row = 0; row < item.rows; ++row) space.highest[row] = LOWEST;
+    long all_rows = item.all_rows(), units = args.head_size / Format::PAIR;
+    for (long head = 0; head < item.heads; ++head)
+        arrange_queries<Format>(args, at, item, item.kv_head + head, space.query + head * item.rows * units);
+    __builtin_memset(space.totals, 0, static_cast<std::size_t>(all_rows * at.columns) * sizeof(float));
+    __builtin_memset(space.sums, 0, static_cast<std::size_t>(all_rows * LANES) * sizeof(float));
+    for (long row = 0; row < all_rows; ++row) space.highest[row] = LOWEST;
 
-    long units = args.head_size / Format::PAIR, before = args.context_lens[item.sequence] - new_tokens(args, item.sequence);
     Tile<Element> tiles[2][CHUNK_TILES];
     int now = 0;
-    find_tiles(args, at, item, item.low, smaller(item.high, item.low + CHUNK_TILES), tiles[now]);
-    for (long chunk = item.low; chunk < item.high; chunk += CHUNK_TILES, now = 1 - now) {
-        long end = smaller(item.high, chunk + CHUNK_TILES), later = smaller(item.high, end + CHUNK_TILES) - end;
-        find_tiles(args, at, item, end, end + later, tiles[1 - now]);
-        for (long block = 0; block < num_blocks(item.rows); ++block) {
-            long first = block_start(item.rows, block), rows = block_start(item.rows, block + 1) - first;
-            long oldest = first_visible(args, before + (item.first_row + first) / at.group);
-            long newest = before + (item.first_row + first + rows - 1) / at.group;
-            long from = larger(chunk, at.tile_of(args, oldest)), to = smaller(end, at.tile_of(args, newest) + 1);
-            if (from >= to) continue;
-            // Without a next chunk, something that is there already is asked for.
-            const Tile<Element>* asked = later > 0 ? tiles[1 - now] : tiles[now];
-            meet_rows(Meeting<Format>{args, at, space.query + first * units, tiles[now] + (from - chunk), to - from, asked,
-                                      later > 0 ? later : 1, before, item.first_row + first,
-                                      space.totals + first * at.columns, space.sums + first * LANES, space.highest + first},
-                      rows);
-        }
+    long end = smaller(item.high, item.low + CHUNK_TILES);
+    find_tiles(args, at, item.sequence, item.kv_head, item.low, end, tiles[now]);
+    for (long chunk = item.low, head = 0; chunk < item.high; now = 1 - now) {
+        // The next head's part of this chunk, or the first one's of the next.
+        bool last_head = head + 1 == item.heads;
+        long next_head = last_head ? 0 : head + 1, next = last_head ? end : chunk;
+        long next_end = smaller(item.high, next + CHUNK_TILES), num_later = next_end - next;
+        find_tiles(args, at, item.sequence, item.kv_head + next_head, next, next_end, tiles[1 - now]);
+        // At the end, something that is there already is asked for.
+        const Tile<Element>* later = num_later > 0 ? tiles[1 - now] : tiles[now];
+        attend_chunk<Format>(args, at, item, space, head * item.rows, chunk, end, tiles[now], later, larger(num_later, 1));
+        head = next_head;
+        chunk = next;
+        end = next_end;
     }
-    for (long row = 0; row < item.rows; ++row) {
+    for (long row = 0; row < all_rows; ++row) {
         float total = sum(load(space.sums + row * LANES));
         if (partial) {
-            partial[item.rows * at.columns + row] = space.highest[row];
-            partial[item.rows * (at.columns + 1) + row] = total;
+            partial[all_rows * at.columns + row] = space.highest[row];
+            partial[all_rows * (at.columns + 1) + row] = total;
         } else {
             write_row<Element>(args, at, item, row, space.totals + row * at.columns, 1.0f / total);
         }
@@ -408,17 +428,17 @@ void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item
 // Adds the pieces of a cut item up, `item` being the first of them, in its memory.
 template <class Element>
 void merge_pieces(const AttentionArgs& args, const Geometry& at, const Item& item, float* partials) {
-    long size = partial_floats(at, item.rows);
+    long size = partial_floats(at, item.all_rows());
     float* totals = partials + item.partial;
-    for (long row = 0; row < item.rows; ++row) {
-        long place = item.rows * at.columns + row;
+    for (long row = 0; row < item.all_rows(); ++row) {
+        long place = item.all_rows() * at.columns + row;
         float highest = totals[place], weight = 0;
         for (long piece = 1; piece < item.pieces; ++piece)
             if (totals[piece * size + place] > highest) highest = totals[piece * size + place];
         for (long piece = 0; piece < item.pieces; ++piece) {
             const float* other = totals + piece * size;
             float share = power_of_two(other[place] - highest);
-            weight += share * other[place + item.rows];
+            weight += share * other[place + item.all_rows()];
             for (long column = row * at.columns; column < (row + 1) * at.columns; column += LANES) {
                 f32x16 added = load(other + column) * share;
                 store(totals + column, piece ? load(totals + column) + added : added);

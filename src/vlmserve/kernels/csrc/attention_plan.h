@@ -8,6 +8,9 @@ namespace {
 
 // Rows of one item: several blocks of rows read a chunk of keys and values while it is in a first-level cache.
 constexpr long ITEM_ROWS = 48;
+// Up to so many rows, an item takes several heads: those of a block lie side by side, and memory that is read in long
+// pieces is read faster.
+constexpr long FEW_ROWS = 12;
 // What reading a tile costs, in rows that are computed with it.
 constexpr long TILE_COST = 4;
 // Pieces that are smaller than this cost more to merge than they save.
@@ -31,10 +34,13 @@ struct Geometry {
     }
 };
 
-// Rows `first_row <= row < first_row + rows` of a sequence and a head, against tiles `low <= tile < high`. One of `pieces`
-// that lie side by side; if there are several, `partial` is where in the scratch (in floats) its result goes.
+// Rows `first_row <= row < first_row + rows` of a sequence and of each of some heads of keys, against tiles `low <= tile <
+// high`. One of `pieces` that lie side by side; if there are several, `partial` is where in the scratch (in floats) its
+// result goes.
 struct Item {
-    long sequence, kv_head, first_row, rows, low, high, pieces, partial;
+    long sequence, kv_head, heads, first_row, rows, low, high, pieces, partial;
+
+    long all_rows() const { return heads * rows; }
 };
 
 struct Plan {
@@ -61,17 +67,22 @@ template <class Visit>
 INLINE void each_item(const AttentionArgs& args, const Geometry& at, Visit visit) {
     for (long sequence = args.sequences - 1; sequence >= 0; --sequence) {
         long rows = new_tokens(args, sequence) * at.group, parts = (rows + ITEM_ROWS - 1) / ITEM_ROWS;
-        for (long kv_head = 0; kv_head < args.kv_heads; ++kv_head)
+        long most_heads = rows <= FEW_ROWS ? ITEM_ROWS / rows : 1;
+        long head_groups = (args.kv_heads + most_heads - 1) / most_heads;
+        for (long group = 0; group < head_groups; ++group) {
+            long kv_head = args.kv_heads * group / head_groups;
+            long heads = args.kv_heads * (group + 1) / head_groups - kv_head;
             for (long part = parts - 1; part >= 0; --part) {
                 long first = rows * part / parts, last = rows * (part + 1) / parts;
-                long low = first_visible(args, position_of(args, at, sequence, first));
-                long high = position_of(args, at, sequence, last - 1);
-                visit(Item{sequence, kv_head, first, last - first, at.tile_of(args, low), at.tile_of(args, high) + 1, 1, 0});
+                long low = at.tile_of(args, first_visible(args, position_of(args, at, sequence, first)));
+                long high = at.tile_of(args, position_of(args, at, sequence, last - 1)) + 1;
+                visit(Item{sequence, kv_head, heads, first, last - first, low, high, 1, 0});
             }
+        }
     }
 }
 
-INLINE long cost_of(const Item& item) { return (item.high - item.low) * (item.rows + TILE_COST); }
+INLINE long cost_of(const Item& item) { return (item.high - item.low) * (item.rows + TILE_COST) * item.heads; }
 
 INLINE long partial_floats(const Geometry& at, long rows) { return (rows * (at.columns + 2) + LANES - 1) / LANES * LANES; }
 
@@ -92,7 +103,7 @@ INLINE Plan plan_items(const AttentionArgs& args, const Geometry& at, Item* item
             if (items) items[plan.items] = item;
             ++plan.items;
             if (item.pieces > 1) {
-                plan.partials += partial_floats(at, item.rows);
+                plan.partials += partial_floats(at, item.all_rows());
                 plan.split = true;
             }
         }
