@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from vlmserve.models.hub import resolve_model
 
 
@@ -40,6 +42,20 @@ def checkpoint(options: argparse.Namespace, make: Callable[[Path], Path]) -> Ite
         return
     with tempfile.TemporaryDirectory(prefix="vlmserve-benchmark-") as place:
         yield make(Path(place))
+
+
+def run(
+    options: argparse.Namespace,
+    make: Callable[[Path], Path],
+    measure: Callable[[argparse.Namespace, Path, Console], dict[str, Any]],
+    show: Callable[[dict[str, Any], Console], None],
+) -> None:
+    """Measure the model that is asked for, or the one that `make` makes; show the report and keep it."""
+    console = Console()
+    with checkpoint(options, make) as folder:
+        report = measure(options, folder, console)
+    show(report, console)
+    keep(report, options)
 
 
 def keep(report: dict[str, Any], options: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import checkpoint, keep, model_parser, span
+from benchmarks.command import model_parser, run, span
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
@@ -354,15 +354,26 @@ def show(report: dict[str, Any], console: Console) -> None:
         )
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = model_parser(
-        "benchmarks.engine", __doc__, "a random Llama of SmolLM2-135M's shape", dtype="float32", kv_cache_memory="1GiB"
-    )
+def jobs_parser(
+    name: str, description: str | None, *, prompt_lens: tuple[int, int], answer_lens: tuple[int, int], **defaults: str
+) -> argparse.ArgumentParser:
+    """A parser for a benchmark of `make_jobs`' jobs, by default for what `save_random_llama` saves.
+
+    defaults: as for `model_parser`.
+    """
+    parser = model_parser(name, description, "a random Llama of SmolLM2-135M's shape", **defaults)
     parser.add_argument("--tiny", action="store_true", help="a tiny random Llama, to try the benchmark itself")
+    parser.add_argument("--prompt-lens", type=span, default=prompt_lens, metavar="LOW-HIGH")
+    parser.add_argument("--answer-lens", type=span, default=answer_lens, metavar="LOW-HIGH")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = jobs_parser(
+        "benchmarks.engine", __doc__, prompt_lens=(8, 64), answer_lens=(4, 48), dtype="float32", kv_cache_memory="1GiB"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads for both; default: torch's choice")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--prompt-lens", type=span, default=(8, 64), metavar="LOW-HIGH")
-    parser.add_argument("--answer-lens", type=span, default=(4, 48), metavar="LOW-HIGH")
     parser.add_argument("--uniform", action="store_true", help="spread lengths evenly, not over their logarithms")
     parser.add_argument("--pictures", action="store_true", help="start every prompt with the same new picture")
     parser.add_argument("--repeats", type=int, default=3)
@@ -371,11 +382,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    console = Console()
-    with checkpoint(options, partial(save_random_llama, tiny=options.tiny)) as folder:
-        report = measure(options, folder, console)
-    show(report, console)
-    keep(report, options)
+    run(options, partial(save_random_llama, tiny=options.tiny), measure, show)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.command import checkpoint, keep, model_parser
+from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine, choose_device
@@ -310,12 +310,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
-    console = Console()
-    with checkpoint(options, save_random_llava) as folder:
-        report = measure(options, folder, console)
-    show(report, console)
-    keep(report, options)
+    run(parse(arguments), save_random_llava, measure, show)
 
 
 if __name__ == "__main__":

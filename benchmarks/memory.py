@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import checkpoint, keep, model_parser, span
-from benchmarks.engine import Job, load_peer, make_jobs, save_random_llama
+from benchmarks.command import run
+from benchmarks.engine import Job, jobs_parser, load_peer, make_jobs, save_random_llama
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
@@ -143,22 +143,15 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = model_parser("benchmarks.memory", __doc__, "a random Llama of SmolLM2-135M's shape")
-    parser.add_argument("--tiny", action="store_true", help="a tiny random Llama, to try the benchmark itself")
+    parser = jobs_parser("benchmarks.memory", __doc__, prompt_lens=(8, 256), answer_lens=(4, 64))
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prompt-lens", type=span, default=(8, 256), metavar="LOW-HIGH")
-    parser.add_argument("--answer-lens", type=span, default=(4, 64), metavar="LOW-HIGH")
     parser.add_argument("--no-peer", action="store_true", help="do not run transformers")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    console = Console()
-    with checkpoint(options, partial(save_random_llama, tiny=options.tiny)) as folder:
-        report = measure(options, folder, console)
-    show(report, console)
-    keep(report, options)
+    run(options, partial(save_random_llama, tiny=options.tiny), measure, show)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.command import keep
+
 GROWTH_BYTES = 20_000_000
 GROWTH_SHARE = 0.02
 KINDS = {"new": 30, "known": 30, "two": 8, "text": 12, "several": 4, "salted": 4, "hang up": 6, "refused": 6}
@@ -173,9 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     show(samples, outcomes, console)
     found = problems(samples, outcomes, state)
-    if options.json:
-        report = {"samples": [asdict(one) for one in samples], "outcomes": outcomes, "problems": found, "state": state}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    keep(
+        {"samples": [asdict(one) for one in samples], "outcomes": outcomes, "problems": found, "state": state}, options
+    )
     for problem in found:
         console.print(problem, style="red", highlight=False)
     return 1 if found else 0

@@ -149,6 +149,7 @@ class MediaConfig(Settings):
         (), description="Hosts that pictures may be fetched from although their addresses are not public."
     )
     picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for prepared pictures seen before.")
+    exact_pixels: bool = Field(False, description="Decode large JPEGs in full although few of their pixels are used.")
     num_workers: int = Field(2, ge=1, description="Threads that decode and resize pictures.")
 
 
@@ -159,6 +160,7 @@ class ServerConfig(Settings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     served_model_name: str | None = Field(None, description="The name clients use; default: the model's.")
     max_body_bytes: ByteSize = Field(64 * 1024**2, description="Size of a request's body.")
+    body_memory: ByteSize = Field(1024**3, description="Memory for the bodies of requests until they are prepared.")
     stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")

@@ -107,16 +107,16 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
 
 
 class RequestTimings(msgspec.Struct, frozen=True):
-    """Where a finished request's seconds went.
+    """Where a request's seconds went.
 
     queue: until it first ran. vision: in steps' encoding of pictures that it needed. prefill: from when it first ran
-    to its first token, vision included. decode: from its first token to its end.
+    to its first token, vision included. decode: from its first token to its end; None while it goes on.
     """
 
     queue: float
     vision: float
     prefill: float
-    decode: float
+    decode: float | None
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     finish_reason: None while it goes on. stop_token_id: the end token, if one finished it.
     error: what went wrong, with finish_reason "error". cached_tokens: prompt tokens that did not have to be computed
     when the request first ran. images_encoded: pictures that went through the vision tower for its sake so far.
-    timings: with the last output.
+    timings: with the first token, for those who abort it before its end, and with the last output.
     """
 
     request_id: str

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from vlmserve.cache.blocks import BlockPool
-from vlmserve.cache.costs import CostModel
 from vlmserve.cache.prefix import Hit, Place, PrefixCache, Transfer
 
 KEYS = [bytes([number]) * 32 for number in range(10)]
@@ -89,20 +88,3 @@ def test_nothing_is_saved_that_is_cheaper_to_compute():
     cache = filled(3, 3, worth_saving=lambda: False)
     cache.pool.allocate(3)
     assert cache.transfers == []
-
-
-def test_blocks_are_worth_saving_if_two_copies_are_faster_than_computing():
-    costs = CostModel(block_size=16)
-    assert costs.worth_saving(), "while nothing is known"
-    costs.computed(1000, 1.0)
-    costs.copied(10, 0.07)
-    assert costs.worth_saving()
-    for _ in range(50):
-        costs.copied(10, 0.09)
-    assert not costs.worth_saving()
-
-
-def test_a_step_with_few_prompt_tokens_says_nothing_about_the_price_of_one():
-    costs = CostModel(block_size=16)
-    costs.computed(3, 1.0)
-    assert costs.seconds_per_token is None

@@ -101,6 +101,17 @@ def test_a_new_engine_has_nothing_to_do(engine):
     assert (stats.num_running, stats.num_waiting, stats.generation_tokens) == (0, 0, 0)
 
 
+def test_timings_come_with_the_first_token_and_with_the_end(engine):
+    outputs = run(engine, request_of(max_tokens=4, ignore_eos=True), request_of("b", max_tokens=1))
+    first, *between, last = [output.timings for output in outputs["a"]]
+    assert first.decode is None
+    assert between == [None, None]
+    assert (last.queue, last.vision, last.prefill) == (first.queue, first.vision, first.prefill)
+    assert last.decode >= 0
+    [only] = outputs["b"]
+    assert only.timings.decode == 0
+
+
 def test_its_info_is_consistent(engine):
     info = engine.info
     assert 0 < info.max_prompt_len < info.max_model_len

@@ -183,7 +183,8 @@ def test_logits_of_nan_end_their_request_with_an_error_and_no_other(engine, monk
     assert engine.stats().kv_blocks_used == 0
 
 
-def test_nan_in_a_failed_request_does_not_reach_the_next_owner_of_its_blocks(folder):
+@pytest.mark.parametrize("idle_steps", [0, 1])
+def test_nan_in_a_failed_request_does_not_reach_the_next_owner_of_its_blocks(folder, idle_steps):
     engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_num_seqs=1, max_model_len=32), folder)
     assert engine.stats().kv_blocks_total == 2, "so that the second request must get the first one's blocks"
     decoder = engine._runner.model.language_model
@@ -192,6 +193,8 @@ def test_nan_in_a_failed_request_does_not_reach_the_next_owner_of_its_blocks(fol
     engine.add(request("bad", tokens=[5] * 25))
     assert engine.step()[0].finish_reason == "error"
     decoder.embed = embed
+    for _ in range(idle_steps):
+        assert engine.step() == []
     engine.add(request("good", tokens=[5] * 3))
     assert finish(engine) == {"good": "length"}
     engine.add(request("same", tokens=[5] * 25))
@@ -230,3 +233,14 @@ def test_timings_cover_the_parts_of_a_step(engine):
     parts = dataclasses.asdict(engine.timings)
     assert parts["run"]["model"] > 0
     assert engine.timings.overhead > 0
+
+
+def test_requests_that_end_in_one_step_each_have_their_own_timings(engine):
+    engine.add(request("early", max_tokens=3))
+    engine.add(request("goes on", max_tokens=9))
+    engine.step(), engine.step()
+    engine.add(request("late", max_tokens=1))
+    timings = {output.request_id: output.timings for output in engine.step()}
+    assert timings["early"].decode > 0
+    assert timings["goes on"] is None
+    assert timings["late"].decode == 0

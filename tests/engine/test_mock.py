@@ -99,7 +99,6 @@ def test_a_finished_request_says_where_its_time_went(folder, clock):
     timings = {}
     while engine.has_work():
         for output in engine.step():
-            assert (output.timings is None) == (output.finish_reason is None)
             timings[output.request_id] = output.timings
     assert timings["a"].queue == 0
     assert timings["b"].queue == pytest.approx(timings["a"].prefill + timings["a"].decode)

@@ -28,7 +28,7 @@ from vlmserve.engine.messages import (
     decode_from_engine,
     encode,
 )
-from vlmserve.engine.process import EngineProcess, serve_engine
+from vlmserve.engine.process import EngineProcess, _environment, serve_engine
 from vlmserve.errors import InvalidRequestError
 from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, Prompt, RequestOutput
 
@@ -255,3 +255,11 @@ def test_closing_kills_it_and_removes_its_folder(folder):
             child.process.wait(0)
     assert child.process.returncode is not None
     assert not child.process._directory.exists()
+
+
+def test_the_process_keeps_few_generated_products_unless_the_operator_says_otherwise(monkeypatch):
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "1000")
+    environment = _environment()
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
+    assert environment["LRU_CACHE_CAPACITY"] == "1000"

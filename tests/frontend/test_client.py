@@ -20,7 +20,7 @@ from vlmserve.errors import (
     UnavailableError,
 )
 from vlmserve.frontend.client import EngineClient, EngineStream
-from vlmserve.types import EngineRequest, Prompt, RequestOutput, SamplingParams
+from vlmserve.types import EngineRequest, Prompt, RequestOutput, RequestTimings, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +147,14 @@ async def test_an_end_after_unread_outputs_keeps_them():
     stream.put(RequestOutput("a", [3], "stop", 9))
     [output] = [output async for output in stream]
     assert output == RequestOutput("a", [1, 2, 3], "stop", 9)
+
+
+async def test_timings_that_came_with_an_unread_first_token_are_kept():
+    stream = EngineStream("a", lambda _: None)
+    timings = RequestTimings(0.5, 0.0, 1.5, None)
+    stream.put(RequestOutput("a", [1], timings=timings))
+    stream.put(RequestOutput("a", [2]))
+    assert await anext(stream) == RequestOutput("a", [1, 2], timings=timings)
 
 
 async def test_a_killed_engine_fails_everybody_at_once(start):

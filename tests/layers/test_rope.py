@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.layers.rope import RopeSpec, apply_rope, rope_tables
+from vlmserve.layers.rope import RopeSpec, RopeTables, apply_rope
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -34,7 +34,7 @@ def test_queries_and_keys_turn_as_in_transformers(scaling: dict[str, Any]) -> No
     expected, _ = apply_rotary_pos_emb(query.transpose(0, 1)[None], query.transpose(0, 1)[None], cos, sin)
 
     frequencies = RopeSpec.from_config(32, 5e4, scaling, 2048).frequencies(torch.device("cpu"))
-    turned = apply_rope(query, rope_tables(positions, frequencies, torch.float32))
+    turned = apply_rope(query, RopeTables(positions, frequencies, torch.float32))
     torch.testing.assert_close(turned, expected[0].transpose(0, 1), atol=2e-5, rtol=0)
 
 

@@ -19,6 +19,17 @@ def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Im
     return rgba if mode == "RGBA" else rgba.convert("RGB").convert(mode)
 
 
+def photo(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Detail of every size, of which there is the less the finer it is, as in what cameras see."""
+    random = np.random.default_rng(seed)
+    levels = np.full((height, width, 3), 128.0)
+    for step in (2, 4, 8, 16, 32, 64, 128):
+        coarse = random.normal(0, 255, (height // step + 2, width // step + 2, 3)).clip(-128, 127) + 128
+        layer = Image.fromarray(coarse.astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+        levels += (np.asarray(layer) - 128.0) * min(1.0, step / 64) / 3
+    return Image.fromarray(levels.clip(0, 255).astype(np.uint8)).convert(mode)
+
+
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
     """The picture as a file."""
     buffer = io.BytesIO()
@@ -28,9 +39,14 @@ def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes
 
 def exif_rotated(width: int, height: int, orientation: int) -> bytes:
     """A JPEG that says how the camera was held."""
+    return encoded(noise(width, height), "JPEG", quality=95, exif=orientation_exif(orientation))
+
+
+def orientation_exif(number: int) -> Image.Exif:
+    """EXIF data that says how the camera was held."""
     exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encoded(noise(width, height), "JPEG", quality=95, exif=exif)
+    exif[0x0112] = number
+    return exif
 
 
 def palette_with_transparency() -> bytes:

@@ -31,7 +31,7 @@ def test_other_formats_are_not_pictures() -> None:
 def test_an_animation_is_its_first_frame() -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert decode_picture(data, LIMITS).convert("RGB").getpixel((4, 4)) == (255, 0, 0)
+    assert decode_picture(data, LIMITS).image.convert("RGB").getpixel((4, 4)) == (255, 0, 0)
 
 
 def test_pictures_are_turned_upright() -> None:
@@ -153,4 +153,4 @@ def test_the_limit_of_a_data_url_is_that_of_its_content(data: bytes) -> None:
 def test_pixels_survive_the_way_through_a_data_url() -> None:
     picture = noise(17, 11)
     decoded = decode_picture(decode_data_url(_data_url(encoded(picture)), LIMITS), LIMITS)
-    np.testing.assert_array_equal(np.asarray(decoded), np.asarray(picture))
+    np.testing.assert_array_equal(np.asarray(decoded.image), np.asarray(picture))

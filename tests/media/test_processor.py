@@ -11,10 +11,17 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise, palette_with_transparency
+from tests.media.pictures_for_tests import (
+    encoded,
+    exif_rotated,
+    noise,
+    orientation_exif,
+    palette_with_transparency,
+    photo,
+)
 from vlmserve.config import MediaConfig
-from vlmserve.errors import UnsupportedModelError
-from vlmserve.media.pictures import decode_picture
+from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.media.pictures import Picture, decode_picture
 from vlmserve.media.processor import ImageProcessor
 
 ORACLES: dict[str, Any] = {
@@ -23,9 +30,10 @@ ORACLES: dict[str, Any] = {
     "Siglip": SiglipImageProcessorPil,
     "ViT": ViTImageProcessorPil,
 }
+EXACT = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 CROPPED = {"size": {"shortest_edge": 30}, "crop_size": {"height": 28, "width": 28}}
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("CLIP", {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}),
+    ("CLIP", EXACT),
     ("CLIP", {**CROPPED, "resample": 2, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.9, 0.8, 0.7]}),
     ("CLIP", {"size": {"height": 28, "width": 28}, "do_center_crop": False}),
     ("CLIP", {"do_resize": False, "crop_size": {"height": 28, "width": 28}}),
@@ -77,7 +85,8 @@ def test_pixels_are_those_of_transformers(family: str, settings: dict[str, Any],
 @pytest.mark.parametrize("family", ORACLES)
 def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None:
     config = {"vision_config": {"image_size": 224, "patch_size": 32}}
-    ours = ImageProcessor(config, {"image_processor_type": f"{family}ImageProcessorFast"}).process(noise(80, 60))
+    processor = ImageProcessor(config, {"image_processor_type": f"{family}ImageProcessorFast"})
+    ours = processor.process(Picture.whole(noise(80, 60)))
     theirs = ORACLES[family]()(images=noise(80, 60), return_tensors="np")["pixel_values"]
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
@@ -92,7 +101,7 @@ def test_extremely_long_pictures_are_cropped_as_in_transformers_without_being_bl
     picture = noise(width, height)
     theirs = CLIPImageProcessorPil(**settings)(images=picture, return_tensors="np")["pixel_values"]
     one_level = 1 / 255 / 0.26
-    np.testing.assert_allclose(processor.process(picture), theirs, rtol=0, atol=1.1 * one_level)
+    np.testing.assert_allclose(processor.process(Picture.whole(picture)), theirs, rtol=0, atol=1.1 * one_level)
 
 
 @pytest.mark.parametrize("size", [(1, 5_000_000), (5_000_000, 1)])
@@ -100,9 +109,70 @@ def test_extremely_long_pictures_are_cropped_as_in_transformers_without_being_bl
 def test_no_allowed_picture_needs_more_memory_than_itself(size: tuple[int, int], do_pad: bool) -> None:
     settings = {"image_processor_type": "LlavaImageProcessor", "do_pad": do_pad, **CROPPED}
     picture = Image.new("RGB", size, (255, 0, 0))
-    pixels = ImageProcessor(CONFIG, settings).process(picture)
+    pixels = ImageProcessor(CONFIG, settings).process(Picture.whole(picture))
     assert pixels.shape == (1, 3, 28, 28)
     assert np.ptp(pixels[0, 0]) == 0 or do_pad
+
+
+PHOTOS = {
+    "divisible": encoded(photo(480, 640), "JPEG"),
+    "odd": encoded(photo(487, 393), "JPEG"),
+    "gray": encoded(photo(487, 393, "L"), "JPEG"),
+    "CMYK": encoded(photo(487, 393, "CMYK"), "JPEG"),
+    "progressive": encoded(photo(487, 393), "JPEG", progressive=True),
+    "no subsampling": encoded(photo(487, 393), "JPEG", subsampling=0),
+    **{f"turned {number}": encoded(photo(487, 395), "JPEG", exif=orientation_exif(number)) for number in range(1, 9)},
+}
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [*SETTINGS, ("CLIP", {"size": {"height": 40, "width": 32}, "crop_size": 28}), ("Llava", {"do_pad": True, **EXACT})],
+)
+def test_a_photo_decoded_at_a_fraction_of_its_size_is_nearly_that_of_transformers(
+    family: str, settings: dict[str, Any], name: str
+) -> None:
+    settings = settings | {"do_normalize": False, "do_rescale": False}
+    processor = ImageProcessor(CONFIG, {"image_processor_type": f"{family}ImageProcessor", **settings})
+    picture = decode_picture(PHOTOS[name], MediaConfig(), processor.reduction)
+    assert picture.is_reduced == settings.get("do_resize", True)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(PHOTOS[name])))
+    theirs = ORACLES[family](**settings)(images=upright, return_tensors="np")["pixel_values"]
+    difference = np.abs(processor.process(picture) - theirs)
+    # Beside padding, the row of which a part is the picture is all picture.
+    mean, extreme = (1.5, 6) if settings.get("do_pad") else (0.8, 3)
+    assert difference.mean() < mean
+    assert np.percentile(difference, 95) < extreme
+
+
+def test_only_pictures_that_get_much_smaller_are_decoded_at_a_fraction() -> None:
+    processor = ImageProcessor(CONFIG, {"size": {"shortest_edge": 28}, "crop_size": 28})
+
+    def decoded_size(width: int, height: int, format: str = "JPEG") -> tuple[int, int]:
+        data = encoded(noise(width, height), format)
+        return decode_picture(data, MediaConfig(), processor.reduction).image.size
+
+    assert decoded_size(300, 4 * 28 - 1) == (300, 111)
+    assert decoded_size(300, 4 * 28) == (150, 56)
+    assert decoded_size(8 * 28, 301) == (56, 76)
+    assert decoded_size(20 * 28, 20 * 28) == (70, 70)
+    assert decoded_size(300, 300, "PNG") == (300, 300)
+    assert decoded_size(5, 3) == (5, 3)
+
+
+def test_exact_pixels_are_those_of_transformers_for_large_photos_too() -> None:
+    processor = ImageProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **EXACT}, exact_pixels=True)
+    picture = decode_picture(PHOTOS["odd"], MediaConfig(), processor.reduction)
+    full = Image.open(io.BytesIO(PHOTOS["odd"]))
+    theirs = CLIPImageProcessorPil(**EXACT)(images=full, return_tensors="np")["pixel_values"]
+    np.testing.assert_allclose(processor.process(picture), theirs, rtol=0, atol=1e-6)
+
+
+def test_a_large_photo_that_is_truncated_is_refused() -> None:
+    processor = ImageProcessor(CONFIG, {"size": {"shortest_edge": 28}, "crop_size": 28})
+    with pytest.raises(InvalidImageError, match="truncated"):
+        decode_picture(PHOTOS["odd"][:-2000], MediaConfig(), processor.reduction)
 
 
 def test_sixteen_bit_gray_keeps_its_shades() -> None:
@@ -113,7 +183,7 @@ def test_sixteen_bit_gray_keeps_its_shades() -> None:
         "do_resize": False,
         "crop_size": 28,
     }
-    pixels = ImageProcessor(CONFIG, settings).process(Image.fromarray(levels))
+    pixels = ImageProcessor(CONFIG, settings).process(Picture.whole(Image.fromarray(levels)))
     np.testing.assert_allclose(pixels[0], np.repeat(levels[None] / 65535, 3, axis=0), atol=1 / 255)
 
 
@@ -142,8 +212,10 @@ def test_the_fingerprint_names_every_setting_that_changes_pixels() -> None:
         base = {"image_processor_type": "LlavaImageProcessor", **CROPPED}
         return ImageProcessor(CONFIG, {**base, **settings}).fingerprint
 
+    exact = ImageProcessor(CONFIG, {"image_processor_type": "LlavaImageProcessor", **CROPPED}, exact_pixels=True)
     variants = [
         fingerprint(),
+        exact.fingerprint,
         fingerprint(size={"shortest_edge": 29}),
         fingerprint(size={"height": 28, "width": 28}),
         fingerprint(resample=2),

@@ -12,6 +12,7 @@ from tests.media.pictures_for_tests import encoded, exif_rotated, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError, InvalidImageError
 from vlmserve.media.cache import PictureCache
+from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import prepare_image, read_url
 
@@ -34,7 +35,7 @@ def test_a_picture_is_the_same_wherever_it_comes_from(tmp_path: Path) -> None:
     assert len({image.key for image in files}) == 1
     assert len({image.key for image in decoded}) == 1
     for image in files + decoded:
-        np.testing.assert_array_equal(image.pixels, PROCESSOR.process(PICTURE))
+        np.testing.assert_array_equal(image.pixels, PROCESSOR.process(Picture.whole(PICTURE)))
         assert image.num_tokens == PROCESSOR.num_tokens == 4
 
 

@@ -95,13 +95,15 @@ def test_banned_tokens_never_come():
     assert sample(logits.clone(), [row(seed=1, banned=frozenset({0, 1}))]) == [2]
 
 
-def test_a_row_of_nan_fails_alone():
-    logits = random_logits(3, 50)
-    logits[1, 7] = torch.nan
-    first, failed, last = sample(logits, [row(temperature=0), row(temperature=0), row(seed=3)])
-    assert failed is None
-    assert first is not None
-    assert last is not None
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("unusable", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_fails_alone(temperature, unusable):
+    logits = random_logits(5, 50)
+    logits[1, 7:] = unusable
+    logits[1, :7] = -torch.inf
+    logits[3, 0] = torch.nan
+    tokens = sample(logits, [row(temperature=temperature) for _ in range(4)] + [row(seed=3)])
+    assert [token is None for token in tokens] == [False, True, False, True, False]
 
 
 def test_a_tiny_temperature_is_greedy_and_does_not_overflow():

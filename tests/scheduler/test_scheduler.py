@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
-from vlmserve.cache.keys import root_key
+from vlmserve.cache.keys import block_key, root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
@@ -75,7 +75,7 @@ def test_requests_are_served_in_order_of_arrival():
     assert plan(run(s)[0]) == [("big", 12)], "a small one must not overtake a big one that waits for blocks"
 
 
-def test_the_latest_arrival_is_preempted_and_computed_again():
+def test_who_was_admitted_last_is_preempted_and_computed_again():
     s = scheduler(num_blocks=5, budget=100)
     first, second = sequence("first", 4, max_tokens=9), sequence("second", 4, max_tokens=9)
     s.add(first)
@@ -444,6 +444,55 @@ def test_blocks_behind_the_window_are_free_again():
     while len(s):
         assert s.pool.num_used <= 3
         run(s)
+
+
+def test_a_waiting_requests_keys_are_computed_once(monkeypatch):
+    lengths = []
+
+    def counting(parent, token_ids, images):
+        lengths.append(len(token_ids))
+        return block_key(parent, token_ids, images)
+
+    monkeypatch.setattr("vlmserve.scheduler.sequence.block_key", counting)
+    s = scheduler(num_blocks=6, prefix_caching=True)
+    s.add(sequence("a", 16, max_tokens=5))
+    s.add(sequence("waits", 15, token=2))
+    run(s)
+    lengths.clear()
+    for _ in range(3):
+        run(s)
+    assert [one.request_id for one in s.waiting] == ["waits"]
+    assert lengths == []
+
+
+def test_with_a_window_a_prompt_never_holds_more_than_the_window_and_a_chunk():
+    s = scheduler(num_blocks=12, budget=8, window=8)
+    s.add(sequence("a", 4, max_tokens=20))
+    run(s)
+    s.add(sequence("b", 40))
+    held = []
+    while "b" in s:
+        assert [chunk.sequence.request_id for chunk in run(s)[0].chunks] == ["a", "b"]
+        held.append(s.pool.num_used)
+    assert max(held) <= 3 + 5, "ten for the whole prompt would not fit beside the first request"
+
+
+def test_of_prompts_with_a_window_that_all_lack_blocks_the_last_gives_way():
+    s = scheduler(budget=8, window=8, max_encoded_images=1)
+    s.add(sequence("a", 41, images=[(image(number, 1), 4 * number) for number in range(10)]))
+    s.add(sequence("b", 41, token=2))
+    assert plan(run(s)[0]) == [("a", 4), ("b", 4)]
+    taken = []
+    while s.num_preemptions == 0:
+        taken += s.pool.allocate(s.pool.num_free)
+        before = [running.num_computed for running in s.running]
+        step, _ = run(s)
+        assert step.chunks
+    assert before == [16, 16], "all blocks were full"
+    assert plan(step) == [("a", 4)]
+    assert [waiting.request_id for waiting in s.waiting] == ["b"]
+    s.pool.release(taken)
+    assert {output.request_id for output in finish(s) if output.finish_reason} == {"a", "b"}
 
 
 def test_with_a_window_the_blocks_in_sight_are_enough_for_a_hit():

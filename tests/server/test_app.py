@@ -31,6 +31,14 @@ def test_health_and_version(live):
     assert get(live, "/version").json()["version"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/version", "/v1/models", "/v1/models/tiny", "/v1/models/nothing"])
+def test_head_answers_as_get_does_without_a_body(live, path):
+    head, whole = httpx.head(live.url + path, timeout=60), get(live, path)
+    assert head.status_code == whole.status_code
+    assert head.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+    assert head.content == b""
+
+
 def test_the_start_page_shows_a_command_with_the_right_address(live):
     page = get(live, "/")
     assert page.headers["content-type"].startswith("text/html")

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from tests.mock_checkpoint import CONTEXT, make_mock_checkpoint
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -222,6 +222,52 @@ def test_a_body_that_is_announced_but_too_large_is_refused_before_it_is_sent(liv
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(head.encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_bodies_that_are_too_many_together_are_refused_until_others_are_done(folder):
+    def chunks() -> Iterator[bytes]:
+        yield b" " * 60_000
+        assert enough.wait(60)
+        yield json.dumps({"messages": QUESTION, "max_tokens": 1}).encode()
+
+    enough = threading.Event()
+    slow: list[httpx.Response] = []
+
+    with LiveServer(folder, server={"body_memory": 100_000}) as live:
+
+        def post_slowly() -> None:
+            slow.append(live.post(content=chunks(), headers={"content-type": "application/json"}))
+
+        thread = threading.Thread(target=post_slowly, daemon=True)
+        thread.start()
+        wait_until(lambda: live.service.bodies.used == 60_000)
+        large = {"messages": [{"role": "user", "content": "hi"}], "user": "x" * 50_000, "max_tokens": 1}
+        response = live.post(large)
+        refused(response, 503, "try again later", code="overloaded")
+        assert response.headers["retry-after"].isdecimal()
+        assert live.service.bodies.used == 60_000
+        assert live.ask(max_tokens=1).status_code == 200, "a small one finds room"
+        enough.set()
+        thread.join(60)
+        assert slow[0].status_code == 200
+        assert live.post(large).status_code == 200
+        refused(live.ask(user="x" * 100_000), 413, "100000 bytes", code="body_too_large")
+        assert live.service.bodies.used == 0
+
+
+def test_a_body_takes_no_memory_while_its_answer_comes(slow):
+    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}) as lines:
+        next(lines)
+        assert slow.service.bodies.used == 0
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_takes_no_memory_any_more(live):
+    host, port = urlsplit(live.url).netloc.split(":")
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Length: 5000\r\n\r\n{' ' * 1000}".encode())
+        wait_until(lambda: live.service.bodies.used == 1000)
+    wait_until(lambda: live.service.bodies.used == 0)
 
 
 def test_routes_and_methods_that_do_not_exist(live):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import httpx
 import pytest
 
 from tests.mock_checkpoint import IMAGE_TOKENS
 from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
 from tests.server.test_chat import about, data_url
+from tests.server.test_metrics import PICTURES
 from vlmserve.server.debug import cache_report
 from vlmserve.types import EngineSnapshot, EngineStats
 
@@ -58,8 +57,7 @@ def test_it_shows_the_pools_and_every_unfinished_request(debugged):
 
 def test_every_pools_figures_are_its_own():
     stats = EngineStats(**{field: 1000 * i for i, field in enumerate(EngineStats.__struct_fields__, start=1)})
-    pictures = SimpleNamespace(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
-    report = cache_report(EngineSnapshot(stats, []), pictures)
+    report = cache_report(EngineSnapshot(stats, []), PICTURES)
     assert report["kv_blocks"] == {
         "total": stats.kv_blocks_total,
         "used": stats.kv_blocks_used,
@@ -82,11 +80,11 @@ def test_every_pools_figures_are_its_own():
         "hits": stats.encoder_hits,
     }
     assert report["picture_cache"] == {
-        "capacity_bytes": 1000,
-        "used_bytes": 300,
-        "pictures": 3,
-        "hits": 7,
-        "misses": 5,
+        "capacity_bytes": PICTURES.capacity_bytes,
+        "used_bytes": PICTURES.used_bytes,
+        "pictures": PICTURES.num_pictures,
+        "hits": PICTURES.hits,
+        "misses": PICTURES.misses,
     }
     assert cache_report(EngineSnapshot(stats, []), None)["picture_cache"] is None
 

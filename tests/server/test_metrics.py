@@ -18,12 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
 from tests.server.test_chat import about, data_url
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.media.cache import PictureCacheStats
 from vlmserve.server.metrics import AnswerRecord, ServerMetrics
 from vlmserve.server.service import Service
 from vlmserve.types import EngineStats, RequestOutput, RequestTimings
 
 STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
-PICTURES = SimpleNamespace(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
+PICTURES = PictureCacheStats(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
 OF_COMPLETE_ANSWERS = (
     "e2e_request_latency_seconds",
     "request_time_per_output_token_seconds",
@@ -111,8 +112,9 @@ def test_an_answer_that_a_stop_string_ended_counts_as_stopped(live):
     before = scrape(live)
     live.ask(max_tokens=20, stop=[text.split()[1]])
     grown = since(live, before)
-    assert grown["request_success_total/stop"] == grown["e2e_request_latency_seconds_count"] == 1
+    assert grown["request_success_total/stop"] == 1
     assert grown["request_success_total/abort"] == 0
+    assert {name: grown[f"{name}_count"] for name in OF_COMPLETE_ANSWERS} == dict.fromkeys(OF_COMPLETE_ANSWERS, 1)
 
 
 def test_a_client_that_leaves_counts_as_an_abort_and_not_as_a_complete_answer(slow):
@@ -228,6 +230,20 @@ def test_the_engines_timings_arrive_in_the_histograms_and_an_end_counts_once():
     assert values["request_generation_tokens_sum"] == 4
     assert values["inter_token_latency_seconds_count"] == values["request_time_per_output_token_seconds_count"] == 1
     assert (values["request_success_total/stop"], values["request_success_total/abort"]) == (1, 0)
+
+
+def test_where_a_stop_string_ends_an_answer_the_time_to_its_last_piece_is_that_of_decoding(monkeypatch):
+    clock = iter([1.0, 1.5, 3.0, 3.0])
+    monkeypatch.setattr("vlmserve.server.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    metrics = metrics_of()
+    record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
+    record.output(RequestOutput("a", [1], timings=RequestTimings(0.5, 0.25, 0.125, None)))
+    record.output(RequestOutput("a", [2]))
+    record.output(RequestOutput("a", [3]))
+    record.end("stop")
+    values = values_of(metrics.exposition()[0].decode())
+    for part, seconds in (("queue", 0.5), ("vision", 0.25), ("prefill", 0.125), ("decode", 2.0)):
+        assert values[f"request_{part}_time_seconds_sum"] == seconds
 
 
 def test_an_answer_without_tokens_has_no_time_per_token():

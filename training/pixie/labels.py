@@ -23,16 +23,11 @@ _WRITING: Final = len(SHAPES) + 1
 
 
 class LabelKind(NamedTuple):
-    """One thing to say of every cell; class 0 is "nothing".
-
-    weight: its share of the loss. emphasis: how much the mean over cells that are not empty counts beside the mean
-    over all, most of which are.
-    """
+    """One thing to say of every cell; class 0 is "nothing". weight: its share of the loss."""
 
     name: str
     num_classes: int
     weight: float
-    emphasis: float = 0.5
 
 
 LABELS: Final = (
@@ -42,8 +37,10 @@ LABELS: Final = (
     LabelKind("character", len(_CHARACTERS) + 1, 2.0),
     # Which item in reading order, or which character of the text: listing and counting become looking it up.
     LabelKind("rank", MOST_ITEMS + 1, 1.0),
-    # The one patch that stands for its item, for counting: without emphasis, so that it stays one.
-    LabelKind("centre", 2, 3.0, emphasis=0.0),
+    # The same among items of its colour, of its shape, and of both: counting those is finding the last one.
+    LabelKind("rank of colour", MOST_ITEMS + 1, 1.0),
+    LabelKind("rank of shape", MOST_ITEMS + 1, 1.0),
+    LabelKind("rank of both", MOST_ITEMS + 1, 1.0),
 )
 
 
@@ -58,20 +55,21 @@ def dense_labels(scene: Scene) -> npt.NDArray[np.uint8]:
             _draw_mask(draw, item, rank, IMAGE_SIZE / width, IMAGE_SIZE / height)
         covered = np.asarray(mask)[CELL_SIZE // 2 :: CELL_SIZE, CELL_SIZE // 2 :: CELL_SIZE]
         for rank, item in enumerate(scene.items, start=1):
-            described = _column(SHAPES.index(item.shape) + 1, COLOURS.index(item.colour) + 1, 0, rank)
-            labels[: len(described), covered == rank] = described
-            column, row = (
-                int(centre / length * GRID) // CELLS_PER_PATCH * CELLS_PER_PATCH
-                for centre, length in zip(item.centre, scene.size, strict=True)
+            before = scene.items[:rank]
+            among = (
+                sum(other.colour == item.colour for other in before),
+                sum(other.shape == item.shape for other in before),
+                sum((other.colour, other.shape) == (item.colour, item.shape) for other in before),
             )
-            labels[-1, row : row + CELLS_PER_PATCH, column : column + CELLS_PER_PATCH] = 1
+            described = (SHAPES.index(item.shape) + 1, COLOURS.index(item.colour) + 1, 0, rank, *among)
+            labels[:, covered == rank] = _column(*described)
     if scene.writing is not None:
         colour = COLOURS.index(scene.writing.colour) + 1
         boxes = zip(scene.writing.text, scene.writing.boxes, strict=True)
         for rank, (character, (left, top, right, bottom)) in enumerate(boxes, start=1):
             rows, columns = _cells(top, bottom, height), _cells(left, right, width)
-            described = _column(_WRITING, colour, _CHARACTERS.index(character) + 1, rank)
-            labels[: len(described), rows, columns] = described[..., None]
+            described = (_WRITING, colour, _CHARACTERS.index(character) + 1, rank, 0, 0, 0)
+            labels[:, rows, columns] = _column(*described)[..., None]
     return labels
 
 

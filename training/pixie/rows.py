@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -185,6 +186,8 @@ class RowMaker:
 
 def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float, focus: bool) -> None:
     """A worker: fills the ring as fast as it can, then goes round with `pause` seconds between pictures."""
+    # Whoever draws waits for whoever learns: one thread that is late holds up all others of a product.
+    os.nice(10)
     maker = RowMaker(Tokenizer.from_file(str(tokenizer_file)), focus=focus)
     arrays = pool.open("r+")
     made = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -90,6 +90,14 @@ class Run:
     def __exit__(self, *error: object) -> None:
         self._worker.terminate()
 
+    def optimizers(self, rates: Mapping[str, float]) -> dict[str, Optimizer]:
+        """An optimizer for each module with its learning rate, which goes on from the state if it is in there."""
+        optimizers = {name: Optimizer(getattr(self, name), rate) for name, rate in rates.items()}
+        for name, optimizer in optimizers.items():
+            if name in self.state:
+                optimizer.load_state_dict(self.state[name])
+        return optimizers
+
     def save(self, **parts: Any) -> None:
         """Write the state, whole or not at all."""
         self.state |= parts
@@ -126,10 +134,7 @@ class _Average:
 
 def train_tower(run: Run, steps: int) -> None:
     """The tower alone, on dense labels."""
-    optimizers = {name: Optimizer(getattr(run, name), TOWER_LEARNING_RATE) for name in ("tower", "heads")}
-    for name, optimizer in optimizers.items():
-        if name in run.state:
-            optimizer.load_state_dict(run.state[name])
+    optimizers = run.optimizers(dict.fromkeys(("tower", "heads"), TOWER_LEARNING_RATE))
     average, saved = _Average(), time.monotonic()
     with _progress("Vision tower", run.state["tower_steps"], steps) as show:
         for step in range(run.state["tower_steps"], steps):
@@ -157,10 +162,7 @@ def train_model(run: Run, steps: int, rate: Callable[[int], float]) -> None:
         with torch.no_grad():
             run.decoder.fit_projector(run.tower.float()(run.take("pictures", slice(0, 256))))
     shares = {"tower": TOWER_SHARE, "heads": TOWER_SHARE, "decoder": 1.0}
-    optimizers = {name: Optimizer(getattr(run, name), share * MODEL_LEARNING_RATE) for name, share in shares.items()}
-    for name, optimizer in optimizers.items():
-        if name in run.state:
-            optimizer.load_state_dict(run.state[name])
+    optimizers = run.optimizers({name: share * MODEL_LEARNING_RATE for name, share in shares.items()})
     average, saved = _Average(), time.monotonic()
     with _progress("Whole model ", run.state["model_steps"], steps) as show:
         for step in range(run.state["model_steps"], steps):

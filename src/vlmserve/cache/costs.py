@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from vlmserve.cache.prefix import Transfer
+
 SMOOTHING = 0.2
 LEAST_TOKENS = 64
 """Prompt tokens of a step below which its time says more about reading weights than about tokens."""
+TRIAL_INTERVAL = 64
+"""One refusal in so many is saved all the same: what is never copied would keep its price for ever."""
 
 
 class CostModel:
     """Saving a block pays if copying it out and back takes less time than computing its tokens again.
 
     Both prices are measured while serving, as moving averages: seconds for each prompt token of a step that has many,
-    and seconds for each copied block. Encoding pictures again is not counted, which would speak for saving even more;
-    until both prices are known, blocks are saved.
+    and seconds for each block copied to the host or back. Encoding pictures again is not counted, which would speak for
+    saving even more; until both prices are known, blocks are saved.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.seconds_per_token: float | None = None
         self.seconds_per_copy: float | None = None
+        self._refusals = 0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step computed that many prompt tokens in that time."""
         if num_tokens >= LEAST_TOKENS:
             self.seconds_per_token = _smooth(self.seconds_per_token, seconds / num_tokens)
 
-    def copied(self, num_blocks: int, seconds: float) -> None:
-        """That many blocks were copied in that time."""
-        if num_blocks:
-            self.seconds_per_copy = _smooth(self.seconds_per_copy, seconds / num_blocks)
+    def copied(self, transfers: Sequence[Transfer], seconds: float) -> None:
+        """A step made these transfers in that time, which tells nothing if some stayed on the device."""
+        if transfers and all(transfer.kind != "copy" for transfer in transfers):
+            self.seconds_per_copy = _smooth(self.seconds_per_copy, seconds / len(transfers))
 
     def worth_saving(self) -> bool:
-        """Whether an evicted block should go to host memory."""
+        """Whether an evicted block should go to host memory; to be asked once for each."""
         if self.seconds_per_token is None or self.seconds_per_copy is None:
             return True
-        return 2 * self.seconds_per_copy < self._block_size * self.seconds_per_token
+        if 2 * self.seconds_per_copy < self._block_size * self.seconds_per_token:
+            return True
+        self._refusals += 1
+        return self._refusals % TRIAL_INTERVAL == 0
 
 
 def _smooth(average: float | None, value: float) -> float:

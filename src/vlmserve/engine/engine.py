@@ -153,25 +153,26 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         started = time.perf_counter()
         step = self._scheduler.schedule()
-        if not (step.chunks or step.transfers):
+        if not (step.chunks or step.clear or step.transfers):
             return []
         planned = time.perf_counter()
         tokens = self._runner.run(step)
         ran = time.perf_counter()
         run = self._runner.timings
         prompt_tokens = sum(
-            min(chunk.num_tokens, max(0, chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed))
+            min(chunk.num_tokens, chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed)
             for chunk in step.chunks
+            if chunk.sequence.num_computed < chunk.sequence.num_prompt_tokens
         )
         self._costs.computed(prompt_tokens, run.model)
-        self._costs.copied(len(step.transfers), run.transfer)
+        self._costs.copied(step.transfers, run.transfer)
         self._note_times(step, planned, ran)
-        sequences = {chunk.sequence.request_id: chunk.sequence for chunk in step.chunks}
+        answered = [chunk.sequence for chunk in step.chunks if chunk.samples]
         outputs = [
-            output
-            if output.finish_reason is None
-            else msgspec.structs.replace(output, timings=_timings(sequences[output.request_id], ran))
-            for output in self._scheduler.update(step, tokens)
+            msgspec.structs.replace(output, timings=_timings(sequence, output, ran))
+            if output.finish_reason is not None or sequence.answered == ran
+            else output
+            for sequence, output in zip(answered, self._scheduler.update(step, tokens), strict=True)
         ]
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
@@ -243,12 +244,12 @@ class Engine:
             )
 
 
-def _timings(sequence: Sequence, now: float) -> RequestTimings:
+def _timings(sequence: Sequence, output: RequestOutput, now: float) -> RequestTimings:
     return RequestTimings(
         queue=sequence.started - sequence.arrived,
         vision=sequence.vision_seconds,
         prefill=sequence.answered - sequence.started,
-        decode=now - sequence.answered,
+        decode=None if output.finish_reason is None else now - sequence.answered,
     )
 
 

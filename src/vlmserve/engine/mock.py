@@ -67,10 +67,10 @@ class _Answer:
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
         return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
 
-    def timings(self, now: float) -> RequestTimings:
-        """What it spent its time on until it ended `now`."""
+    def timings(self, now: float, *, ended: bool) -> RequestTimings:
+        """What it spent its time on until `now`, when it had its first token or ended."""
         first = now if self.first is None else self.first
-        return RequestTimings(self.started - self.added, 0.0, first - self.started, now - first)
+        return RequestTimings(self.started - self.added, 0.0, first - self.started, now - first if ended else None)
 
     def snapshot(self, *, runs: bool, block_size: int) -> RequestSnapshot:
         """The same numbers as the real engine's, as if it computed."""
@@ -141,10 +141,12 @@ class MockEngine:
             if answer.due > now + self._config.mock_tpot / 2:
                 continue
             output = answer.advance(self._eos_token_ids)
-            answer.first = now if answer.first is None else answer.first
             self._generation_tokens += len(output.token_ids)
-            if output.finish_reason is not None:
-                output = msgspec.structs.replace(output, timings=answer.timings(now))
+            ended = output.finish_reason is not None
+            if ended or answer.first is None:
+                output = msgspec.structs.replace(output, timings=answer.timings(now, ended=ended))
+            answer.first = now if answer.first is None else answer.first
+            if ended:
                 del self._running[output.request_id], self._unfinished[output.request_id]
             outputs.append(output)
         return outputs

@@ -50,6 +50,10 @@ _MAX_MESSAGES_PER_STEP = 512
 _LINGER_MS = 30_000
 """Time for the last message to get out: a parent that still loads its own libraries has yet to listen."""
 _STDERR = 2
+_PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+"""Without the native kernels, oneDNN generates code for each number of rows of each weight. It keeps the last 1,024 of
+them, as does torch in a cache above it, so that memory grows by 700 MB over thousands of requests; with these it is
+200 MB, and products are as fast."""
 
 
 class _Launch(msgspec.Struct, frozen=True):
@@ -232,9 +236,9 @@ def _endpoint(directory: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The child's environment: it must find this very package, wherever the parent has it from."""
+    """The child's environment: it must find this very package, wherever the parent has it from, and stay bounded."""
     root = str(Path(__file__).parents[2])
-    environment = dict(os.environ)
+    environment = {**_PRODUCT_CACHES, **os.environ}
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         paths = [root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

@@ -95,7 +95,11 @@ class EngineStream:
     def put(self, output: RequestOutput) -> None:
         """The engine produced something."""
         if self._pending is not None:
-            output = msgspec.structs.replace(output, token_ids=self._pending.token_ids + output.token_ids)
+            output = msgspec.structs.replace(
+                output,
+                token_ids=self._pending.token_ids + output.token_ids,
+                timings=output.timings or self._pending.timings,
+            )
         self._pending = output
         self._news.set()
 

@@ -38,7 +38,8 @@ class RequestPreparer:
             if files.chat_template is not None
             else None
         )
-        self._processor = _image_processor(folder) if self.tokenizer.image_token_id is not None else None
+        sees_images = self.tokenizer.image_token_id is not None
+        self._processor = _image_processor(folder, media.exact_pixels) if sees_images else None
 
     @property
     def sees_images(self) -> bool:
@@ -133,10 +134,10 @@ def _quoted(message: Message, quotation: Quotation) -> Message:
     return replace(message, parts=tuple(parts))
 
 
-def _image_processor(folder: Path) -> ImageProcessor:
+def _image_processor(folder: Path, exact_pixels: bool) -> ImageProcessor:
     settings = read_json(folder / "processor_config.json").get("image_processor")
     if not isinstance(settings, dict):
         settings = read_json(folder / "preprocessor_config.json")
     if not settings:
         raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
-    return ImageProcessor(read_json(folder / "config.json"), settings)
+    return ImageProcessor(read_json(folder / "config.json"), settings, exact_pixels=exact_pixels)

@@ -9,7 +9,7 @@ token ``t`` is in slot ``block_tables[s, t // block_size] * block_size + t % blo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -95,5 +95,27 @@ class AttentionBackend(Protocol):
         """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
 
         query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
+        """
+        ...
+
+
+@runtime_checkable
+class RotatingBackend(AttentionBackend, Protocol):
+    """A backend that turns queries and keys by their positions on the way."""
+
+    def attend_rotated(
+        self,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
+        queries and keys are still to be turned.
+
+        rope: cosines and sines, float32 ``[tokens, size / 2]``; element ``i`` of a head pairs with ``i + size / 2``,
+        and what lies behind ``size`` stays as it is.
         """
         ...

@@ -65,7 +65,7 @@ def choose_kernels(choice: str, device: torch.device, dtype: torch.dtype) -> boo
         logger.info("kernels: torch (no native ones: vlmserve was installed without a C++ compiler)")
         return False
     isa = isas[0] if choice in CHOICES else choice
-    _extension().select_isa(isa)
+    extension().select_isa(isa)
     logger.info("kernels: native, %s", isa)
     return True
 
@@ -75,7 +75,8 @@ def can_pack(in_features: int, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and in_features % 2 == 0)
 
 
-def _extension() -> ModuleType:
+def extension() -> ModuleType:
+    """The compiled module. Raises RuntimeError where it was not built."""
     if _native is None:
         raise RuntimeError("the native kernels were not built")
     return _native
@@ -129,7 +130,7 @@ class PackedLinear:
         self._activation = 0 if activation is None else ACTIVATIONS[activation]
         self._gated = int(gated)
         self._bias = bias
-        self._linear = _extension().linear
+        self._linear = extension().linear
         self._bits = 0 if isinstance(weight, Tensor) else weight.bits
         self._group_size = 0 if isinstance(weight, Tensor) else weight.group_size
         self._packed = self._pack(weight)
@@ -141,7 +142,7 @@ class PackedLinear:
             if weight.dtype != self.dtype:
                 raise ValueError(f"a plain weight of {weight.dtype} does not compute in {self.dtype}")
             packed = torch.empty(num_tiles * TILE * self.in_features, dtype=self.dtype)
-            _extension().pack(weight.contiguous().data_ptr(), packed.data_ptr(), *sizes, self._dtype, self._gated)
+            extension().pack(weight.contiguous().data_ptr(), packed.data_ptr(), *sizes, self._dtype, self._gated)
             return packed
         if weight.bits == 8:
             tile_bytes = TILE * (4 + -(-self.in_features // 4) * 4)
@@ -149,7 +150,7 @@ class PackedLinear:
             tile_bytes = -(-self.in_features // weight.group_size) * TILE * (4 + weight.group_size // 2)
         packed = torch.empty(num_tiles * tile_bytes, dtype=torch.uint8)
         values, scales, shifts = (tensor.contiguous() for tensor in (weight.values, weight.scales, weight.shifts))
-        _extension().pack_quantized(
+        extension().pack_quantized(
             values.data_ptr(),
             scales.data_ptr(),
             shifts.data_ptr(),
@@ -208,7 +209,7 @@ class PackedLinear:
             raise ValueError("single rows of a weight in 4 bits cannot be read")
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
-        _extension().gather(
+        extension().gather(
             self._packed.data_ptr(),
             indices.data_ptr(),
             output.data_ptr(),
@@ -226,7 +227,7 @@ class NativeNorm:
     __slots__ = ("_bias", "_dtype", "_eps", "_norm", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self._norm = _extension().norm
+        self._norm = extension().norm
         self._weight, self._bias, self._eps = weight, bias, eps
         self._dtype = DTYPES[weight.dtype]
 
@@ -250,3 +251,28 @@ class NativeNorm:
             torch.get_num_threads(),
         )
         return output
+
+
+def encoder_attention(qkv: Tensor, num_heads: int) -> Tensor:
+    """Full attention within each picture: ``[pictures, tokens, 3 * size]``, queries before keys before values, to
+    ``[pictures, tokens, size]``. The size of a head must be one that `can_pack` takes."""
+    pictures, length, width = qkv.shape
+    size = width // 3
+    head_size = size // num_heads
+    if 3 * num_heads * head_size != width or not can_pack(head_size, qkv.dtype):
+        raise ValueError(f"{num_heads} heads of {qkv.dtype} cannot share {width} features")
+    qkv = qkv.contiguous()
+    output = torch.empty(pictures, length, size, dtype=qkv.dtype)
+    if output.numel():
+        extension().encoder_attention(
+            qkv.data_ptr(),
+            output.data_ptr(),
+            pictures,
+            length,
+            num_heads,
+            head_size,
+            head_size**-0.5,
+            DTYPES[qkv.dtype],
+            torch.get_num_threads(),
+        )
+    return output

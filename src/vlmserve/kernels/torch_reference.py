@@ -8,16 +8,15 @@ query heads of a group as its rows: keys and values are copied once and never re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 
 # What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
 # multiplying of one token's keys and values.
@@ -95,18 +94,15 @@ class TorchReference:
     ) -> LayerCache:
         """A zeroed cache of one layer."""
         shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
-        return LayerCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device), block_size)
+        return LayerCache(allocate_zeros(shape, dtype, device), allocate_zeros(shape, dtype, device), block_size)
 
     def clear(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero blocks (int64 ids on the cache's device)."""
-        cache.keys.index_fill_(0, blocks, 0)
-        cache.values.index_fill_(0, blocks, 0)
+        clear_blocks(cache, blocks)
 
     def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
         """Copy blocks between caches, on one device or across two."""
-        for origin, destination in ((source.keys, target.keys), (source.values, target.values)):
-            blocks = origin.index_select(0, source_blocks.to(origin.device)).to(destination.device)
-            destination.index_copy_(0, target_blocks.to(destination.device), blocks)
+        copy_blocks(source, target, source_blocks, target_blocks)
 
     def prepare(self, metadata: BatchMetadata, block_size: int) -> StepPlan:
         """An empty plan: what a layer needs depends on its geometry, so `attend` fills it in once for each."""
@@ -139,13 +135,6 @@ class TorchReference:
         for chunk in layer.chunks:
             _attend_chunk(query, key, value, cache, spec, chunk, layer, output)
         return output.view(query.shape[0], -1)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU take memory only once they are written to: numpy leaves untouched pages to the system."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _attend_decodes(query: Tensor, cache: LayerCache, spec: AttentionSpec, layer: LayerPlan, output: Tensor) -> None:

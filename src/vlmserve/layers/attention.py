@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotatingBackend
 from vlmserve.layers.linear import Linear, MergedLinear
-from vlmserve.layers.rope import apply_rope
+from vlmserve.layers.rope import RopeTables, apply_rope
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers of one step share. rope: the tables of `rope_tables`. plan: the backend's."""
+    """What all layers of one step share. plan: the backend's."""
 
     metadata: BatchMetadata
-    rope: tuple[Tensor, Tensor]
+    rope: RopeTables
     plan: object
 
 
@@ -38,6 +38,7 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self.backend = backend
+        self._rotating = backend if isinstance(backend, RotatingBackend) else None
         query_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
@@ -45,12 +46,20 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         """residual: added to the output."""
+        qkv = self.qkv_proj(x)
+        if self._rotating is None:
+            attended = self._attend(qkv, cache, step)
+        else:
+            rope = step.rope.halves
+            attended = self._rotating.attend_rotated(qkv, rope, cache, self.spec, step.metadata, step.plan)
+        output: Tensor = self.o_proj(attended, residual)
+        return output
+
+    def _attend(self, qkv: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         spec = self.spec
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, spec.head_size)
+        qkv = qkv.view(qkv.shape[0], -1, spec.head_size)
         # Queries and keys lie side by side and turn together.
         turned = apply_rope(qkv[:, : spec.num_heads + spec.num_kv_heads], step.rope)
         query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
         value = qkv[:, spec.num_heads + spec.num_kv_heads :]
-        attended = self.backend.attend(query, key, value, cache, spec, step.metadata, step.plan)
-        output: Tensor = self.o_proj(attended, residual)
-        return output
+        return self.backend.attend(query, key, value, cache, spec, step.metadata, step.plan)

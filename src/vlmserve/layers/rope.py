@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,14 +78,29 @@ class RopeSpec:
         return frequencies
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines for `apply_rope`, ``[tokens, 1, size]`` each, once per step for all layers."""
-    angles = positions[:, None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
+class RopeTables:
+    """Cosines and sines of a step's positions, for all layers; each form is made when it is first asked for."""
+
+    def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
+        """positions: int64 ``[tokens]``. frequencies: float32 ``[size / 2]``. dtype: of `signed`."""
+        self._positions = positions
+        self._frequencies = frequencies
+        self._dtype = dtype
+
+    @cached_property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float32 ``[tokens, size / 2]``."""
+        angles = self._positions[:, None].float() * self._frequencies
+        return angles.cos(), angles.sin()
+
+    @cached_property
+    def signed(self) -> tuple[Tensor, Tensor]:
+        """For `apply_rope`: cosines twice, sines with the sign of each half, ``[tokens, 1, size]``."""
+        cos, sin = self.halves
+        return torch.cat((cos, cos), -1)[:, None].to(self._dtype), torch.cat((-sin, sin), -1)[:, None].to(self._dtype)
 
 
-def apply_rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
     """Turn ``[tokens, heads, size]``; element ``i`` pairs with ``i + size / 2``, as in Hugging Face checkpoints."""
-    cos, sin = tables
+    cos, sin = tables.signed
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

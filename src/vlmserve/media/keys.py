@@ -5,8 +5,7 @@ from __future__ import annotations
 from blake3 import blake3
 from PIL import Image
 
-_ORIENTATION = 0x0112
-"""EXIF tag of how the camera was held."""
+from vlmserve.media.pictures import orientation
 
 
 def image_key(data: bytes, fingerprint: bytes, salt: str = "") -> bytes:
@@ -24,7 +23,7 @@ def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> byt
         image.mode,
         image.size,
         image.info.get("transparency"),
-        image.getexif().get(_ORIENTATION),
+        orientation(image),
         None if palette is None else (palette.mode, bytes(palette.palette)),
     )
     return _digest(b"pil", repr(look).encode(), image.tobytes(), fingerprint, salt.encode())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import msgspec
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
@@ -21,12 +24,67 @@ _SIGNATURES = {
     b"II*\0": "TIFF",
     b"MM\0*": "TIFF",
 }
+_ORIENTATION = 0x0112
+"""EXIF tag of how the camera was held."""
+_SHARPNESS = 2.0
+"""A JPEG is only decoded at a fraction of its size that leaves this many pixels for each one that is asked for."""
 _DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 
 
-def decode_picture(data: bytes, limits: MediaConfig) -> Image.Image:
+class _Turn(NamedTuple):
+    """swaps: width and height; mirrors_x, mirrors_y: then, left and right, upper and lower."""
+
+    method: Image.Transpose
+    swaps: bool
+    mirrors_x: bool
+    mirrors_y: bool
+
+
+_TURNS = {
+    2: _Turn(Image.Transpose.FLIP_LEFT_RIGHT, False, True, False),
+    3: _Turn(Image.Transpose.ROTATE_180, False, True, True),
+    4: _Turn(Image.Transpose.FLIP_TOP_BOTTOM, False, False, True),
+    5: _Turn(Image.Transpose.TRANSPOSE, True, False, False),
+    6: _Turn(Image.Transpose.ROTATE_270, True, True, False),
+    7: _Turn(Image.Transpose.TRANSVERSE, True, True, True),
+    8: _Turn(Image.Transpose.ROTATE_90, True, False, True),
+}
+"""What stands a picture of each EXIF orientation upright."""
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, upper, right and lower edge in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A decoded picture, upright. size: width and height in full.
+
+    image: at a half, a quarter or an eighth of that where it was decoded so. box: the part of `image` that is the
+    picture: where a fraction of its size is no whole number, the last column or row of `image` is only partly in it.
+    """
+
+    image: Image.Image
+    size: tuple[int, int]
+    box: Box
+
+    @classmethod
+    def whole(cls, image: Image.Image) -> Picture:
+        """A picture of which `image` is every pixel."""
+        return cls(image, image.size, (0, 0, *image.size))
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether it was decoded at a fraction of its size."""
+        return self.box != (0, 0, *self.size)
+
+
+def decode_picture(
+    data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float] | None = None
+) -> Picture:
     """The picture in a PNG, JPEG, WebP, GIF (first frame), BMP or TIFF file, upright as its EXIF orientation says.
 
+    reduction: how many pixels of a picture of that width and height become one. A JPEG of which few are left is
+    decoded at a fraction of its size, which takes a fraction of the time; without it every pixel is decoded.
     Raises InvalidImageError if `data` is empty, broken, truncated or no picture, ImageTooLargeError if it has more
     bytes or pixels than allowed; the number of pixels is read from the header, before anything is decoded.
     """
@@ -43,19 +101,16 @@ def decode_picture(data: bytes, limits: MediaConfig) -> Image.Image:
         raise ImageTooLargeError(f"the picture has more than {limits.max_image_pixels:,} pixels") from error
     except Exception as error:  # Pillow's readers raise anything on broken headers
         raise InvalidImageError(f"the picture is broken: {error}") from error
+    check_num_pixels(image, limits)
+    size = image.size
+    box = (0, 0, *size) if reduction is None else _draft(image, reduction)
     load_picture(image, limits)
-    return upright(image)
+    return _upright(Picture(image, size, box))
 
 
 def load_picture(image: Image.Image, limits: MediaConfig) -> None:
     """Decode an opened picture. Raises as `decode_picture` does."""
-    width, height = image.size
-    if width * height > limits.max_image_pixels:
-        raise ImageTooLargeError(
-            f"the picture has {width:,} x {height:,} pixels; at most {limits.max_image_pixels:,} are allowed"
-        )
-    if width == 0 or height == 0:
-        raise InvalidImageError(f"the picture has no pixels ({width} x {height})")
+    check_num_pixels(image, limits)
     try:
         image.load()
     except Exception as error:  # Pillow's decoders raise anything on broken data
@@ -63,12 +118,52 @@ def load_picture(image: Image.Image, limits: MediaConfig) -> None:
         raise InvalidImageError(f"the picture is {kind}: {error}") from error
 
 
-def upright(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Picture:
     """A decoded picture, turned as its EXIF orientation says."""
+    return _upright(Picture.whole(image))
+
+
+def check_num_pixels(image: Image.Image, limits: MediaConfig) -> None:
+    """Raises ImageTooLargeError if an opened picture is over the limit, InvalidImageError if it has no pixels."""
+    width, height = image.size
+    if width * height > limits.max_image_pixels:
+        raise ImageTooLargeError(
+            f"the picture has {width:,} x {height:,} pixels; at most {limits.max_image_pixels:,} are allowed"
+        )
+    if width == 0 or height == 0:
+        raise InvalidImageError(f"the picture has no pixels ({width} x {height})")
+
+
+def orientation(image: Image.Image) -> int:
+    """How the camera was held, from 1 to 8 as in EXIF; 1 if the picture does not say."""
     try:
-        return ImageOps.exif_transpose(image)
+        found = image.getexif().get(_ORIENTATION)
     except Exception:  # broken EXIF data says nothing about how the picture stands
-        return image
+        return 1
+    return found if found in _TURNS else 1
+
+
+def _draft(image: Image.Image, reduction: Callable[[tuple[int, int]], float]) -> Box:
+    """Have an opened JPEG decoded at a fraction of its size, if few of its pixels are asked for. Returns its box."""
+    width, height = image.size
+    turn = _TURNS.get(orientation(image))
+    spare = reduction((height, width) if turn is not None and turn.swaps else (width, height)) / _SHARPNESS
+    divisor = next((divisor for divisor in (8, 4, 2) if divisor <= spare), 1)
+    draft = image.draft(None, (width // divisor, height // divisor)) if divisor > 1 else None
+    return (0, 0, width, height) if draft is None else draft[1]
+
+
+def _upright(picture: Picture) -> Picture:
+    turn = _TURNS.get(orientation(picture.image))
+    if turn is None:
+        return picture
+    (width, height), (_, _, right, lower) = picture.size, picture.box
+    image = picture.image.transpose(turn.method)
+    if turn.swaps:
+        width, height, right, lower = height, width, lower, right
+    left = image.width - right if turn.mirrors_x else 0
+    upper = image.height - lower if turn.mirrors_y else 0
+    return Picture(image, (width, height), (left, upper, left + right, upper + lower))
 
 
 def decode_data_url(url: str, limits: MediaConfig) -> bytes:
@@ -84,14 +179,13 @@ def decode_data_url(url: str, limits: MediaConfig) -> bytes:
         raise InvalidImageError("the data URL is not base64-encoded; write data:image/png;base64, and the picture")
     if media_type and not media_type.startswith("image/") and media_type != "application/octet-stream":
         raise InvalidImageError(f"the data URL holds {media_type}, not a picture")
-    check_num_bytes((len(url) - header.end()) * 3 // 4 - 2, limits)
+    encoded = url[header.end() :]
+    check_num_bytes(len(encoded) * 3 // 4 - encoded[-2:].count("="), limits)
     try:
         # As strict as binascii and several times as fast, which counts: no other thread runs meanwhile.
-        data = msgspec.convert(url[header.end() :], bytes)
+        return msgspec.convert(encoded, bytes)
     except (msgspec.ValidationError, UnicodeEncodeError):
         raise InvalidImageError("the data URL is not valid base64") from None
-    check_num_bytes(len(data), limits)
-    return data
 
 
 def check_num_bytes(size: int, limits: MediaConfig) -> None:

@@ -16,7 +16,14 @@ from vlmserve.errors import ImageFetchError, InvalidImageError
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.fetch import fetch_picture
 from vlmserve.media.keys import image_key, pil_image_key
-from vlmserve.media.pictures import check_num_bytes, decode_data_url, decode_picture, load_picture, upright
+from vlmserve.media.pictures import (
+    Picture,
+    check_num_bytes,
+    decode_data_url,
+    decode_picture,
+    load_picture,
+    upright,
+)
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.types import ImageInput
 
@@ -36,10 +43,9 @@ def prepare_image(
     Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
     """
     if isinstance(source, str | os.PathLike | bytes):
-        data = source if isinstance(source, bytes) else _read(source, limits)
-        check_num_bytes(len(data), limits)
+        data = _read(source, limits)
         key = image_key(data, processor.fingerprint, salt)
-        return cache.get(key, lambda: _process(key, decode_picture(data, limits), processor))
+        return cache.get(key, lambda: _process(key, decode_picture(data, limits, processor.reduction), processor))
     opened = source if isinstance(source, Image.Image) else _from_array(source)
     with _OPENED_LOCKS[id(opened) // 64 % len(_OPENED_LOCKS)]:
         load_picture(opened, limits)
@@ -47,7 +53,7 @@ def prepare_image(
     return cache.get(key, lambda: _process(key, upright(opened), processor))
 
 
-def _process(key: bytes, picture: Image.Image, processor: ImageProcessor) -> ImageInput:
+def _process(key: bytes, picture: Picture, processor: ImageProcessor) -> ImageInput:
     pixels = processor.process(picture)
     pixels.flags.writeable = False  # other requests may see the same picture
     return ImageInput(key, pixels, processor.num_tokens)
@@ -67,7 +73,11 @@ def read_url(url: str, limits: MediaConfig) -> bytes:
     return fetch_picture(url, limits)
 
 
-def _read(source: str | os.PathLike[str], limits: MediaConfig) -> bytes:
+def _read(source: str | os.PathLike[str] | bytes, limits: MediaConfig) -> bytes:
+    """A file within the limit of bytes."""
+    if isinstance(source, bytes):
+        check_num_bytes(len(source), limits)
+        return source
     if isinstance(source, str) and is_url(source):
         return read_url(source, limits)
     path = Path(source).expanduser()

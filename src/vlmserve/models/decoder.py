@@ -9,7 +9,7 @@ from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCac
 from vlmserve.layers.attention import Attention, StepContext
 from vlmserve.layers.linear import Embedding, GatedLinear, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import RMSNorm
-from vlmserve.layers.rope import rope_tables
+from vlmserve.layers.rope import RopeTables
 from vlmserve.models.spec import ArchSpec
 
 
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
         step = StepContext(
             metadata,
-            rope_tables(positions, self.frequencies, self.dtype),
+            RopeTables(positions, self.frequencies, self.dtype),
             self.backend.prepare(metadata, caches[0].block_size),
         )
         x = embeddings

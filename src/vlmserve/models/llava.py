@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
-from vlmserve.layers.activation import activation
 from vlmserve.layers.linear import Linear
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
 
@@ -34,12 +33,11 @@ class Projector(nn.Module):
         self, in_size: int, size: int, act: str, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.linear_1 = Linear(in_size, size, bias=bias, dtype=dtype, device=device)
+        self.linear_1 = Linear(in_size, size, bias=bias, dtype=dtype, device=device, act=act)
         self.linear_2 = Linear(size, size, bias=bias, dtype=dtype, device=device)
-        self.act = activation(act)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.linear_2(self.act(self.linear_1(x)))
+        output: Tensor = self.linear_2(self.linear_1(x))
         return output
 
 

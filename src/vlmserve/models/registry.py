@@ -16,6 +16,7 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.cpu_native import choose_kernels
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.models.decoder import Decoder
@@ -97,7 +98,7 @@ def _choose_arrangement(model: nn.Module, *, native: bool) -> None:
     for module in model.modules():
         if isinstance(module, Linear | TiedEmbedding):
             module.pack(native=native)
-        elif isinstance(module, RMSNorm | LayerNorm) and native:
+        elif isinstance(module, RMSNorm | LayerNorm | EncoderAttention) and native:
             module.use_native()
 
 

@@ -7,7 +7,8 @@ tokens alone, in any batch and after a preemption.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +19,12 @@ _CDF_CHUNK = 256
 _TOP_P_CANDIDATES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """How to sample one row. index: tokens generated so far. banned: token ids that must not come now."""
+class SamplingRow(NamedTuple):
+    """How to sample one row. num_generated: tokens so far. banned: token ids that must not come now."""
 
     params: SamplingParams
     seed: int
-    index: int
+    num_generated: int
     banned: frozenset[int] = frozenset()
 
 
@@ -49,18 +49,16 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     for number, row in enumerate(rows):
         if row.banned:
             logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
-    best = logits.amax(-1)
-    usable = torch.isfinite(best).tolist()
     greedy = [number for number, row in enumerate(rows) if row.params.temperature == 0]
     random = [number for number, row in enumerate(rows) if row.params.temperature > 0]
-    tokens = [0] * len(rows)
+    tokens: list[int | None] = [None] * len(rows)
     for numbers, choose in ((greedy, _argmax), (random, _draw)):
         if numbers:
             subset = logits if len(numbers) == len(rows) else logits[torch.tensor(numbers, device=logits.device)]
             chosen = choose(subset, [rows[number] for number in numbers])
             for number, token in zip(numbers, chosen, strict=True):
                 tokens[number] = token
-    return [token if ok else None for token, ok in zip(tokens, usable, strict=True)]
+    return tokens
 
 
 def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -114,13 +112,19 @@ def _column(values: list[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
 
 
-def _argmax(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+def _argmax(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     # On a CPU numpy's argmax is vectorized and several times faster than torch's.
-    best: list[int] = (logits.numpy() if logits.device.type == "cpu" else logits).argmax(-1).tolist()
-    return best
+    best = torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+    # The largest of values with a NaN among them is a NaN, so one pass over the logits is enough.
+    return _unless_unusable(best.tolist(), logits.gather(1, best.unsqueeze(1)))
 
 
-def _draw(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+def _unless_unusable(tokens: list[int], signs: Tensor) -> list[int | None]:
+    """None for tokens of unusable rows. signs: ``[rows, 1]``, a finite number for each row that is usable."""
+    return [token if math.isfinite(sign) else None for token, (sign,) in zip(tokens, signs.tolist(), strict=True)]
+
+
+def _draw(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     """Inverse transform sampling: the token at which the cumulated probability passes the row's random number."""
     weights = filter_logits(logits, [row.params for row in rows]).exp_()
     padding = -weights.shape[1] % _CDF_CHUNK
@@ -130,7 +134,7 @@ def _draw(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     # Summing chunk by chunk in float64 is exact enough for any vocabulary, and only one chunk a row is cumulated.
     # The CPU does it for all devices: the sums are small, and not every accelerator has float64.
     chunk_ends = weights.sum(-1).cpu().double().cumsum(-1)
-    numbers = torch.tensor([[uniform(row.seed, row.index)] for row in rows], dtype=torch.float64)
+    numbers = torch.tensor([[uniform(row.seed, row.num_generated)] for row in rows], dtype=torch.float64)
     targets = numbers * chunk_ends[:, -1:]
     chunk = torch.searchsorted(chunk_ends, targets, right=True).clamp_(max=chunk_ends.shape[1] - 1)
     start = torch.where(chunk > 0, chunk_ends.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
@@ -140,5 +144,5 @@ def _draw(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     # Rounding may point just past the last possible token of the chunk: fall back on that one.
     last_possible = (picked > 0) * torch.arange(_CDF_CHUNK)
     inside = torch.minimum(inside, last_possible.amax(-1, keepdim=True))
-    drawn: list[int] = (chunk * _CDF_CHUNK + inside).squeeze(1).tolist()
-    return drawn
+    # What was filtered has a largest weight of 1, or a NaN where the logits are unusable.
+    return _unless_unusable((chunk * _CDF_CHUNK + inside).squeeze(1).tolist(), chunk_ends[:, -1:])

@@ -1,7 +1,8 @@
 """Who runs in a step, with how many tokens, which pictures are encoded, and who is preempted.
 
-First come, first served: decodes go first, prompts fill what is left of the token budget in order of arrival, and
-the latest arrival gives up its blocks when blocks run out. What of them is still in memory when it runs again is not
+First come, first served: sequences are admitted in order of arrival, but for those whose beginning another one is
+computing, which others pass. Decodes go first, prompts fill what is left of the token budget in order of admission, and
+who was admitted last gives up its blocks when blocks run out. What of them is still in memory when it runs again is not
 computed again, and the outcome is the same either way.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
@@ -18,8 +20,7 @@ from vlmserve.scheduler.sequence import Sequence
 from vlmserve.types import FinishReason, ImageInput, RequestOutput
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """The next `num_tokens` uncomputed tokens of a sequence. `samples`: they reach its end, so a token follows."""
 
     sequence: Sequence
@@ -102,11 +103,12 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plan the next step and take the blocks that it writes to."""
         step = Step()
-        budget = self._schedule_decodes(step, self._max_num_batched_tokens)
-        for sequence in self.running:
-            if sequence.num_uncomputed > 1 and budget > 0:
-                budget -= self._schedule_chunk(step, sequence, budget)
-        budget = self._schedule_newcomers(step, budget)
+        budget = self._schedule_running(step)
+        while not step.chunks and len(self.running) > 1:
+            # Each lacks what another holds, blocks or room for a picture.
+            self._preempt(self.running.pop())
+            budget = self._schedule_running(step)
+        self._schedule_newcomers(step, budget)
         step.transfers, self.cache.transfers = self.cache.transfers, []
         step.clear, self._spoiled = self._spoiled, []
         step.chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
@@ -121,13 +123,13 @@ class Scheduler:
         tokens = iter(sampled)
         for chunk in step.chunks:
             sequence = chunk.sequence
-            for span in sequence.spans_between(sequence.num_computed, sequence.num_computed + chunk.num_tokens):
-                if span.end <= sequence.num_computed + chunk.num_tokens:
-                    self._unpin(sequence, span.image.key, sequence.num_computed + chunk.num_tokens)
-            before = sequence.num_computed
-            self._register(sequence, before + chunk.num_tokens)
-            sequence.num_computed += chunk.num_tokens
-            if before < sequence.num_prompt_tokens <= sequence.num_computed:
+            before, after = sequence.num_computed, sequence.num_computed + chunk.num_tokens
+            for span in sequence.spans_between(before, after):
+                if span.end <= after:
+                    self._unpin(sequence, span.image.key, after)
+            self._register(sequence, after)
+            sequence.num_computed = after
+            if before < sequence.num_prompt_tokens <= after:
                 self._register_tail(sequence, sequence.num_prompt_tokens - 1)
             self._trim(sequence)
             if chunk.samples:
@@ -137,10 +139,18 @@ class Scheduler:
                 outputs.append(output)
         return outputs
 
+    def _schedule_running(self, step: Step) -> int:
+        """Chunks for the running sequences; returns the budget that is left."""
+        budget = self._schedule_decodes(step, self._max_num_batched_tokens)
+        for sequence in self.running:
+            if sequence.num_uncomputed > 1 and budget > 0:
+                budget -= self._schedule_chunk(step, sequence, self._take_blocks(sequence, budget))
+        return budget
+
     def _schedule_decodes(self, step: Step, budget: int) -> int:
         """Chunks of one token for all that need just one; returns the budget that is left.
 
-        `running` is in order of arrival, so the sequences preempted here are never ones that are in the step already.
+        `running` is in order of admission, so the sequences preempted here are never ones that are in the step already.
         """
         for sequence in [sequence for sequence in self.running if sequence.num_uncomputed == 1]:
             if budget == 0:
@@ -149,34 +159,39 @@ class Scheduler:
                 while self.pool.num_free == 0 and sequence.block_table:
                     self._preempt(self.running.pop())
                 if not sequence.block_table:
-                    break  # preempted, and so is every later arrival
+                    break  # preempted, and so are all that were admitted later
                 sequence.block_table.extend(self.pool.allocate(1))
             budget -= self._schedule_chunk(step, sequence, 1)
         return budget
 
-    def _schedule_newcomers(self, step: Step, budget: int) -> int:
-        """Admit waiting sequences in order of arrival while there is room; returns the budget that is left."""
+    def _schedule_newcomers(self, step: Step, budget: int) -> None:
+        """Admit waiting sequences in their order while there is room and budget."""
         deferred: list[Sequence] = []
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
             sequence = self.waiting.popleft()
-            hit = self._find(sequence)
-            if self._is_being_computed(sequence, hit):
+            keys = self._shareable_keys(sequence)
+            hit = self._find(sequence, keys)
+            if self._is_being_computed(sequence, keys, hit):
                 deferred.append(sequence)
                 continue
-            if not self._admit(sequence, hit):
+            if not self._admit(sequence, keys, hit):
                 self.waiting.appendleft(sequence)
                 break
             budget -= self._schedule_chunk(step, sequence, budget)
         self.waiting.extendleft(reversed(deferred))
-        return budget
 
-    def _find(self, sequence: Sequence) -> Hit:
-        """What is in memory of a waiting sequence. At least one token is left to compute, for its logits."""
+    def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of a waiting sequence's full blocks that others may have: at least one token is left, for its logits."""
+        if not self._prefix_caching:
+            return []
+        return sequence.keys_of_full_blocks((len(sequence.token_ids) - 1) // self._block_size, self._block_size)
+
+    def _find(self, sequence: Sequence, keys: list[bytes]) -> Hit:
+        """What is in memory of a waiting sequence with these shareable keys."""
         if not self._prefix_caching:
             return Hit()
-        known = len(sequence.token_ids) - 1
-        keys = sequence.keys_of_full_blocks(known // self._block_size, self._block_size)
-        return self.cache.find(keys, sequence.tail_key(known, self._block_size), self._first_needed)
+        tail_key = sequence.tail_key(len(sequence.token_ids) - 1, self._block_size)
+        return self.cache.find(keys, tail_key, self._first_needed)
 
     def _first_needed(self, num_blocks: int) -> int:
         """The first block that tokens behind that many blocks see."""
@@ -184,29 +199,29 @@ class Scheduler:
             return 0
         return max(0, num_blocks * self._block_size - self._window + 1) // self._block_size
 
-    def _is_being_computed(self, sequence: Sequence, hit: Hit) -> bool:
+    def _is_being_computed(self, sequence: Sequence, keys: list[bytes], hit: Hit) -> bool:
         """Whether running sequences compute at least half of what a sequence lacks, which makes it worth a wait."""
-        if not self._prefix_caching:
-            return False
-        full = (len(sequence.token_ids) - 1) // self._block_size
-        keys = sequence.keys_of_full_blocks(full, self._block_size)
         end = hit.end
-        while end < full and keys[end] in self._computing:
+        while end < len(keys) and keys[end] in self._computing:
             end += 1
         missing = len(sequence.token_ids) - hit.end * self._block_size
         return end > hit.end and 2 * (end - hit.end) * self._block_size >= missing
 
-    def _admit(self, sequence: Sequence, hit: Hit) -> bool:
-        """Move a sequence to the running ones, with blocks for all its tokens, if there are enough."""
-        missing = -(-len(sequence.token_ids) // self._block_size) - hit.end
+    def _admit(self, sequence: Sequence, keys: list[bytes], hit: Hit) -> bool:
+        """Move a sequence to the running ones, with blocks for all tokens that it needs at a time, if there are enough.
+
+        With a window, these are a window and a chunk; the rest follow as those behind the window become free.
+        """
+        reach = len(sequence.token_ids)
+        if self._window is not None:
+            reach = min(reach, hit.end * self._block_size + self._window + self._max_num_batched_tokens)
+        missing = -(-reach // self._block_size) - hit.end
         # A free block for each running sequence, or the newcomer would soon be preempted.
         room = self.pool.num_free - missing - len(self.running)
         if hit.tail is not None and self.cache.num_taken(hit) > room:
             hit = hit._replace(tail=None)
         if self.cache.num_taken(hit) > room:
             return False
-        full = (len(sequence.token_ids) - 1) // self._block_size
-        keys = sequence.keys_of_full_blocks(full, self._block_size) if self._prefix_caching else []
         sequence.first_block = hit.first
         sequence.block_table.extend([0] * hit.first)
         sequence.block_table.extend(self.cache.take(hit, keys, missing))
@@ -237,6 +252,17 @@ class Scheduler:
         if key is not None:
             self.pool.register(sequence.block_table[num_tokens // self._block_size], key)
 
+    def _take_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Take the blocks that the next tokens of a sequence lack, as far as there are any.
+
+        Returns how many of the next `num_tokens` tokens have blocks then.
+        """
+        reach = min(sequence.num_computed + num_tokens, len(sequence.token_ids))
+        missing = -(-reach // self._block_size) - len(sequence.block_table)
+        if missing > 0:
+            sequence.block_table.extend(self.pool.allocate(min(missing, self.pool.num_free)))
+        return min(num_tokens, len(sequence.block_table) * self._block_size - sequence.num_computed)
+
     def _trim(self, sequence: Sequence) -> None:
         """Let go of blocks that no later token sees."""
         if self._window is None:
@@ -251,6 +277,8 @@ class Scheduler:
 
         Returns its number of tokens, which may be 0.
         """
+        if budget == 0:
+            return 0
         start = sequence.num_computed
         end = start + min(sequence.num_uncomputed, budget)
         for span in sequence.spans_between(start, end):

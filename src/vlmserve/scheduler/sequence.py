@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 from vlmserve.cache.keys import block_key, touched_images
 from vlmserve.types import EngineRequest, ImageSpan
@@ -22,6 +21,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_tail",
         "answered",
         "arrived",
         "block_keys",
@@ -58,6 +58,7 @@ class Sequence:
         self.block_table = array("i")
         self.first_block = 0
         self.block_keys = [root_key]
+        self._tail = (0, b"")
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
         wanted = max_len if self.params.max_tokens is None else self.num_prompt_tokens + self.params.max_tokens
@@ -76,9 +77,9 @@ class Sequence:
         """Whether an end token is possible now."""
         return self.num_generated >= self.params.min_tokens
 
-    def spans_between(self, start: int, end: int) -> Iterator[ImageSpan]:
+    def spans_between(self, start: int, end: int) -> list[ImageSpan]:
         """Pictures with a placeholder in ``start <= i < end``."""
-        return (span for span in self.image_spans if span.start < end and span.end > start)
+        return [span for span in self.image_spans if span.start < end and span.end > start]
 
     def keys_of_full_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
@@ -90,11 +91,16 @@ class Sequence:
         return self.block_keys[1 : count + 1]
 
     def tail_key(self, num_tokens: int, block_size: int) -> bytes | None:
-        """The key of what the first `num_tokens` tokens leave behind their last full block; None for nothing."""
+        """The key of what the first `num_tokens` tokens leave behind their last full block; None for nothing.
+
+        Asked again for as many tokens, it is not computed again.
+        """
         full = num_tokens // block_size
         start = full * block_size
         if start == num_tokens:
             return None
-        self.keys_of_full_blocks(full, block_size)
-        images = touched_images(self.image_spans, start, num_tokens)
-        return block_key(self.block_keys[full], self.token_ids[start:num_tokens], images)
+        if self._tail[0] != num_tokens:
+            self.keys_of_full_blocks(full, block_size)
+            images = touched_images(self.image_spans, start, num_tokens)
+            self._tail = num_tokens, block_key(self.block_keys[full], self.token_ids[start:num_tokens], images)
+        return self._tail[1]

@@ -43,6 +43,8 @@ def create_app(service: Service) -> FastAPI:
         ("/metrics", show_metrics),
     ):
         app.add_api_route(path, endpoint, response_class=Response, response_model=None)
+        # A route of its own: OpenAPI wants one operation for one name.
+        app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
     if service.config.enable_debug:
         app.add_api_route("/debug/cache", show_caches, response_class=Response, response_model=None)
     app.add_api_route("/", index, include_in_schema=False, response_class=HTMLResponse)

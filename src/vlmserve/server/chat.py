@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.client import EngineClient, EngineStream
-from vlmserve.server.connection import EventStream, note, read_json_body, unless_disconnected
+from vlmserve.server.body import read_json_body
+from vlmserve.server.connection import EventStream, note, unless_disconnected
 from vlmserve.server.errors import error_body, json_response
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema import (
@@ -159,18 +160,21 @@ async def chat_completions(request: Request) -> Response:
     """The route. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
     service.check_serving()
-    body = parse_chat_request(await read_json_body(request, service.config.max_body_bytes))
-    service.check_model(body.model)
-    arrived = time.monotonic()
-    await unless_disconnected(request, service.wake())
-    client = service.client
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.admit(body.n))
-        generation = await unless_disconnected(request, _begin(service, client, body, arrived))
+        with service.bodies.share() as share:
+            body = parse_chat_request(await read_json_body(request, service.max_body_bytes, share))
+            service.check_model(body.model)
+            arrived = time.monotonic()
+            await unless_disconnected(request, service.wake())
+            client = service.client
+            stack.enter_context(service.admit(body.n))
+            generation = await unless_disconnected(request, _begin(service, client, body, arrived))
+            streams = body.stream
+            include_usage = body.stream_options is not None and body.stream_options.include_usage
+            del body  # its pictures are prepared, and an answer may take long
         stack.callback(lambda: note(request, str(generation)))
         stack.callback(generation.close)
-        if body.stream:
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
+        if streams:
             return EventStream(_events(generation, include_usage), stack.pop_all())
         return json_response(await unless_disconnected(request, _complete(generation)))
 

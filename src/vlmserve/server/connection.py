@@ -1,4 +1,4 @@
-"""The HTTP connection itself: bodies within limits, clients that leave, a request's id and its line in the log."""
+"""The HTTP connection itself: clients that leave, a request's id and its line in the log."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlmserve.server.errors import RefusedError, internal_error_response
+from vlmserve.server.errors import internal_error_response
 
 access_log = logging.getLogger("vlmserve.access")
 logger = logging.getLogger(__name__)
 
-BODY_TIMEOUT = 30.0
-"""Seconds that a client may pause while it sends its body."""
 CLIENT_CLOSED_REQUEST = 499
 """What the log says when the client left first; https://nginx.org writes it so."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -32,43 +30,6 @@ _PROBES = ("/health", "/metrics")
 """Paths that machines ask all the time."""
 
 Result = TypeVar("Result")
-
-
-async def read_json_body(request: Request, max_bytes: int) -> bytearray:
-    """The body of a JSON request.
-
-    Raises RefusedError for another content type, a body over `max_bytes`, declared or not, or one that stalls.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise RefusedError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"The header Content-Type should be application/json, not {kind or 'absent'}",
-            "unsupported_content_type",
-        )
-    expects_continue = "expect" in request.headers
-    declared = request.headers.get("content-length", "")
-    spare = 2 * max_bytes
-    too_large = declared.isdecimal() and int(declared) > max_bytes
-    body = bytearray()
-    chunks = request.stream()
-    # Many clients read no answer before they have sent everything: up to as much again is read and dropped.
-    while spare >= 0 and not (too_large and expects_continue):
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT):
-                chunk = await anext(chunks, None)
-        except TimeoutError:
-            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "The body stopped arriving", "body_timeout") from None
-        if chunk is None:
-            break
-        spare -= len(chunk)
-        too_large = too_large or len(body) + len(chunk) > max_bytes
-        if not too_large:
-            body += chunk
-    if too_large:
-        message = f"The body is larger than the limit of {max_bytes} bytes"
-        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, "body_too_large")
-    return body
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

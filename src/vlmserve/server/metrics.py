@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Generic, Literal, TypeVar, get_args
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
@@ -28,21 +28,24 @@ _SECONDS = tuple(round(decade * step, 4) for decade in _DECADES for step in (1, 
 _TOKENS = tuple(float(10**power * step) for power in range(6) for step in (1, 2, 5))
 
 
+Stats = TypeVar("Stats")
+
+
 @dataclass(frozen=True, slots=True)
-class _Figure:
-    """A number of the engine's. A counter's name goes without its ``_total``."""
+class _Figure(Generic[Stats]):
+    """A number among some statistics. A counter's name goes without its ``_total``."""
 
     kind: Literal["gauge", "counter"]
     name: str
     text: str
-    value: Callable[[EngineStats], float]
+    value: Callable[[Stats], float]
 
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-_FIGURES = (
+_ENGINE: tuple[_Figure[EngineStats], ...] = (
     _Figure("gauge", "num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
     _Figure("gauge", "num_requests_waiting", "Requests that wait for their turn.", lambda s: s.num_waiting),
     _Figure(
@@ -110,6 +113,18 @@ _FIGURES = (
     _Figure("counter", "images_encoded", "Pictures that went through the vision tower.", lambda s: s.images_encoded),
     _Figure("counter", "steps", "Batches run.", lambda s: s.steps),
 )
+_PICTURE_CACHE: tuple[_Figure[PictureCacheStats], ...] = (
+    _Figure("counter", "mm_cache_queries", "Pictures in requests.", lambda s: s.hits + s.misses),
+    _Figure(
+        "counter",
+        "mm_cache_hits",
+        "Pictures in requests that were prepared already or about to be.",
+        lambda s: s.hits,
+    ),
+    _Figure("gauge", "mm_cache_pictures", "Prepared pictures in memory.", lambda s: s.num_pictures),
+    _Figure("gauge", "mm_cache_bytes", "Bytes that prepared pictures may take.", lambda s: s.capacity_bytes),
+    _Figure("gauge", "mm_cache_used_bytes", "Bytes that prepared pictures take.", lambda s: s.used_bytes),
+)
 
 
 class ServerMetrics:
@@ -128,8 +143,8 @@ class ServerMetrics:
     ) -> None:
         self._model_name = model_name
         self._registry = CollectorRegistry()
-        self._registry.register(_Figures(model_name, engine_stats))
-        self._registry.register(_PictureCache(model_name, picture_cache_stats))
+        self._registry.register(_Figures(model_name, _ENGINE, engine_stats))
+        self._registry.register(_Figures(model_name, _PICTURE_CACHE, picture_cache_stats))
         self._registry.register(_Memory(engine_pid))
         ended = self._counter(
             "request_success", "Answers that ended, by how; n of one request count n times.", "finished_reason"
@@ -206,7 +221,7 @@ class AnswerRecord:
 
     def output(self, output: RequestOutput) -> None:
         """The engine produced something."""
-        self._timings = output.timings
+        self._timings = output.timings or self._timings
         count = len(output.token_ids) + (output.stop_token_id is not None)
         if count == 0:
             return
@@ -237,7 +252,9 @@ class AnswerRecord:
             metrics.queue.observe(self._timings.queue)
             metrics.vision.observe(self._timings.vision)
             metrics.prefill.observe(self._timings.prefill)
-            metrics.decode.observe(self._timings.decode)
+            # A stop string ends an answer here before the engine knows of it.
+            decode = self._timings.decode
+            metrics.decode.observe(self._last - self._first if decode is None else decode)
 
 
 class _Page(Collector):
@@ -248,43 +265,23 @@ class _Page(Collector):
         return self._collect()
 
 
-class _Figures(Collector):
-    """The engine's."""
+class _Figures(Collector, Generic[Stats]):
+    """Figures as they are at the scrape; none while there are no statistics."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(self, model_name: str, figures: Sequence[_Figure[Stats]], stats: Callable[[], Stats | None]) -> None:
         self._model_name = model_name
+        self._figures = figures
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         if stats is None:
             return
-        for figure in _FIGURES:
-            yield _family(figure.kind, figure.name, figure.text, self._model_name, figure.value(stats))
-
-
-class _PictureCache(Collector):
-    def __init__(self, model_name: str, stats: Callable[[], PictureCacheStats | None]) -> None:
-        self._model_name = model_name
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
-        name = self._model_name
-        queries = stats.hits + stats.misses
-        yield _family("counter", "mm_cache_queries", "Pictures in requests.", name, queries)
-        yield _family(
-            "counter",
-            "mm_cache_hits",
-            "Pictures in requests that were prepared already or about to be.",
-            name,
-            stats.hits,
-        )
-        yield _family("gauge", "mm_cache_pictures", "Prepared pictures in memory.", name, stats.num_pictures)
-        yield _family("gauge", "mm_cache_bytes", "Bytes that prepared pictures may take.", name, stats.capacity_bytes)
-        yield _family("gauge", "mm_cache_used_bytes", "Bytes that prepared pictures take.", name, stats.used_bytes)
+        for figure in self._figures:
+            make = GaugeMetricFamily if figure.kind == "gauge" else CounterMetricFamily
+            family = make(PREFIX + figure.name, figure.text, labels=("model_name",))
+            family.add_metric((self._model_name,), figure.value(stats))
+            yield family
 
 
 class _Memory(Collector):
@@ -301,10 +298,3 @@ class _Memory(Collector):
             if pid is not None and psutil.pid_exists(pid):
                 family.add_metric((process,), psutil.Process(pid).memory_info().rss)
         yield family
-
-
-def _family(kind: Literal["gauge", "counter"], name: str, text: str, model_name: str, value: float) -> Metric:
-    make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-    family = make(PREFIX + name, text, labels=("model_name",))
-    family.add_metric((model_name,), value)
-    return family

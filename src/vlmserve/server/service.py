@@ -17,6 +17,7 @@ from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.media.cache import PictureCache, PictureCacheStats
+from vlmserve.server.body import BodyMemory
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.types import EngineStats, ModelInfo, Prompt, SamplingParams
@@ -55,6 +56,8 @@ class Service:
         self._aliases = {self.model_name, engine.model}
         self.created = int(time.time())
         self.defaults = SamplingParams()
+        self.bodies = BodyMemory(server.body_memory)
+        self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
         self._max_answers = engine.max_waiting + engine.max_num_seqs
         self._num_answers = 0
         self._idle = asyncio.Event()

@@ -19,6 +19,7 @@ from training.pixie.model import Decoder, Tower, hugging_face_names
 from training.pixie.rows import PADDING_GROUP, RowMaker, pack, squash
 from training.pixie.tokenizer import IMAGE, train_tokenizer
 from vlmserve.pixie.scenes import sample_scene
+from vlmserve.pixie.vocabulary import COLOURS, SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +33,24 @@ def test_every_item_and_character_has_its_labels():
         labels = dense_labels(scene)
         assert labels.shape == (len(LABELS), GRID, GRID)
         things = len(scene.items) or len(scene.writing.text)
-        assert set(np.unique(labels[-1])) - {0} <= set(range(1, things + 1))
-        assert all((labels[row].max() < kind.num_classes) for row, kind in enumerate(LABELS))
+        by_name = {kind.name: labels[row] for row, kind in enumerate(LABELS)}
+        assert set(np.unique(by_name["rank"])) - {0} <= set(range(1, things + 1))
+        assert all(by_name[kind.name].max() < kind.num_classes for kind in LABELS)
         if scene.kind == "grid":
-            assert len(np.unique(labels[-1])) == things + 1
+            assert len(np.unique(by_name["rank"])) == things + 1
+
+
+def test_the_last_rank_among_like_items_is_their_number():
+    for seed in range(60):
+        scene = sample_scene(seed, "grid")
+        labels = {kind.name: row for kind, row in zip(LABELS, dense_labels(scene), strict=True)}
+        for item in scene.items:
+            colour, shape = (labels["colour"] == COLOURS.index(item.colour) + 1), labels["shape"]
+            shape = shape == SHAPES.index(item.shape) + 1
+            assert labels["rank of colour"][colour].max() == sum(i.colour == item.colour for i in scene.items)
+            assert labels["rank of shape"][shape].max() == sum(i.shape == item.shape for i in scene.items)
+            alike = sum((i.colour, i.shape) == (item.colour, item.shape) for i in scene.items)
+            assert labels["rank of both"][colour & shape].max() == alike
 
 
 def test_branches_of_a_row_see_what_is_common_and_themselves():

@@ -1,4 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with VLMSERVE_ISA as its name.
+#include "attention.h"
+#include "encoder_attention.h"
 #include "linear.h"
 #include "norm.h"
 #include "quantized.h"
@@ -33,4 +35,7 @@ void gather(const void* packed, const std::int64_t* ids, void* y, long count, lo
 #define TABLE_OF(name) JOINED(kernels_, name)
 
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
-const Kernels TABLE_OF(VLMSERVE_ISA) = {NAME_OF(VLMSERVE_ISA), pack, pack_quantized, gather, linear_scratch, linear, norm};
+const Kernels TABLE_OF(VLMSERVE_ISA) = {
+    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, gather, linear_scratch, linear, norm,
+    attention_scratch, attention, encoder_attention_scratch, encoder_attention,
+};

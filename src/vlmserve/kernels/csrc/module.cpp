@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 #include "table.h"
 
@@ -215,6 +216,58 @@ PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, args.rows * args.size, [&] { selected->norm(args); });
 }
 
+PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 28);
+    AttentionArgs args;
+    args.query = from.address();
+    args.key = from.address();
+    args.value = from.address();
+    args.cos = static_cast<const float*>(from.address());
+    args.sin = static_cast<const float*>(from.address());
+    args.keys = from.address();
+    args.values = from.address();
+    args.output = from.address();
+    args.query_starts = static_cast<const std::int32_t*>(from.address());
+    args.context_lens = static_cast<const std::int32_t*>(from.address());
+    args.block_tables = static_cast<const std::int32_t*>(from.address());
+    args.slots = static_cast<const std::int64_t*>(from.address());
+    for (long* size : {&args.sequences, &args.tokens, &args.heads, &args.kv_heads, &args.head_size, &args.block_size,
+                       &args.table_stride, &args.query_stride, &args.key_stride, &args.value_stride, &args.rope_size,
+                       &args.window})
+        *size = from.integer();
+    args.scale = from.number();
+    args.soft_cap = from.number();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    long work = 0;
+    if (from.ok()) {
+        args.scratch = scratch(selected->attention_scratch(args, &work));
+        if (!args.scratch) return PyErr_NoMemory();
+    }
+    return run(from, work, [&] { selected->attention(args); });
+}
+
+PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 9);
+    EncoderAttentionArgs args;
+    args.qkv = from.address();
+    args.y = from.address();
+    args.scratch = nullptr;
+    args.pictures = from.integer();
+    args.length = from.integer();
+    args.heads = from.integer();
+    args.head_size = from.integer();
+    args.scale = from.number();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    if (from.ok()) {
+        args.scratch = scratch(selected->encoder_attention_scratch(args));
+        if (!args.scratch) return PyErr_NoMemory();
+    }
+    long work = args.pictures * args.heads * args.length * args.length * args.head_size / 8;
+    return run(from, work, [&] { selected->encoder_attention(args); });
+}
+
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
 
 PyMethodDef methods[] = {
@@ -225,6 +278,8 @@ PyMethodDef methods[] = {
     FAST(gather, "packed, ids, y, count, in, dtype, bits"),
     FAST(linear, "The fields of LinearArgs in order, without scratch."),
     FAST(norm, "The fields of NormArgs in order."),
+    FAST(attention, "The fields of AttentionArgs in order, without scratch."),
+    FAST(encoder_attention, "The fields of EncoderAttentionArgs in order, without scratch."),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -29,6 +29,42 @@ struct NormArgs {
     int dtype, threads;
 };
 
+// Elements of a head at most.
+constexpr long MAX_HEAD_SIZE = 512;
+
+// Writes new keys and values into a paged cache and attends over it, causally. Token `t` of sequence `s` is a row
+// `query_starts[s] <= row < query_starts[s + 1]`; its newest one is at position `context_lens[s] - 1`.
+struct AttentionArgs {
+    const void* query;  // [tokens, heads, head_size] of `dtype`, `query_stride` elements from token to token
+    const void* key;    // [tokens, kv_heads, head_size]
+    const void* value;  // as `key`
+    const float* cos;   // [tokens, rope_size / 2]: queries and keys are still to be turned; null: they are
+    const float* sin;
+    void* keys;    // the cache: [blocks, kv_heads, tiles of a block, head_size * 16]
+    void* values;  // [blocks, kv_heads, tiles of a block, head_size rounded up to 16 * 16]
+    void* output;  // [tokens, heads * head_size] contiguous
+    const std::int32_t* query_starts;
+    const std::int32_t* context_lens;
+    const std::int32_t* block_tables;  // `table_stride` elements from sequence to sequence
+    const std::int64_t* slots;         // [tokens]: block * block_size + offset into the block
+    void* scratch;                     // `attention_scratch(args)` bytes
+    long sequences, tokens, heads, kv_heads, head_size, block_size, table_stride;
+    long query_stride, key_stride, value_stride;
+    long rope_size;  // elements of a head that turn, from its beginning
+    long window;     // positions that a token sees, itself included; 0: all
+    float scale, soft_cap;  // soft_cap 0: none
+    int dtype, threads;
+};
+
+struct EncoderAttentionArgs {
+    const void* qkv;  // [pictures, length, 3, heads, head_size] contiguous
+    void* y;          // [pictures, length, heads, head_size] contiguous
+    void* scratch;    // `encoder_attention_scratch` bytes
+    long pictures, length, heads, head_size;
+    float scale;  // of scores, above 0
+    int dtype, threads;
+};
+
 struct Kernels {
     const char* isa;
     void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated);
@@ -39,4 +75,8 @@ struct Kernels {
     long (*linear_scratch)(const LinearArgs&);
     void (*linear)(const LinearArgs&);
     void (*norm)(const NormArgs&);
+    long (*attention_scratch)(const AttentionArgs&, long* work);
+    void (*attention)(const AttentionArgs&);
+    long (*encoder_attention_scratch)(const EncoderAttentionArgs&);
+    void (*encoder_attention)(const EncoderAttentionArgs&);
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.layers.activation import activation
+from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
 
@@ -72,17 +73,33 @@ class ClipSpec:
         return (self.image_size // self.patch_size) ** 2
 
 
-class PatchEmbedding(nn.Module):
-    """``[pictures, channels, height, width]`` to ``[pictures, patches, hidden_size]``, row by row."""
+class PatchEmbedding(Linear):
+    """``[pictures, channels, height, width]`` to ``[pictures, patches, hidden_size]``, row by row.
+
+    A convolution whose windows do not overlap, as the matrix product that it is. `weight` has a convolution's shape
+    until packed. Pixels at the right and lower edge that make no whole patch are left out.
+    """
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        patch = (spec.patch_size, spec.patch_size)
-        self.weight = empty_parameter(spec.hidden_size, spec.num_channels, *patch, dtype=dtype, device=device)
+        patch = (spec.num_channels, spec.patch_size, spec.patch_size)
+        super().__init__(math.prod(patch), spec.hidden_size, bias=False, dtype=dtype, device=device)
+        self.weight = empty_parameter(spec.hidden_size, *patch, dtype=dtype, device=device)
         self.patch_size = spec.patch_size
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        return F.conv2d(pixels, self.weight, stride=self.patch_size).flatten(2).transpose(1, 2)
+    def forward(self, pixels: Tensor, residual: Tensor | None = None) -> Tensor:
+        pictures, channels, height, width = pixels.shape
+        size = self.patch_size
+        down, across = height // size, width // size
+        pixels = pixels[:, :, : down * size, : across * size].reshape(pictures, channels, down, size, across, size)
+        patches = pixels.permute(0, 2, 4, 1, 3, 5).reshape(pictures, down * across, channels * size * size)
+        return super().forward(patches, residual)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return super()._product(x) if self._reordered is not None else F.linear(x, self.weight.flatten(1))
+
+    def pack(self, *, native: bool) -> None:
+        self.weight = nn.Parameter(self.weight.data.flatten(1), requires_grad=False)
+        super().pack(native=native)
 
 
 class ClipEmbeddings(nn.Module):
@@ -108,25 +125,25 @@ class ClipAttention(nn.Module):
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
         self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=True, dtype=dtype, device=device)
         self.out_proj = Linear(spec.hidden_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
-        self.num_heads = spec.num_heads
+        self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, size = x.shape
-        query, key, value = self.qkv_proj(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value)
-        output: Tensor = self.out_proj(attended.transpose(1, 2).reshape(batch, length, size))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual: ``[pictures, tokens, hidden_size]``; the second is added to the output."""
+        output: Tensor = self.out_proj(self.attention(self.qkv_proj(x)), residual)
         return output
 
 
 class ClipMLP(nn.Module):
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.fc1 = Linear(spec.hidden_size, spec.intermediate_size, bias=True, dtype=dtype, device=device)
+        self.fc1 = Linear(
+            spec.hidden_size, spec.intermediate_size, bias=True, dtype=dtype, device=device, act=spec.activation
+        )
         self.fc2 = Linear(spec.intermediate_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
-        self.act = activation(spec.activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.fc2(self.act(self.fc1(x)))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual: ``[pictures, tokens, hidden_size]``; the second is added to the output."""
+        output: Tensor = self.fc2(self.fc1(x), residual)
         return output
 
 
@@ -139,8 +156,8 @@ class ClipLayer(nn.Module):
         self.mlp = ClipMLP(spec, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
-        output: Tensor = x + self.mlp(self.layer_norm2(x))
+        x = self.self_attn(self.layer_norm1(x), x)
+        output: Tensor = self.mlp(self.layer_norm2(x), x)
         return output
 
 

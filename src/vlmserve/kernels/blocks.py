@@ -1,0 +1,31 @@
+"""What backends do with whole blocks of a cache whose first axis is the blocks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.attention import LayerCache
+
+
+def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory only once they are written to: numpy leaves untouched pages to the system."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
+    """Zero blocks (int64 ids on the cache's device)."""
+    cache.keys.index_fill_(0, blocks, 0)
+    cache.values.index_fill_(0, blocks, 0)
+
+
+def copy_blocks(source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
+    """Copy blocks between caches, on one device or across two. All are read before any is written."""
+    for origin, destination in ((source.keys, target.keys), (source.values, target.values)):
+        blocks = origin.index_select(0, source_blocks.to(origin.device)).to(destination.device)
+        destination.index_copy_(0, target_blocks.to(destination.device), blocks)

@@ -1,0 +1,187 @@
+"""Paged attention by the native kernels for a CPU: an `AttentionBackend` that also turns queries and keys.
+
+A layer is one call, which writes the new keys and values and attends straight over the block table. How the cache lies
+in memory is told in csrc/attention.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
+from vlmserve.kernels.cpu_native import DTYPES, extension, supported_isas
+
+LANES = 16
+"""Tokens of a tile: a block takes whole ones, so its size had better be a multiple of this."""
+MAX_HEAD_SIZE = 512
+
+
+def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the native kernels cannot serve a layer, None if they can."""
+    if not supported_isas():
+        return "the native kernels were not built"
+    if device.type != "cpu":
+        return f"they run on a CPU, not on {device.type}"
+    if dtype not in DTYPES:
+        return f"they know no {dtype}"
+    if dtype == torch.bfloat16 and spec.head_size % 2:
+        return f"a head of {spec.head_size} elements is not made of pairs"
+    if spec.head_size > MAX_HEAD_SIZE:
+        return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
+    if spec.num_heads % spec.num_kv_heads:
+        return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """What all layers of a step pass to the kernel. tensors: keeps the memory behind `addresses`, which are those of
+    the query starts, context lengths, block tables and slots."""
+
+    tensors: tuple[Tensor, ...]
+    addresses: tuple[int, int, int, int]
+    num_sequences: int
+    num_tokens: int
+    table_stride: int
+    threads: int
+
+
+class CpuAttention:
+    """Attention over a flat batch of decodes and prompt chunks, in one call a layer. A `RotatingBackend`."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._attention = extension().attention
+
+    def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        """What a block of one layer takes."""
+        tokens = -(-block_size // LANES) * LANES
+        columns = -(-spec.head_size // LANES) * LANES
+        return tokens * spec.num_kv_heads * (spec.head_size + columns) * dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """A zeroed cache of one layer. Raises ValueError for what `unserved` gives a reason against."""
+        if (reason := unserved(spec, dtype, device)) is not None:
+            raise ValueError(f"native attention is not possible here: {reason}")
+        pair = 4 // dtype.itemsize
+        tiles = (num_blocks, spec.num_kv_heads, -(-block_size // LANES))
+        columns = -(-spec.head_size // LANES) * LANES
+        keys = allocate_zeros((*tiles, spec.head_size // pair, LANES, pair), dtype, device)
+        values = allocate_zeros((*tiles, LANES // pair, columns, pair), dtype, device)
+        return LayerCache(keys, values, block_size)
+
+    def clear(self, cache: LayerCache, blocks: Tensor) -> None:
+        """Zero blocks (int64 ids)."""
+        clear_blocks(cache, blocks)
+
+    def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
+        """Copy blocks between caches, which may be the same one."""
+        copy_blocks(source, target, source_blocks, target_blocks)
+
+    def prepare(self, metadata: BatchMetadata, block_size: int) -> CpuPlan:
+        """Addresses and sizes of the batch."""
+        tensors = (
+            metadata.query_starts.to(torch.int32).contiguous(),
+            metadata.context_lens.to(torch.int32).contiguous(),
+            metadata.block_tables.to(torch.int32).contiguous(),
+            metadata.slot_mapping.to(torch.int64).contiguous(),
+        )
+        starts, contexts, tables, slots = (tensor.data_ptr() for tensor in tensors)
+        return CpuPlan(
+            tensors=tensors,
+            addresses=(starts, contexts, tables, slots),
+            num_sequences=len(metadata.query_lens),
+            num_tokens=tensors[3].shape[0],
+            table_stride=tensors[2].shape[1],
+            threads=torch.get_num_threads(),
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
+
+        query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
+        """
+        query, key, value = _heads_together(query), _heads_together(key), _heads_together(value)
+        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0)
+        strides = (query.stride(0), key.stride(0), value.stride(0), 0)
+        return self._run(addresses, strides, query.dtype, cache, spec, plan)
+
+    def attend_rotated(
+        self,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
+        queries and keys are still to be turned.
+
+        rope: cosines and sines, float32 ``[tokens, size / 2]``; element ``i`` of a head pairs with ``i + size / 2``,
+        and what lies behind ``size`` stays as it is.
+        """
+        if qkv.stride(1) != 1:
+            qkv = qkv.contiguous()
+        cos, sin = rope
+        query, stride, size = qkv.data_ptr(), qkv.stride(0), qkv.element_size()
+        key = query + spec.num_heads * spec.head_size * size
+        value = key + spec.num_kv_heads * spec.head_size * size
+        addresses = (query, key, value, cos.data_ptr(), sin.data_ptr())
+        return self._run(addresses, (stride, stride, stride, 2 * cos.shape[1]), qkv.dtype, cache, spec, plan)
+
+    def _run(
+        self,
+        addresses: tuple[int, int, int, int, int],
+        strides: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        plan: object,
+    ) -> Tensor:
+        assert isinstance(plan, CpuPlan)
+        if cache.keys.dtype != dtype:
+            raise ValueError(f"queries of {dtype} do not fit a cache of {cache.keys.dtype}")
+        output = torch.empty((plan.num_tokens, spec.num_heads * spec.head_size), dtype=dtype)
+        self._attention(
+            *addresses,
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
+            output.data_ptr(),
+            *plan.addresses,
+            plan.num_sequences,
+            plan.num_tokens,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            cache.block_size,
+            plan.table_stride,
+            *strides,
+            spec.window or 0,
+            spec.scale,
+            spec.soft_cap or 0.0,
+            DTYPES[dtype],
+            plan.threads,
+        )
+        return output
+
+
+def _heads_together(x: Tensor) -> Tensor:
+    """``[tokens, heads, head_size]`` whose last two axes are one piece of memory; it may be a slice of wider rows."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

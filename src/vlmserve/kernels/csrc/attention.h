@@ -1,0 +1,480 @@
+// Paged attention: new keys and values go into their slots, then queries meet all that they can see.
+//
+// A block holds, for each head, tiles of 16 tokens. A tile of keys lies as [head_size / pair][16][pair], so that a vector
+// is 16 tokens and a broadcast query gives 16 scores without sums across lanes; one of values lies as
+// [16 / pair][columns][pair], columns being head_size rounded up to 16. A block size that is no multiple of 16 leaves
+// lanes of its last tile unused.
+//
+// The query heads that share a head of keys are rows of one matrix, row = token * group + head of the group, so that
+// decodes and prompts are the same work: some rows against a range of tiles. Scores are kept for CHUNK tokens at a time,
+// with a running maximum and sum (https://arxiv.org/abs/2205.14135). A range that is too long for one thread is cut, and
+// the pieces are merged by their maxima and sums. Scores carry a factor of log2(e), so that weights are powers of two.
+#pragma once
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "attention_plan.h"
+#include "linear.h"
+
+namespace {
+
+constexpr long CHUNK_TILES = 16;
+constexpr long CHUNK = CHUNK_TILES * LANES;
+constexpr float LOG2_E = 1.44269504f;
+constexpr float LOWEST = -3.0e38f;
+
+INLINE void keep_first_of_pair(Float32::Weights&) {}
+#if defined(__AVX512BF16__)
+INLINE void keep_first_of_pair(BFloat16::Weights& w) { w = _mm512_and_si512(w, _mm512_set1_epi32(0xffff)); }
+#else
+INLINE void keep_first_of_pair(BFloat16::Weights& w) { w.odd = f32x16{}; }
+#endif
+
+// Weights as `Format::Input`s: pairs of bfloat16 where the processor multiplies such pairs, else floats.
+INLINE void store_probabilities(float* to, f32x16 p) { store(to, p); }
+#if defined(__AVX512BF16__)
+INLINE void store_probabilities(BFloat16::Input* to, f32x16 p) {
+    u16x16 bits = round_to_bf16(p);
+    __builtin_memcpy(to, &bits, sizeof bits);
+}
+#else
+INLINE void store_probabilities(BFloat16::Input* to, f32x16 p) { __builtin_memcpy(to, &p, sizeof p); }
+#endif
+
+// 2^x for x <= 0, to about one unit in the last place; 0 below -126; NaN stays NaN.
+INLINE f32x16 power_of_two(f32x16 x) {
+    f32x16 shifted = x + 12582912.0f;
+    f32x16 r = x - (shifted - 12582912.0f);
+    f32x16 p = broadcast(1.535336188e-4f);
+    p = p * r + 1.339887440e-3f;
+    p = p * r + 9.618437357e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472028e-1f;
+    p = p * r + 1.0f;
+    p = bit_cast<f32x16>(bit_cast<i32x16>(p) + (bit_cast<i32x16>(shifted) << 23));
+    return choose(x < -126.0f, f32x16{}, p);
+}
+
+INLINE float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
+
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef float f32x4 __attribute__((vector_size(16)));
+
+INLINE float largest(f32x16 value) {
+    struct Eights {
+        f32x8 low, high;
+    } eights = bit_cast<Eights>(value);
+    struct Fours {
+        f32x4 low, high;
+    } fours = bit_cast<Fours>(eights.low > eights.high ? eights.low : eights.high);
+    f32x4 four = fours.low > fours.high ? fours.low : fours.high;
+    float first = four[0] > four[1] ? four[0] : four[1], second = four[2] > four[3] ? four[2] : four[3];
+    return first > second ? first : second;
+}
+
+// One thread's part of the scratch.
+template <class Format>
+struct Workspace {
+    typename Format::Input* query;  // blocks of rows, [units][rows of the block] each
+    float *totals, *sums, *highest;  // [rows][columns], [rows][16], [rows]
+
+    static long bytes(const AttentionArgs& args) {
+        Geometry at(args);
+        long floats = ITEM_ROWS * (at.columns + LANES + 1);
+        long inputs = ITEM_ROWS * (args.head_size / Format::PAIR);
+        return inputs * static_cast<long>(sizeof(typename Format::Input)) + floats * static_cast<long>(sizeof(float));
+    }
+
+    Workspace(const AttentionArgs& args, const Geometry& at, char* memory) {
+        totals = reinterpret_cast<float*>(memory);
+        sums = totals + ITEM_ROWS * at.columns;
+        highest = sums + ITEM_ROWS * LANES;
+        query = reinterpret_cast<typename Format::Input*>(highest + ITEM_ROWS);
+        (void)args;
+    }
+};
+
+INLINE long cache_lines(long bytes) { return (bytes + 63) / 64 * 64; }
+
+template <class Format>
+long scratch_bytes(const AttentionArgs& args, const Plan& plan) {
+    return cache_lines(plan.items * static_cast<long>(sizeof(Item))) + plan.partials * static_cast<long>(sizeof(float)) +
+           args.threads * cache_lines(Workspace<Format>::bytes(args));
+}
+
+long attention_scratch(const AttentionArgs& args, long* work) {
+    Plan plan = plan_items(args, Geometry(args), nullptr);
+    *work = plan.cost * args.head_size * 2;
+    return args.dtype == FLOAT32 ? scratch_bytes<Float32>(args, plan) : scratch_bytes<BFloat16>(args, plan);
+}
+
+// One head of a token with its rotary position applied: `row` itself if there is none, else `buffer`.
+template <class Element>
+INLINE const Element* turned(const AttentionArgs& args, const Element* row, long token, Element* buffer) {
+    if (!args.cos) return row;
+    long half = args.rope_size / 2;
+    for (long i = 0; i < half; i += LANES) {
+        long count = smaller(LANES, half - i);
+        f32x16 cos = load_some(args.cos + token * half + i, count), sin = load_some(args.sin + token * half + i, count);
+        f32x16 first = load_some(row + i, count), second = load_some(row + half + i, count);
+        store_some(buffer + i, first * cos - second * sin, count);
+        store_some(buffer + half + i, second * cos + first * sin, count);
+    }
+    for (long i = args.rope_size; i < args.head_size; ++i) buffer[i] = row[i];
+    return buffer;
+}
+
+// Writes a token's key and value for one head into its slot.
+template <class Format>
+void append(const AttentionArgs& args, const Geometry& at, long token, long head) {
+    typedef typename Format::Element Element;
+    constexpr long PAIR = Format::PAIR;
+    Element buffer[MAX_HEAD_SIZE];
+    long slot = args.slots[token], block = slot / args.block_size, offset = slot % args.block_size;
+    long tile = (block * args.kv_heads + head) * at.tiles_per_block + offset / LANES, lane = offset % LANES;
+
+    const Element* key = static_cast<const Element*>(args.key) + token * args.key_stride + head * args.head_size;
+    key = turned(args, key, token, buffer);
+    Element* keys = static_cast<Element*>(args.keys) + tile * at.key_tile + lane * PAIR;
+    for (long unit = 0; unit < args.head_size / PAIR; ++unit)
+        __builtin_memcpy(keys + unit * LANES * PAIR, key + unit * PAIR, PAIR * sizeof(Element));
+
+    const Element* value = static_cast<const Element*>(args.value) + token * args.value_stride + head * args.head_size;
+    Element* values =
+        static_cast<Element*>(args.values) + tile * at.value_tile + lane / PAIR * at.columns * PAIR + lane % PAIR;
+    for (long i = 0; i < args.head_size; ++i) values[i * PAIR] = value[i];
+}
+
+template <class Element>
+struct Tile {
+    const Element *keys, *values;
+    long start, lanes;  // the position of its first token, how many tokens it has room for
+};
+
+template <class Element>
+INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, long first, long end,
+                       Tile<Element>* tiles) {
+    const std::int32_t* table = args.block_tables + item.sequence * args.table_stride;
+    for (long i = 0; first + i < end; ++i) {
+        long index = first + i;
+        long block = at.tiles_per_block == 1 ? index : index / at.tiles_per_block;
+        long part = index - block * at.tiles_per_block;
+        long tile = (table[block] * args.kv_heads + item.kv_head) * at.tiles_per_block + part;
+        tiles[i].keys = static_cast<const Element*>(args.keys) + tile * at.key_tile;
+        tiles[i].values = static_cast<const Element*>(args.values) + tile * at.value_tile;
+        tiles[i].start = block * args.block_size + part * LANES;
+        tiles[i].lanes = smaller(LANES, args.block_size - part * LANES);
+    }
+}
+
+// A block of rows and the tiles of a chunk that any of them can see.
+template <class Format>
+struct Meeting {
+    const AttentionArgs& args;
+    const Geometry& at;
+    const typename Format::Input* query;      // [units][rows]
+    const Tile<typename Format::Element>* tiles;
+    long num_tiles;
+    const Tile<typename Format::Element>* later;  // tiles of the next chunk, to be asked for
+    long num_later;
+    long before, first_row;  // tokens before the sequence's first row; the first row of this block
+    float *totals, *sums, *highest;
+};
+
+// Into the second level: what is asked for would take the first level's place for what is needed sooner.
+template <class Element>
+INLINE void prefetch(const Element* from) {
+    __builtin_prefetch(from, 0, 2);
+}
+
+// Scores of ROWS rows with WIDE tiles of 16 tokens from the tile `first` on.
+template <class Format, int ROWS, int WIDE>
+INLINE void score_tiles(const Meeting<Format>& with, long first, float (*scores)[CHUNK]) {
+    constexpr long STEP = LANES * Format::PAIR;
+    const typename Format::Element *keys[WIDE], *values[WIDE];
+    for (int i = 0; i < WIDE; ++i) {
+        // Past the end the last one is computed again: its scores are not looked at.
+        const auto& tile = with.tiles[smaller(first + i, with.num_tiles - 1)];
+        keys[i] = tile.keys;
+        values[i] = tile.values;
+    }
+    f32x16 sums[ROWS][WIDE];
+    for (int row = 0; row < ROWS; ++row)
+        for (int i = 0; i < WIDE; ++i) sums[row][i] = f32x16{};
+    for (long unit = 0; unit < with.args.head_size / Format::PAIR; ++unit) {
+        typename Format::Weights w[WIDE];
+#pragma GCC unroll 4
+        for (int i = 0; i < WIDE; ++i) {
+            w[i] = Format::weights(keys[i] + unit * STEP);
+            prefetch(values[i] + unit * STEP);
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            auto x = with.query[unit * ROWS + row];
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; ++i) Format::multiply(sums[row][i], x, w[i]);
+        }
+    }
+    for (int row = 0; row < ROWS; ++row)
+        for (int i = 0; i < WIDE; ++i) store(&scores[row][(first + i) * LANES], sums[row][i]);
+}
+
+// Scores of one row to weights, with the running maximum and sum. Returns what totals so far are to be scaled by.
+template <class Format>
+INLINE float weigh(const Meeting<Format>& with, long row, float* scores, typename Format::Input* probabilities) {
+    const AttentionArgs& args = with.args;
+    constexpr i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    long position = with.before + (with.first_row + row) / with.at.group, oldest = first_visible(args, position);
+    float scale = args.soft_cap > 0 ? args.scale / args.soft_cap : args.scale * LOG2_E;
+    f32x16 most = broadcast(LOWEST);
+    for (long i = 0; i < with.num_tiles; ++i) {
+        const auto& tile = with.tiles[i];
+        f32x16 score = load(scores + i * LANES) * scale;
+        if (args.soft_cap > 0) score = hyperbolic_tangent(score) * (args.soft_cap * LOG2_E);
+        long end = smaller(tile.lanes, position + 1 - tile.start), start = oldest - tile.start;
+        if (start > 0 || end < LANES) {
+            i32x16 seen = (LANE < static_cast<std::int32_t>(larger(end, 0))) & (LANE >= static_cast<std::int32_t>(smaller(start, LANES)));
+            score = choose(seen, score, broadcast(-__builtin_inff()));
+        }
+        store(scores + i * LANES, score);
+        most = choose(score > most, score, most);
+    }
+    float highest = largest(most), before = with.highest[row];
+    if (before > highest) highest = before;
+    float decay = power_of_two(before - highest);
+    f32x16 sums = load(with.sums + row * LANES) * decay;
+    for (long i = 0; i < with.num_tiles; ++i) {
+        f32x16 p = power_of_two(load(scores + i * LANES) - highest);
+        sums += p;
+        store_probabilities(probabilities + i * (LANES / Format::PAIR), p);
+    }
+    store(with.sums + row * LANES, sums);
+    with.highest[row] = highest;
+    return decay;
+}
+
+// totals[:, column ...] = totals * decays + probabilities times WIDE vectors of the values' columns.
+template <class Format, int ROWS, int WIDE>
+INLINE void add_values(const Meeting<Format>& with, const typename Format::Input (*probabilities)[CHUNK / Format::PAIR],
+                       const float* decays, long column, long seen_of_last) {
+    constexpr long PAIR = Format::PAIR, UNITS = LANES / PAIR;
+    const long stride = with.at.columns;
+    f32x16 totals[ROWS][WIDE];
+    for (int row = 0; row < ROWS; ++row)
+        for (int i = 0; i < WIDE; ++i) totals[row][i] = load(with.totals + row * stride + column + i * LANES) * decays[row];
+    auto add = [&](const typename Format::Element* values, long place, bool half) __attribute__((always_inline)) {
+        typename Format::Weights w[WIDE];
+#pragma GCC unroll 4
+        for (int i = 0; i < WIDE; ++i) {
+            w[i] = Format::weights(values + i * LANES * PAIR);
+            // What lies behind a sequence's last token may be anything, and 0 times anything is not 0.
+            if (half) keep_first_of_pair(w[i]);
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            auto p = probabilities[row][place];
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDE; ++i) Format::multiply(totals[row][i], p, w[i]);
+        }
+    };
+    for (long t = 0; t < with.num_tiles; ++t) {
+        const auto& tile = with.tiles[t];
+        const auto* values = tile.values + column * PAIR;
+        const auto* later = with.later[smaller(t, with.num_later - 1)].keys + column * PAIR;
+        long seen = t + 1 < with.num_tiles ? tile.lanes : seen_of_last, units = seen / PAIR;
+        for (long unit = 0; unit < units; ++unit) {
+            for (int i = 0; i < WIDE; ++i) prefetch(later + unit * stride * PAIR + i * LANES * PAIR);
+            add(values + unit * stride * PAIR, t * UNITS + unit, false);
+        }
+        if (PAIR > 1 && seen % PAIR) add(values + units * stride * PAIR, t * UNITS + units, true);
+    }
+    for (int row = 0; row < ROWS; ++row)
+        for (int i = 0; i < WIDE; ++i) store(with.totals + row * stride + column + i * LANES, totals[row][i]);
+}
+
+#if defined(__AVX512F__)
+constexpr int MAX_SUMS = 24;
+#else
+constexpr int MAX_SUMS = 6;
+#endif
+
+template <class Format, int ROWS>
+void meet(const Meeting<Format>& with) {
+    constexpr int WIDE = ROWS * 4 <= MAX_SUMS ? 4 : 2;
+    alignas(64) float scores[ROWS][CHUNK];
+    alignas(64) typename Format::Input probabilities[ROWS][CHUNK / Format::PAIR];
+    float decays[ROWS];
+    for (long first = 0; first < with.num_tiles; first += WIDE) score_tiles<Format, ROWS, WIDE>(with, first, scores);
+    for (long row = 0; row < ROWS; ++row) decays[row] = weigh(with, row, scores[row], probabilities[row]);
+
+    const auto& last = with.tiles[with.num_tiles - 1];
+    long newest = with.before + (with.first_row + ROWS - 1) / with.at.group;
+    long seen = smaller(last.lanes, newest + 1 - last.start), column = 0;
+    for (; column + WIDE * LANES <= with.at.columns; column += WIDE * LANES)
+        add_values<Format, ROWS, WIDE>(with, probabilities, decays, column, seen);
+    for (; column < with.at.columns; column += LANES)
+        add_values<Format, ROWS, 1>(with, probabilities, decays, column, seen);
+}
+
+template <class Format>
+void meet_rows(const Meeting<Format>& with, long rows) {
+    switch (rows) {
+#define CASE(n) \
+    case n: return meet<Format, n>(with);
+        CASE(1) CASE(2) CASE(3)
+#if defined(__AVX512F__)
+        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#elif !defined(__AVX2__)
+        CASE(4)
+#endif
+#undef CASE
+    }
+}
+
+// The item's queries, turned, as [units][rows of the block] for each block of rows.
+template <class Format>
+void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& item, typename Format::Input* to) {
+    typedef typename Format::Element Element;
+    Element buffer[MAX_HEAD_SIZE];
+    long units = args.head_size / Format::PAIR;
+    for (long block = 0; block < num_blocks(item.rows); ++block) {
+        long first = block_start(item.rows, block), count = block_start(item.rows, block + 1) - first;
+        for (long i = 0; i < count; ++i) {
+            long row = item.first_row + first + i, token = args.query_starts[item.sequence] + row / at.group;
+            long head = item.kv_head * at.group + row % at.group;
+            const Element* query = static_cast<const Element*>(args.query) + token * args.query_stride + head * args.head_size;
+            query = turned(args, query, token, buffer);
+            for (long unit = 0; unit < units; ++unit)
+                to[first * units + unit * count + i] = Format::input(query + unit * Format::PAIR);
+        }
+    }
+}
+
+// Writes one row's result, `scale` times the totals.
+template <class Element>
+INLINE void write_row(const AttentionArgs& args, const Geometry& at, const Item& item, long row, const float* totals,
+                      float scale) {
+    row += item.first_row;
+    long token = args.query_starts[item.sequence] + row / at.group, head = item.kv_head * at.group + row % at.group;
+    Element* output = static_cast<Element*>(args.output) + (token * args.heads + head) * args.head_size;
+    for (long i = 0; i < args.head_size; i += LANES)
+        store_some(output + i, load(totals + i) * scale, smaller(LANES, args.head_size - i));
+}
+
+template <class Format>
+void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item, Workspace<Format> space, float* partial) {
+    typedef typename Format::Element Element;
+    if (partial) space.totals = partial;
+    arrange_queries<Format>(args, at, item, space.query);
+    __builtin_memset(space.totals, 0, static_cast<std::size_t>(item.rows * at.columns) * sizeof(float));
+    __builtin_memset(space.sums, 0, static_cast<std::size_t>(item.rows * LANES) * sizeof(float));
+    for (long row = 0; row < item.rows; ++row) space.highest[row] = LOWEST;
+
+    long units = args.head_size / Format::PAIR, before = args.context_lens[item.sequence] - new_tokens(args, item.sequence);
+    Tile<Element> tiles[2][CHUNK_TILES];
+    int now = 0;
+    find_tiles(args, at, item, item.low, smaller(item.high, item.low + CHUNK_TILES), tiles[now]);
+    for (long chunk = item.low; chunk < item.high; chunk += CHUNK_TILES, now = 1 - now) {
+        long end = smaller(item.high, chunk + CHUNK_TILES), later = smaller(item.high, end + CHUNK_TILES) - end;
+        find_tiles(args, at, item, end, end + later, tiles[1 - now]);
+        for (long block = 0; block < num_blocks(item.rows); ++block) {
+            long first = block_start(item.rows, block), rows = block_start(item.rows, block + 1) - first;
+            long oldest = first_visible(args, before + (item.first_row + first) / at.group);
+            long newest = before + (item.first_row + first + rows - 1) / at.group;
+            long from = larger(chunk, at.tile_of(args, oldest)), to = smaller(end, at.tile_of(args, newest) + 1);
+            if (from >= to) continue;
+            // Without a next chunk, something that is there already is asked for.
+            const Tile<Element>* asked = later > 0 ? tiles[1 - now] : tiles[now];
+            meet_rows(Meeting<Format>{args, at, space.query + first * units, tiles[now] + (from - chunk), to - from, asked,
+                                      later > 0 ? later : 1, before, item.first_row + first,
+                                      space.totals + first * at.columns, space.sums + first * LANES, space.highest + first},
+                      rows);
+        }
+    }
+    for (long row = 0; row < item.rows; ++row) {
+        float total = sum(load(space.sums + row * LANES));
+        if (partial) {
+            partial[item.rows * at.columns + row] = space.highest[row];
+            partial[item.rows * (at.columns + 1) + row] = total;
+        } else {
+            write_row<Element>(args, at, item, row, space.totals + row * at.columns, 1.0f / total);
+        }
+    }
+}
+
+// Adds the pieces of a cut item up, `item` being the first of them, in its memory.
+template <class Element>
+void merge_pieces(const AttentionArgs& args, const Geometry& at, const Item& item, float* partials) {
+    long size = partial_floats(at, item.rows);
+    float* totals = partials + item.partial;
+    for (long row = 0; row < item.rows; ++row) {
+        long place = item.rows * at.columns + row;
+        float highest = totals[place], weight = 0;
+        for (long piece = 1; piece < item.pieces; ++piece)
+            if (totals[piece * size + place] > highest) highest = totals[piece * size + place];
+        for (long piece = 0; piece < item.pieces; ++piece) {
+            const float* other = totals + piece * size;
+            float share = power_of_two(other[place] - highest);
+            weight += share * other[place + item.rows];
+            for (long column = row * at.columns; column < (row + 1) * at.columns; column += LANES) {
+                f32x16 added = load(other + column) * share;
+                store(totals + column, piece ? load(totals + column) + added : added);
+            }
+        }
+        write_row<Element>(args, at, item, row, totals + row * at.columns, 1.0f / weight);
+    }
+}
+
+INLINE long thread_index() {
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+template <class Format>
+void attend(const AttentionArgs& args) {
+    Geometry at(args);
+    auto* items = static_cast<Item*>(args.scratch);
+    Plan plan = plan_items(args, at, items);
+    char* memory = static_cast<char*>(args.scratch) + cache_lines(plan.items * static_cast<long>(sizeof(Item)));
+    auto* partials = reinterpret_cast<float*>(memory);
+    char* spaces = memory + plan.partials * static_cast<long>(sizeof(float));
+    // Either all threads or one: a team that shrinks ends its threads, and the next call would start them anew.
+    int threads = plan.cost < PIECE_COST && args.tokens < 64 ? 1 : args.threads;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long i = 0; i < args.tokens * args.kv_heads; ++i)
+            append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
+
+        Workspace<Format> space(args, at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
+#pragma omp for schedule(dynamic)
+        for (long i = 0; i < plan.items; ++i)
+            attend_item<Format>(args, at, items[i], space, items[i].pieces > 1 ? partials + items[i].partial : nullptr);
+
+        if (plan.split) {
+#pragma omp for schedule(static)
+            for (long i = 0; i < plan.items; ++i) {
+                // The first piece of an item is the one that does not follow another of the same rows.
+                const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
+                bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
+                             item.first_row != other.first_row;
+                if (item.pieces > 1 && first) merge_pieces<typename Format::Element>(args, at, item, partials);
+            }
+        }
+    }
+}
+
+void attention(const AttentionArgs& args) {
+    if (args.dtype == FLOAT32)
+        attend<Float32>(args);
+    else
+        attend<BFloat16>(args);
+}
+
+}  // namespace

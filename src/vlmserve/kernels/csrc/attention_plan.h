@@ -1,0 +1,103 @@
+// What attention has to do in a step, cut into items for the threads.
+#pragma once
+
+#include "linear.h"
+#include "table.h"
+
+namespace {
+
+// Rows of one item: several blocks of rows read a chunk of keys and values while it is in a first-level cache.
+constexpr long ITEM_ROWS = 48;
+// What reading a tile costs, in rows that are computed with it.
+constexpr long TILE_COST = 4;
+// Pieces that are smaller than this cost more to merge than they save.
+constexpr long PIECE_COST = 16 * (TILE_COST + 3);
+// A thread takes that many items or more, so that none ends long after the others.
+constexpr long ITEMS_PER_THREAD = 4;
+
+// Sizes that follow from the arguments, and where a sequence's tokens are.
+struct Geometry {
+    long group, columns, tiles_per_block, key_tile, value_tile;
+
+    explicit Geometry(const AttentionArgs& args)
+        : group(args.heads / args.kv_heads),
+          columns((args.head_size + LANES - 1) / LANES * LANES),
+          tiles_per_block((args.block_size + LANES - 1) / LANES),
+          key_tile(args.head_size * LANES),
+          value_tile(columns * LANES) {}
+
+    long tile_of(const AttentionArgs& args, long position) const {
+        return position / args.block_size * tiles_per_block + position % args.block_size / LANES;
+    }
+};
+
+// Rows `first_row <= row < first_row + rows` of a sequence and a head, against tiles `low <= tile < high`. One of `pieces`
+// that lie side by side; if there are several, `partial` is where in the scratch (in floats) its result goes.
+struct Item {
+    long sequence, kv_head, first_row, rows, low, high, pieces, partial;
+};
+
+struct Plan {
+    long items = 0, partials = 0, cost = 0;
+    bool split = false;
+};
+
+INLINE long new_tokens(const AttentionArgs& args, long sequence) {
+    return args.query_starts[sequence + 1] - args.query_starts[sequence];
+}
+
+// The position of a row's token.
+INLINE long position_of(const AttentionArgs& args, const Geometry& at, long sequence, long row) {
+    return args.context_lens[sequence] - new_tokens(args, sequence) + row / at.group;
+}
+
+INLINE long first_visible(const AttentionArgs& args, long position) {
+    return args.window > 0 ? larger(0, position - args.window + 1) : 0;
+}
+
+// All items before cutting, those with the most work first, as far as that is cheap to know: prompts come last in a
+// batch, and their last rows see most.
+template <class Visit>
+INLINE void each_item(const AttentionArgs& args, const Geometry& at, Visit visit) {
+    for (long sequence = args.sequences - 1; sequence >= 0; --sequence) {
+        long rows = new_tokens(args, sequence) * at.group, parts = (rows + ITEM_ROWS - 1) / ITEM_ROWS;
+        for (long kv_head = 0; kv_head < args.kv_heads; ++kv_head)
+            for (long part = parts - 1; part >= 0; --part) {
+                long first = rows * part / parts, last = rows * (part + 1) / parts;
+                long low = first_visible(args, position_of(args, at, sequence, first));
+                long high = position_of(args, at, sequence, last - 1);
+                visit(Item{sequence, kv_head, first, last - first, at.tile_of(args, low), at.tile_of(args, high) + 1, 1, 0});
+            }
+    }
+}
+
+INLINE long cost_of(const Item& item) { return (item.high - item.low) * (item.rows + TILE_COST); }
+
+INLINE long partial_floats(const Geometry& at, long rows) { return (rows * (at.columns + 2) + LANES - 1) / LANES * LANES; }
+
+// Cuts the items that are too long for one thread. Writes them to `items` unless that is null.
+INLINE Plan plan_items(const AttentionArgs& args, const Geometry& at, Item* items) {
+    Plan plan;
+    each_item(args, at, [&](const Item& item) { plan.cost += cost_of(item); });
+    long most = larger(PIECE_COST, plan.cost / (args.threads * ITEMS_PER_THREAD));
+    each_item(args, at, [&](Item item) {
+        long low = item.low, tiles = item.high - item.low;
+        item.pieces = smaller(tiles, (cost_of(item) + most - 1) / most);
+        // One that is hardly longer than that is left whole.
+        if (cost_of(item) < 2 * most) item.pieces = 1;
+        for (long piece = 0; piece < item.pieces; ++piece) {
+            item.low = low + tiles * piece / item.pieces;
+            item.high = low + tiles * (piece + 1) / item.pieces;
+            item.partial = plan.partials;
+            if (items) items[plan.items] = item;
+            ++plan.items;
+            if (item.pieces > 1) {
+                plan.partials += partial_floats(at, item.rows);
+                plan.split = true;
+            }
+        }
+    });
+    return plan;
+}
+
+}  // namespace

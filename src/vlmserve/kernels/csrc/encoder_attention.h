@@ -1,0 +1,257 @@
+// Full attention of the tokens of each picture to each other, as in a vision tower.
+//
+// Everything is transposed: the 32 lanes of a tile are queries, rows are tokens in the first product and features in the
+// second, so that maxima, sums and weights never cross lanes, and both products are the ones of `linear.h`:
+// scores^T = keys queries^T, output^T = values^T weights^T. All scores of a tile are kept, so that one pass finds their
+// maxima and one makes weights of them.
+#pragma once
+
+#include "linear.h"
+
+namespace {
+
+template <int N>
+struct Count {
+    static constexpr int value = N;
+};
+
+// Calls `work` with a number of rows as a constant.
+template <class Work>
+INLINE void with_rows(long rows, Work work) {
+    switch (rows) {
+#define CASE(n) \
+    case n: return work(Count<n>{});
+        CASE(1) CASE(2) CASE(3)
+#if defined(__AVX512F__)
+        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#elif !defined(__AVX2__)
+        CASE(4)
+#endif
+#undef CASE
+    }
+}
+
+// One thread's part of the scratch: keys and values of a head, and what a tile of queries needs.
+template <class Format>
+struct EncoderScratch {
+    typedef typename Format::Element Element;
+    typedef typename Format::Input Input;
+
+    Input* keys;       // blocks of tokens, [head_size / pair][tokens of the block] each
+    Input* values;     // blocks of features, [tokens / pair][features of the block] each
+    float* scores;     // [tokens][TILE], and later outputs, [head_size, rounded up][TILE]
+    Element* queries;  // [head_size / pair][TILE][pair]
+    Element* weights;  // [tokens / pair][TILE][pair]
+
+    static long units(long count) { return (count + Format::PAIR - 1) / Format::PAIR; }
+
+    EncoderScratch(const EncoderAttentionArgs& args, long thread) {
+        lay_out(args, static_cast<char*>(args.scratch) + thread * bytes(args));
+    }
+
+    static long bytes(const EncoderAttentionArgs& args) { return EncoderScratch().lay_out(args, nullptr); }
+
+private:
+    EncoderScratch() = default;
+
+    // Puts the arrays one behind the other from `memory` on, if it is there; the number of bytes that they take.
+    long lay_out(const EncoderAttentionArgs& args, char* memory) {
+        long end = 0;
+        auto take = [&](auto*& place, long count) {
+            place = memory ? reinterpret_cast<decltype(+place)>(memory + end) : nullptr;
+            end += (count * static_cast<long>(sizeof *place) + 63) / 64 * 64;
+        };
+        take(keys, args.length * units(args.head_size));
+        take(values, args.head_size * units(args.length));
+        take(scores, larger(args.length, (args.head_size + LANES - 1) / LANES * LANES) * TILE);
+        take(queries, units(args.head_size) * TILE * Format::PAIR);
+        take(weights, units(args.length) * TILE * Format::PAIR);
+        return end;
+    }
+};
+
+// 2^x for x <= 0, to 2e-7 of it; 2^-126 for anything below. NaN stays NaN.
+INLINE f32x16 falling_power_of_two(f32x16 x) {
+    x = choose(x < -126.0f, broadcast(-126.0f), x);
+    f32x16 shifted = x + 12582912.0f;
+    f32x16 r = x - (shifted - 12582912.0f);
+    f32x16 p = broadcast(1.3264724e-3f);
+    p = p * r + 9.6715130e-3f;
+    p = p * r + 5.5507336e-2f;
+    p = p * r + 2.4022242e-1f;
+    p = p * r + 6.9314700e-1f;
+    p = p * r + 1.0f;
+    return bit_cast<f32x16>(bit_cast<i32x16>(p) + (bit_cast<i32x16>(shifted) << 23));
+}
+
+INLINE void store_weights(float* to, const f32x16 (&p)[1]) { store(to, p[0]); }
+INLINE void store_weights(bf16* to, const f32x16 (&p)[2]) {
+    u32x16 pairs = __builtin_convertvector(round_to_bf16(p[0]), u32x16) |
+                   __builtin_convertvector(round_to_bf16(p[1]), u32x16) << 16;
+    __builtin_memcpy(to, &pairs, sizeof pairs);
+}
+
+template <class Format>
+struct EncoderAttention {
+    typedef typename Format::Element Element;
+    static constexpr long PAIR = Format::PAIR;
+
+    const EncoderAttentionArgs& args;
+    const EncoderScratch<Format> own;
+    const long width = args.heads * args.head_size, token_units = EncoderScratch<Format>::units(args.length);
+    const Element* qkv = nullptr;  // of the head in hand
+    Element* y = nullptr;
+
+    EncoderAttention(const EncoderAttentionArgs& all, long thread) : args(all), own(all, thread) {}
+
+    // The queries `first <= query < last` of a head.
+    void attend(long picture, long head, long first, long last) {
+        qkv = static_cast<const Element*>(args.qkv) + picture * args.length * 3 * width + head * args.head_size;
+        y = static_cast<Element*>(args.y) + picture * args.length * width + head * args.head_size;
+        rearrange_keys();
+        rearrange_values();
+        for (; first < last; first += TILE) {
+            long queries = smaller(TILE, last - first);
+            rearrange_queries(first, queries);
+            f32x16 highest[2], totals[2];
+            score(highest);
+            weigh(highest, totals);
+            mix(totals);
+            write(first, queries);
+        }
+    }
+
+    // Rows lie apart by whole pages, so that no processor foresees the next one.
+    void prefetch(const Element* row, long ahead) const {
+        for (long i = 0; i < args.head_size; i += 64 / static_cast<long>(sizeof *row))
+            __builtin_prefetch(row + ahead * 3 * width + i);
+    }
+
+    void rearrange_keys() {
+        long units = args.head_size / PAIR;
+        for (long block = 0; block < num_blocks(args.length); ++block) {
+            long first = block_start(args.length, block), count = block_start(args.length, block + 1) - first;
+            auto* to = own.keys + first * units;
+            for (long row = 0; row < count; ++row) {
+                const Element* from = qkv + (first + row) * 3 * width + width;
+                prefetch(from, BLOCK);
+                for (long unit = 0; unit < units; ++unit) to[unit * count + row] = Format::input(from + unit * PAIR);
+            }
+        }
+    }
+
+    void rearrange_values() {
+        for (long unit = 0; unit < token_units; ++unit) {
+            const Element* from = qkv + unit * PAIR * 3 * width + 2 * width;
+            bool whole = (unit + 1) * PAIR <= args.length;
+            for (long i = 0; i < PAIR; ++i) prefetch(from + i * 3 * width, BLOCK);
+            for (long block = 0; block < num_blocks(args.head_size); ++block) {
+                long first = block_start(args.head_size, block), count = block_start(args.head_size, block + 1) - first;
+                auto* to = own.values + first * token_units + unit * count;
+                for (long row = 0; row < count; ++row) {
+                    Element pair[PAIR] = {from[first + row]};
+                    if (PAIR > 1 && whole) pair[PAIR - 1] = from[first + row + (PAIR - 1) * 3 * width];
+                    to[row] = Format::input(pair);
+                }
+            }
+        }
+    }
+
+    void rearrange_queries(long first, long queries) {
+        long units = args.head_size / PAIR;
+        for (long lane = 0; lane < TILE; ++lane) {
+            // Lanes without a query repeat the last one.
+            const Element* from = qkv + (first + smaller(lane, queries - 1)) * 3 * width;
+            prefetch(from, TILE);
+            Element* to = own.queries + lane * PAIR;
+            for (long unit = 0; unit < units; ++unit)
+                __builtin_memcpy(to + unit * TILE * PAIR, from + unit * PAIR, PAIR * sizeof(Element));
+        }
+    }
+
+    void score(f32x16 (&highest)[2]) {
+        highest[0] = highest[1] = broadcast(-__builtin_inff());
+        for (long block = 0; block < num_blocks(args.length); ++block) {
+            long first = block_start(args.length, block);
+            with_rows(block_start(args.length, block + 1) - first, [&](auto rows) {
+                constexpr int ROWS = decltype(rows)::value;
+                f32x16 sums[ROWS][2];
+                multiply_block<Format, ROWS>(own.keys + first * (args.head_size / PAIR), own.queries, args.head_size, sums);
+                for (long row = 0; row < ROWS; ++row)
+                    for (int half = 0; half < 2; ++half) {
+                        highest[half] = sums[row][half] > highest[half] ? sums[row][half] : highest[half];
+                        store(own.scores + (first + row) * TILE + half * LANES, sums[row][half]);
+                    }
+            });
+        }
+    }
+
+    void weigh(const f32x16 (&highest)[2], f32x16 (&totals)[2]) {
+        float scale = args.scale * 1.44269504f;
+        f32x16 most[2] = {highest[0] * scale, highest[1] * scale};
+        totals[0] = totals[1] = f32x16{};
+        for (long unit = 0; unit < token_units; ++unit)
+            for (int half = 0; half < 2; ++half) {
+                const float* scores = own.scores + unit * PAIR * TILE + half * LANES;
+                f32x16 p[PAIR] = {falling_power_of_two(load(scores) * scale - most[half])};
+                if (PAIR > 1 && unit * PAIR + 1 < args.length)
+                    p[PAIR - 1] = falling_power_of_two(load(scores + (PAIR - 1) * TILE) * scale - most[half]);
+                for (long i = 0; i < PAIR; ++i) totals[half] += p[i];
+                store_weights(own.weights + (unit * TILE + half * LANES) * PAIR, p);
+            }
+    }
+
+    void mix(const f32x16 (&totals)[2]) {
+        f32x16 shares[2] = {1.0f / totals[0], 1.0f / totals[1]};
+        for (long block = 0; block < num_blocks(args.head_size); ++block) {
+            long first = block_start(args.head_size, block);
+            with_rows(block_start(args.head_size, block + 1) - first, [&](auto rows) {
+                constexpr int ROWS = decltype(rows)::value;
+                f32x16 sums[ROWS][2];
+                multiply_block<Format, ROWS>(own.values + first * token_units, own.weights, token_units * PAIR, sums);
+                for (long row = 0; row < ROWS; ++row)
+                    for (int half = 0; half < 2; ++half)
+                        store(own.scores + (first + row) * TILE + half * LANES, sums[row][half] * shares[half]);
+            });
+        }
+    }
+
+    void write(long first, long queries) {
+        for (long query = 0; query < queries; ++query)
+            for (long i = 0; i < args.head_size; i += LANES) {
+                f32x16 features;
+                for (int lane = 0; lane < LANES; ++lane) features[lane] = own.scores[(i + lane) * TILE + query];
+                store_some(y + (first + query) * width + i, features, smaller(LANES, args.head_size - i));
+            }
+    }
+};
+
+template <class Format>
+void attend_encoder(const EncoderAttentionArgs& args) {
+    // A head is one thread's, unless there are more threads than heads.
+    long heads = args.pictures * args.heads, tiles = (args.length + TILE - 1) / TILE;
+    long parts = smaller(tiles, (args.threads + heads - 1) / heads), items = heads * parts;
+#pragma omp parallel for num_threads(args.threads) schedule(static, 1)
+    for (long thread = 0; thread < args.threads; ++thread) {
+        EncoderAttention<Format> attention(args, thread);
+        for (long item = thread; item < items; item += args.threads) {
+            long head = item / parts, part = item % parts;
+            long first = tiles * part / parts * TILE, last = smaller(args.length, tiles * (part + 1) / parts * TILE);
+            attention.attend(head / args.heads, head % args.heads, first, last);
+        }
+    }
+}
+
+void encoder_attention(const EncoderAttentionArgs& args) {
+    if (args.dtype == FLOAT32)
+        attend_encoder<Float32>(args);
+    else
+        attend_encoder<BFloat16>(args);
+}
+
+long encoder_attention_scratch(const EncoderAttentionArgs& args) {
+    long bytes = args.dtype == FLOAT32 ? EncoderScratch<Float32>::bytes(args) : EncoderScratch<BFloat16>::bytes(args);
+    return args.threads * bytes;
+}
+
+}  // namespace

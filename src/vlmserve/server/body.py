@@ -1,0 +1,106 @@
+"""A request's body: of JSON, within a limit for one, and within a limit for all that are in memory at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from http import HTTPStatus
+
+from starlette.requests import Request
+
+from vlmserve.server.errors import RefusedError
+
+BODY_TIMEOUT = 30.0
+"""Seconds that a client may pause while it sends its body."""
+
+
+class BodyMemory:
+    """Counts the bytes of bodies that are read or worked on, at most `capacity`."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """One body's share, given back at the end."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            share.give_back()
+
+
+class BodyShare:
+    """What one body takes of the memory for all."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self._taken = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Take as much again, if it is there."""
+        if self._memory.used + num_bytes > self._memory.capacity:
+            return False
+        self._memory.used += num_bytes
+        self._taken += num_bytes
+        return True
+
+    def give_back(self) -> None:
+        self._memory.used -= self._taken
+        self._taken = 0
+
+
+async def read_json_body(request: Request, max_bytes: int, share: BodyShare) -> bytearray:
+    """The body of a JSON request.
+
+    Raises RefusedError for another content type, a body over `max_bytes`, declared or not, one that finds no room
+    beside the others, or one that stalls.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise RefusedError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"The header Content-Type should be application/json, not {kind or 'absent'}",
+            "unsupported_content_type",
+        )
+    expects_continue = "expect" in request.headers
+    declared = request.headers.get("content-length", "")
+    spare = 2 * max_bytes
+    refusal = _too_large(max_bytes) if declared.isdecimal() and int(declared) > max_bytes else None
+    body = bytearray()
+    chunks = request.stream()
+    # Many clients read no answer before they have sent everything: up to as much again is read and dropped.
+    while spare >= 0 and not (refusal and expects_continue):
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "The body stopped arriving", "body_timeout") from None
+        if chunk is None:
+            break
+        spare -= len(chunk)
+        if refusal is None:
+            if len(body) + len(chunk) > max_bytes:
+                refusal = _too_large(max_bytes)
+            elif not share.take(len(chunk)):
+                refusal = _no_room()
+        if refusal is None:
+            body += chunk
+        else:
+            body.clear()
+            share.give_back()
+    if refusal is not None:
+        raise refusal
+    return body
+
+
+def _too_large(max_bytes: int) -> RefusedError:
+    message = f"The body is larger than the limit of {max_bytes} bytes"
+    return RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, "body_too_large")
+
+
+def _no_room() -> RefusedError:
+    message = "Too many large requests are being read already; try again later"
+    return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, message, "overloaded")

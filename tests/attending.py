@@ -1,0 +1,90 @@
+"""Attention backends beside attention written out in float64."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.paged import BlockTables
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
+
+Chunk = tuple[int, int]  # tokens in the cache before this step, new tokens
+
+CPU = torch.device("cpu")
+CHUNKS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12) | st.just(1)), min_size=1, max_size=8)
+
+
+def naive_attention(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+    """One sequence, ``[new, heads, head_size]`` over ``[context, kv_heads, head_size]``, in float64."""
+    query, keys, values = query.double(), keys.double(), values.double()
+    new, context, group = len(query), len(keys), spec.num_heads // spec.num_kv_heads
+    scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    age = torch.arange(context - new, context)[:, None] - torch.arange(context)
+    hidden = age < 0 if spec.window is None else (age < 0) | (age >= spec.window)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).reshape(new, -1)
+
+
+def attend(
+    backend: AttentionBackend,
+    chunks: list[Chunk],
+    spec: AttentionSpec,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spread: float = 1.0,
+    junk: float = 1e4,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The backend's output for a batch and the naive one, each ``[tokens, heads * head_size]``.
+
+    All that the cache holds beyond the sequences' own tokens is `junk`, so reading it shows.
+    """
+    torch.manual_seed(seed)
+    chunks = sorted(chunks, key=lambda chunk: chunk[1] > 1)
+    contexts = [before + new for before, new in chunks]
+    blocks = BlockTables(contexts, block_size, seed)
+    cache = backend.allocate(blocks.num_blocks, block_size, spec, dtype, CPU)
+    cache.keys.fill_(junk)
+    cache.values.fill_(junk)
+
+    def random(heads: int) -> list[Tensor]:
+        return [(torch.randn(context, heads, spec.head_size) * spread).to(dtype) for context in contexts]
+
+    queries, keys, values = random(spec.num_heads), random(spec.num_kv_heads), random(spec.num_kv_heads)
+    for new in (False, True):
+        parts = [
+            (i, before, count) if new else (i, 0, before) for i, (before, count) in enumerate(chunks) if new or before
+        ]
+        parts.sort(key=lambda part: part[2] > 1)
+        if not parts:
+            continue
+        metadata = blocks.metadata(parts)
+
+        def rows(tensors: list[Tensor], parts: list[tuple[int, int, int]] = parts) -> Tensor:
+            return torch.cat([tensors[i][before : before + count] for i, before, count in parts])
+
+        plan = backend.prepare(metadata, block_size)
+        output = backend.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
+    expected = [
+        naive_attention(q[before:], k, v, spec)
+        for (before, _), q, k, v in zip(chunks, queries, keys, values, strict=True)
+    ]
+    return output, torch.cat(expected)
+
+
+@st.composite
+def attention_specs(draw: st.DrawFn, head_sizes: tuple[int, ...] = (2, 6, 16, 32), groups: int = 4) -> AttentionSpec:
+    """Any geometry; groups: up to how many query heads share a head of keys."""
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, groups))
+    return AttentionSpec(
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_size=draw(st.sampled_from(head_sizes)),
+        scale=draw(st.sampled_from([0.125, 0.5, 1.0])),
+        window=draw(st.none() | st.integers(1, 20)),
+        soft_cap=draw(st.none() | st.sampled_from([2.0, 30.0])),
+    )

@@ -1,0 +1,124 @@
+"""What every attention backend of this machine must do."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs, naive_attention
+from tests.paged import BlockTables
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
+from vlmserve.kernels.cpu_attention import CpuAttention
+from vlmserve.kernels.cpu_native import supported_isas
+from vlmserve.kernels.torch_reference import TorchReference
+
+BACKENDS = {
+    "torch": TorchReference,
+    "native": pytest.param(
+        CpuAttention,
+        marks=pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler"),
+    ),
+}
+PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
+
+every_backend = pytest.mark.parametrize("kind", BACKENDS.values(), ids=BACKENDS)
+
+
+@every_backend
+@settings(max_examples=150, deadline=None)
+@given(chunks=CHUNKS, spec=attention_specs(), block_size=st.sampled_from([1, 3, 4, 16]))
+@example(chunks=[(0, 1)], spec=PLAIN, block_size=16)
+@example(chunks=[(15, 1), (16, 1), (17, 1)], spec=PLAIN, block_size=16)
+@example(chunks=[(0, 1), (0, 2), (5, 1), (5, 2)], spec=PLAIN, block_size=4)
+def test_any_batch_equals_naive_attention(
+    kind: type[AttentionBackend], chunks: list[Chunk], spec: AttentionSpec, block_size: int
+) -> None:
+    output, expected = attend(kind(), chunks, spec, block_size)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "spec", [PLAIN, AttentionSpec(4, 2, 8, 8**-0.5, window=100), AttentionSpec(4, 4, 8, 1.0, soft_cap=5.0)]
+)
+def test_long_chunks_equal_naive_attention(kind: type[AttentionBackend], spec: AttentionSpec) -> None:
+    output, expected = attend(kind(), [(0, 265), (33, 517), (70, 1)], spec, 16)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@every_backend
+def test_decodes_of_very_different_lengths_equal_naive_attention(kind: type[AttentionBackend]) -> None:
+    chunks = [(length, 1) for length in (3, 900, 1, 450, 7, 899, 20, 460, 2, 30)]
+    output, expected = attend(kind(), chunks, PLAIN, 16)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "chunks", [[(90, 1)] * 5, [(90, 1)], [(0, 40)], [(30, 20)]], ids=["decodes", "decode", "prompt", "chunk"]
+)
+def test_bfloat16_keeps_large_scores_as_exact_as_its_inputs(kind: type[AttentionBackend], chunks: list[Chunk]) -> None:
+    spec = AttentionSpec(6, 2, 64, 1.0)
+    output, expected = attend(kind(), chunks, spec, 16, torch.bfloat16, spread=1.7)
+    # Scores are around 20: rounded to bfloat16 they would be off by 0.06, and weights by 6%.
+    assert (output.double() - expected).abs().max() < 0.04
+    assert (output.double() - expected).abs().mean() < 0.004
+
+
+@every_backend
+def test_layers_with_different_windows_share_a_step(kind: type[AttentionBackend]) -> None:
+    torch.manual_seed(0)
+    blocks = BlockTables([20], 4)
+    backend = kind()
+    metadata = blocks.metadata([(0, 0, 20)])
+    plan = backend.prepare(metadata, 4)
+    for window in (None, 3, None):
+        spec = AttentionSpec(2, 1, 8, 0.5, window)
+        cache = backend.allocate(blocks.num_blocks, 4, spec, torch.float32, CPU)
+        query, key, value = torch.randn(20, 2, 8), torch.randn(20, 1, 8), torch.randn(20, 1, 8)
+        output = backend.attend(query, key, value, cache, spec, metadata, plan)
+        torch.testing.assert_close(output.double(), naive_attention(query, key, value, spec), atol=2e-5, rtol=1e-5)
+
+
+def written(backend: AttentionBackend, blocks: BlockTables, seed: int) -> LayerCache:
+    """A cache whose only sequence has been filled with random keys and values."""
+    torch.manual_seed(seed)
+    length = len(blocks.tables[0]) * blocks.block_size
+    cache = backend.allocate(blocks.num_blocks, blocks.block_size, PLAIN, torch.float32, CPU)
+    metadata = blocks.metadata([(0, 0, length)])
+    query, key, value = torch.randn(length, 4, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 8)
+    backend.attend(query, key, value, cache, PLAIN, metadata, backend.prepare(metadata, blocks.block_size))
+    return cache
+
+
+@every_backend
+def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: type[AttentionBackend]) -> None:
+    backend = kind()
+    blocks = BlockTables([64], 16)
+    source, target = written(backend, blocks, 1), written(backend, blocks, 2)
+    first, second, third, fourth = blocks.tables[0]
+    before = target.keys.clone(), target.values.clone()
+    backend.copy(source, target, torch.tensor([first, second]), torch.tensor([fourth, first]))
+    for copied, original, old in ((target.keys, source.keys, before[0]), (target.values, source.values, before[1])):
+        assert torch.equal(copied[fourth], original[first])
+        assert torch.equal(copied[first], original[second])
+        assert torch.equal(copied[second], old[second])
+    backend.copy(target, target, torch.tensor([first, fourth]), torch.tensor([fourth, first]))
+    assert torch.equal(target.keys[first], source.keys[first]), "all are read before any is written"
+    backend.clear(target, torch.tensor([first, third]))
+    assert not target.keys[[first, third]].any()
+    assert not target.values[[first, third]].any()
+    assert target.keys[second].any()
+
+
+@every_backend
+def test_a_cache_takes_memory_only_where_it_is_written(kind: type[AttentionBackend]) -> None:
+    spec = AttentionSpec(2, 2, 64, 0.125)
+    before = psutil.Process().memory_info().rss
+    cache = kind().allocate(2**16, 16, spec, torch.float32, CPU)
+    assert cache.keys.nbytes == 2**29
+    assert not cache.keys[-1].any()
+    assert psutil.Process().memory_info().rss - before < 2**27

@@ -1,0 +1,235 @@
+"""The native attention kernels, each instruction set of this machine, against float64 and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs
+from tests.paged import BlockTables
+from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.kernels.cpu_attention import CpuAttention, unserved
+from vlmserve.kernels.cpu_native import choose_kernels, supported_isas
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layers.rope import RopeTables, apply_rope
+
+DTYPES = (torch.float32, torch.bfloat16)
+HEAD_SIZES = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
+SMOL = AttentionSpec(9, 3, 64, 0.125)
+
+built = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
+either_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=supported_isas() or ("none",))
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn; afterwards the best one is chosen again."""
+    choose_kernels(request.param, CPU, torch.float32)
+    yield request.param
+    choose_kernels(supported_isas()[0], CPU, torch.float32)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Numbers of threads, of which 3 cuts ranges of keys at odd places."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    if actual.dtype == torch.float32:
+        torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
+    else:
+        # Weights and results are rounded to 8 bits.
+        torch.testing.assert_close(actual.double(), expected, atol=0.02, rtol=0.01)
+
+
+@built
+@settings(max_examples=60, deadline=None)
+@given(
+    chunks=CHUNKS,
+    spec=attention_specs(HEAD_SIZES, groups=8),
+    block_size=st.sampled_from([8, 16, 32, 48]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+@example([(0, 1)], AttentionSpec(1, 1, 32, 1.0), 16, torch.bfloat16, 0)
+@example([(31, 1), (32, 1), (33, 2)], AttentionSpec(40, 2, 128, 0.1), 16, torch.bfloat16, 0)
+@pytest.mark.usefixtures("isa")
+def test_any_batch_equals_naive_attention_though_all_else_is_not_a_number(
+    chunks: list[Chunk], spec: AttentionSpec, block_size: int, dtype: torch.dtype, seed: int
+) -> None:
+    output, expected = attend(CpuAttention(), chunks, spec, block_size, dtype, junk=float("nan"), seed=seed)
+    assert_close(output, expected)
+
+
+@built
+@either_dtype
+@pytest.mark.parametrize(
+    "chunks",
+    [[(1500, 1)], [(2000, 1), (3, 1)], [(900, 5), (1, 1)], [(0, 300), (700, 40), (12, 1)]],
+    ids=["one decode", "a long and a short one", "a few tokens late", "mixed"],
+)
+@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.usefixtures("isa", "threads")
+def test_long_ranges_may_be_cut(chunks: list[Chunk], window: int | None, dtype: torch.dtype) -> None:
+    spec = AttentionSpec(9, 3, 64, 0.3, window)
+    output, expected = attend(CpuAttention(), chunks, spec, 16, dtype, junk=float("nan"))
+    assert_close(output, expected)
+
+
+@built
+@either_dtype
+@pytest.mark.usefixtures("isa")
+def test_scores_far_apart_keep_the_weights_finite(dtype: torch.dtype) -> None:
+    output, expected = attend(CpuAttention(), [(400, 1), (0, 300)], SMOL, 16, dtype, spread=30.0)
+    error = (output.double() - expected).abs()
+    assert error.max() < (1e-2 if dtype == torch.float32 else 3.0), "scores are in the thousands, values around 30"
+    assert error.mean() < (1e-4 if dtype == torch.float32 else 0.15)
+
+
+@built
+@either_dtype
+@pytest.mark.usefixtures("isa")
+def test_what_is_no_number_stays_with_the_sequence_that_has_it(dtype: torch.dtype) -> None:
+    blocks = BlockTables([20, 20], 16)
+    backend = CpuAttention()
+    cache = backend.allocate(blocks.num_blocks, 16, SMOL, dtype, CPU)
+    metadata = blocks.metadata([(0, 0, 20), (1, 0, 20)])
+    query, key, value = (torch.randn(40, heads, 64).to(dtype) for heads in (9, 3, 3))
+    value[3, 1, 5] = float("nan")
+    output = backend.attend(query, key, value, cache, SMOL, metadata, backend.prepare(metadata, 16)).view(40, 9, 64)
+    assert output[3:20, 3:6, 5].isnan().all()
+    output[3:20, 3:6, 5] = 0
+    # Rows before the token that share a product with it may have it as well; no other sequence, head or column.
+    output[:3, 3:6, 5] = 0
+    assert not output.isnan().any()
+
+
+@built
+@either_dtype
+@settings(max_examples=40, deadline=None)
+@given(
+    chunks=CHUNKS,
+    spec=attention_specs((32, 48, 64, 80, 128), groups=4),
+    kept=st.sampled_from([0, 8, 16]),
+    wider=st.sampled_from([0, 6]),
+)
+@pytest.mark.usefixtures("isa")
+def test_turning_on_the_way_is_turning_before(
+    chunks: list[Chunk], spec: AttentionSpec, kept: int, wider: int, dtype: torch.dtype
+) -> None:
+    """kept: elements of a head that do not turn. wider: elements by which rows of the batch are further apart."""
+    torch.manual_seed(0)
+    chunks = sorted(chunks, key=lambda chunk: chunk[1] > 1)
+    blocks = BlockTables([before + new for before, new in chunks], 16)
+    backend = CpuAttention()
+    caches = [backend.allocate(blocks.num_blocks, 16, spec, dtype, CPU) for _ in range(2)]
+    size = spec.head_size - kept
+    frequencies = 1.0 / 1e4 ** (torch.arange(0, size, 2) / size)
+    # Everything that is in the cache before goes the same two ways.
+    for parts in ([(i, 0, b) for i, (b, _) in enumerate(chunks) if b], [(i, b, n) for i, (b, n) in enumerate(chunks)]):
+        if not parts:
+            continue
+        parts.sort(key=lambda part: part[2] > 1)
+        metadata = blocks.metadata(parts)
+        positions = torch.cat([torch.arange(before, before + new) for _, before, new in parts])
+        tables = RopeTables(positions, frequencies, torch.float32)
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+        qkv = torch.randn(len(positions), width + wider).to(dtype)[:, :width]
+        heads = qkv.float().view(len(positions), -1, spec.head_size)
+        turned = torch.cat((apply_rope(heads[..., :size], tables), heads[..., size:]), -1).to(dtype)
+        query, key, _ = turned.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        value = qkv.view(len(positions), -1, spec.head_size)[:, -spec.num_kv_heads :]
+        plan = backend.prepare(metadata, 16)
+        expected = backend.attend(query, key, value, caches[0], spec, metadata, plan)
+        actual = backend.attend_rotated(qkv, tables.halves, caches[1], spec, metadata, plan)
+    assert torch.equal(caches[0].values, caches[1].values)
+    torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=1e-6, rtol=2**-7)
+    # A product and its sum may be rounded once or twice, and then to either side.
+    tolerance = 1e-5 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@built
+@either_dtype
+@pytest.mark.usefixtures("isa")
+def test_the_reference_gives_the_same(dtype: torch.dtype) -> None:
+    chunks = [(300, 1), (17, 1), (0, 50), (64, 33)]
+    output, _ = attend(CpuAttention(), chunks, SMOL, 16, dtype)
+    expected, _ = attend(TorchReference(), chunks, SMOL, 16, dtype)
+    assert_close(output, expected.double())
+
+
+@built
+def test_slices_of_wider_rows_are_read_where_they_are() -> None:
+    torch.manual_seed(0)
+    blocks = BlockTables([30], 16)
+    backend = CpuAttention()
+    metadata = blocks.metadata([(0, 0, 30)])
+    plan = backend.prepare(metadata, 16)
+    rows = torch.randn(30, 15, 64)
+    query, key, value = rows.split((9, 3, 3), 1)
+    outputs = []
+    for parts in ((query, key, value), tuple(part.contiguous() for part in (query, key, value))):
+        cache = backend.allocate(blocks.num_blocks, 16, SMOL, torch.float32, CPU)
+        outputs.append(backend.attend(*parts, cache, SMOL, metadata, plan))
+    spread_out = torch.randn(30, 9, 128)[..., ::2]
+    spread_out.copy_(query)
+    cache = backend.allocate(blocks.num_blocks, 16, SMOL, torch.float32, CPU)
+    outputs.append(backend.attend(spread_out, key, value, cache, SMOL, metadata, plan))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@built
+def test_a_cache_of_another_type_is_refused() -> None:
+    blocks = BlockTables([1], 16)
+    backend = CpuAttention()
+    cache = backend.allocate(blocks.num_blocks, 16, SMOL, torch.bfloat16, CPU)
+    metadata = blocks.metadata([(0, 0, 1)])
+    with pytest.raises(ValueError, match="bfloat16"):
+        backend.attend(
+            torch.zeros(1, 9, 64),
+            torch.zeros(1, 3, 64),
+            torch.zeros(1, 3, 64),
+            cache,
+            SMOL,
+            metadata,
+            backend.prepare(metadata, 16),
+        )
+
+
+@built
+@pytest.mark.parametrize(
+    ("spec", "dtype", "device", "reason"),
+    [
+        (SMOL, torch.float16, "cpu", "float16"),
+        (SMOL, torch.float32, "meta", "meta"),
+        (AttentionSpec(2, 2, 7, 1.0), torch.bfloat16, "cpu", "pairs"),
+        (AttentionSpec(2, 2, 514, 1.0), torch.bfloat16, "cpu", "512"),
+        (AttentionSpec(3, 2, 64, 1.0), torch.bfloat16, "cpu", "evenly"),
+    ],
+)
+def test_what_the_kernels_cannot_serve_has_a_reason(
+    spec: AttentionSpec, dtype: torch.dtype, device: str, reason: str
+) -> None:
+    assert reason in str(unserved(spec, dtype, torch.device(device)))
+    with pytest.raises(ValueError, match=reason):
+        CpuAttention().allocate(4, 16, spec, dtype, torch.device(device))
+
+
+@built
+def test_a_block_takes_what_it_is_said_to_take() -> None:
+    backend = CpuAttention()
+    for block_size, head_size in ((16, 64), (8, 64), (24, 40)):
+        spec = AttentionSpec(2, 2, head_size, 1.0)
+        cache = backend.allocate(5, block_size, spec, torch.bfloat16, CPU)
+        assert cache.keys.nbytes + cache.values.nbytes == 5 * backend.block_bytes(block_size, spec, torch.bfloat16)
+    assert unserved(SMOL, torch.bfloat16, CPU) is None

@@ -1,0 +1,115 @@
+"""The native attention of vision towers, each instruction set of this machine against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vlmserve.kernels.cpu_native import choose_kernels, encoder_attention, supported_isas
+from vlmserve.layers.encoder_attention import EncoderAttention
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
+"""Of values that are drawn from a normal distribution. bfloat16 has 8 bits, as queries, weights and results do."""
+
+pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
+
+
+@pytest.fixture(params=supported_isas() or ("none",))
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn; afterwards the best one is chosen again."""
+    choose_kernels(request.param, CPU, torch.float32)
+    yield request.param
+    choose_kernels(supported_isas()[0], CPU, torch.float32)
+
+
+def random_qkv(pictures: int, length: int, heads: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(pictures, length, 3 * heads * head_size, generator=generator).to(dtype)
+
+
+def reference(qkv: Tensor, heads: int) -> Tensor:
+    pictures, length, _ = qkv.shape
+    query, key, value = qkv.double().view(pictures, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+@given(
+    pictures=st.integers(1, 3),
+    length=st.integers(1, 100),
+    heads=st.integers(1, 4),
+    head_size=st.integers(1, 64).map(lambda half: 2 * half),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    threads=st.sampled_from([1, 2, 7]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_it_is_that_of_float64(
+    pictures: int, length: int, heads: int, head_size: int, dtype: torch.dtype, threads: int, seed: int
+) -> None:
+    qkv = random_qkv(pictures, length, heads, head_size, dtype, seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        output = encoder_attention(qkv, heads)
+    finally:
+        torch.set_num_threads(before)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), reference(qkv, heads), rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("length", "heads", "head_size"), [(577, 2, 64), (82, 6, 32), (257, 1, 88)])
+@pytest.mark.usefixtures("isa")
+def test_it_is_that_of_float64_for_real_towers(length: int, heads: int, head_size: int, dtype: torch.dtype) -> None:
+    qkv = random_qkv(2, length, heads, head_size, dtype)
+    expected = reference(qkv, heads)
+    torch.testing.assert_close(encoder_attention(qkv, heads).double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.usefixtures("isa")
+def test_weights_far_from_each_other_and_scores_far_from_zero_stay_exact(dtype: torch.dtype) -> None:
+    qkv = random_qkv(1, 40, 1, 16, torch.float32)
+    qkv[:, :, :16] *= 100
+    qkv[:, 7, 16:32] += 50
+    qkv = qkv.to(dtype)
+    output = encoder_attention(qkv, 1)
+    assert output.isfinite().all()
+    torch.testing.assert_close(output.double(), reference(qkv, 1), rtol=0, atol=max(1e-3, TOLERANCE[dtype]))
+
+
+@pytest.mark.usefixtures("isa")
+def test_pictures_do_not_see_each_other() -> None:
+    qkv = random_qkv(3, 30, 2, 8, torch.float32)
+    alone = encoder_attention(qkv[1:2], 2)
+    torch.testing.assert_close(encoder_attention(qkv, 2)[1:2], alone, rtol=0, atol=0)
+
+
+def test_no_pictures_give_no_outputs() -> None:
+    assert encoder_attention(torch.empty(0, 5, 24), 2).shape == (0, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("qkv", "heads"),
+    [(torch.zeros(1, 4, 10), 1), (torch.zeros(1, 4, 24), 3), (torch.zeros(1, 4, 9, dtype=torch.bfloat16), 1)],
+)
+def test_heads_that_do_not_fit_are_refused(qkv: Tensor, heads: int) -> None:
+    with pytest.raises(ValueError, match="cannot share"):
+        encoder_attention(qkv, heads)
+
+
+@pytest.mark.parametrize(("dtype", "head_size"), [(torch.float32, 8), (torch.bfloat16, 8), (torch.bfloat16, 5)])
+def test_the_layer_gives_the_same_with_and_without_the_kernel(dtype: torch.dtype, head_size: int) -> None:
+    layer = EncoderAttention(3 * head_size, 3, dtype=dtype)
+    qkv = random_qkv(2, 17, 3, head_size, dtype)
+    plain = layer(qkv)
+    layer.use_native()
+    torch.testing.assert_close(layer(qkv).double(), plain.double(), rtol=0, atol=TOLERANCE[dtype])
