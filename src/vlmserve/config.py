@@ -62,6 +62,29 @@ def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Ca
         raise ConfigurationError("; ".join(problems)) from None
 
 
+Scheme = Literal["none", "int8", "int4"]
+
+
+class QuantizationConfig(Settings):
+    """How weights are quantized at load.
+
+    scheme: int8 has a scale for each output, int4 a scale and a zero point for each group of inputs of an output.
+    overrides: schemes of layers by a pattern of their names, like ``{"language_model.layers.0.*": "int8"}``; the last
+    one that fits counts. vision: whether the layers outside the language model are quantized as well.
+    """
+
+    scheme: Scheme = "none"
+    group_size: Literal[32, 64, 128] = 32
+    symmetric: bool = False
+    vision: bool = False
+    overrides: Mapping[str, Scheme] = {}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be quantized."""
+        return any(scheme != "none" for scheme in (self.scheme, *self.overrides.values()))
+
+
 class EngineConfig(Settings):
     """What runs and with how much memory."""
 
@@ -74,6 +97,13 @@ class EngineConfig(Settings):
     kernels: str = Field(
         "auto",
         description="auto, torch, native or an instruction set; auto asks VLMSERVE_KERNELS, then takes the best.",
+    )
+    quantize: Scheme = Field("none", description="Weights in 8 or 4 bits: int8, int4.")
+    quantize_group_size: Literal[32, 64, 128] = Field(32, description="int4: inputs that share a scale.")
+    quantize_symmetric: bool = Field(False, description="int4: no zero points.")
+    quantize_vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
+    quantize_overrides: tuple[str, ...] = Field(
+        (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
     )
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
@@ -92,6 +122,19 @@ class EngineConfig(Settings):
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores.")
     mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
     mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")
+
+    @property
+    def quantization(self) -> QuantizationConfig:
+        """What the fields about quantization say together. Raises ConfigurationError for a wrong override."""
+        overrides = dict(override.rpartition("=")[::2] for override in self.quantize_overrides)
+        values = {
+            "scheme": self.quantize,
+            "group_size": self.quantize_group_size,
+            "symmetric": self.quantize_symmetric,
+            "vision": self.quantize_vision,
+            "overrides": overrides,
+        }
+        return read_settings(QuantizationConfig, values, lambda name: f"--quantize-{name}")
 
 
 class MediaConfig(Settings):

@@ -16,6 +16,7 @@ from torch import Tensor
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels import cpu_native
 from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, choose_kernels, supported_isas
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.activation import ACTIVATIONS
 
 CPU = torch.device("cpu")
@@ -102,6 +103,71 @@ def test_rows_of_a_packed_weight_are_those_that_went_in(product: Product) -> Non
     _, weight, _, _ = product.tensors()
     ids = torch.arange(len(weight)).flip(0)
     assert torch.equal(PackedLinear(weight).rows(ids), weight[ids])
+
+
+@st.composite
+def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> QuantizedWeight:
+    bits = draw(st.sampled_from([4, 8]))
+    group_size = draw(st.sampled_from([32, 64, 128])) if bits == 4 else in_features
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    values = torch.randint(0, 2**bits, (out_features, in_features), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(out_features, -(-in_features // group_size), generator=generator) + 0.1
+    if bits == 8:
+        return QuantizedWeight(8, group_size, values, scales, -128 * scales)
+    scales = scales.bfloat16().float()
+    shifts = -8 * scales + torch.randn(scales.shape, generator=generator)
+    return QuantizedWeight(4, group_size, values, scales, shifts.bfloat16().float())
+
+
+@built
+@given(products, st.data(), st.booleans())
+@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_quantized_products_are_those_of_the_dequantized_weight(
+    product: Product, data: st.DataObject, gated: bool
+) -> None:
+    x, _, bias, residual = product.tensors()
+    out_features = product.out_features * (2 if gated else 1)
+    weight = data.draw(quantized_weights(out_features, product.in_features))
+    plain = weight.dequantize().double()
+    magnitude = 2 * x.double().abs().amax(1, keepdim=True) * plain.abs().sum(1) / 2**15
+    expected = F.linear(x.double(), plain)
+    error_of_inputs = magnitude * 2**20
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+        first, second = error_of_inputs.chunk(2, -1)
+        error_of_inputs = first * (up.abs() + 1) + second * (gate.abs() + 1)
+        packed = PackedLinear(weight, dtype=product.dtype, activation="silu", gated=True)
+    else:
+        expected = expected + bias.double()
+        packed = PackedLinear(weight, bias, dtype=product.dtype)
+    assert_close(packed(x, residual), expected + residual.double(), error_of_inputs)
+
+
+@built
+@given(products, st.data())
+@settings(max_examples=20, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_rows_of_a_weight_in_8_bits_are_the_dequantized_ones(product: Product, data: st.DataObject) -> None:
+    weight = data.draw(quantized_weights(product.out_features, product.in_features).filter(lambda w: w.bits == 8))
+    ids = torch.arange(product.out_features).flip(0)
+    rows = PackedLinear(weight, dtype=product.dtype).rows(ids)
+    expected = weight.dequantize()[ids]
+    torch.testing.assert_close(rows.float(), expected, atol=1e-4, rtol=1e-5 if product.dtype == torch.float32 else 1e-2)
+
+
+@built
+@pytest.mark.usefixtures("isa")
+def test_quantized_products_of_no_numbers_and_of_zeros() -> None:
+    weight = QuantizedWeight(
+        8, 8, torch.full((3, 8), 130, dtype=torch.uint8), torch.ones(3, 1), torch.full((3, 1), -128.0)
+    )
+    packed = PackedLinear(weight)
+    x = torch.zeros(3, 8)
+    x[1, 2], x[2, 3] = float("nan"), float("inf")
+    assert torch.equal(packed(x)[0], torch.zeros(3))
+    assert not packed(x)[1:].isfinite().any()
 
 
 @built

@@ -20,7 +20,7 @@ evaluations = typer.Typer(help="Measure how well a model answers.", no_args_is_h
 app.add_typer(evaluations, name="eval")
 
 LOCAL_FIELDS = (
-    "model", "revision", "engine", "device", "dtype", "max_model_len", "kv_cache_memory", "num_threads",
+    "model", "revision", "engine", "device", "dtype", "quantize", "max_model_len", "kv_cache_memory", "num_threads",
 )  # fmt: skip
 """Settings that matter where one person asks one thing at a time."""
 
@@ -127,7 +127,7 @@ def models() -> None:
 
 
 @evaluations.command("pixie")
-@command(LOCAL_FIELDS)
+@command((*LOCAL_FIELDS, *(name for name in EngineConfig.model_fields if name.startswith("quantize_")), "kernels"))
 def eval_pixie(
     engine: EngineConfig,
     media: MediaConfig,

@@ -65,7 +65,8 @@ class Engine:
         folder = resolve_model(config.model, config.revision) if folder is None else folder
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         device = choose_device(config.device)
-        self._setup(config, load_model(folder, device=device, dtype=dtype, kernels=config.kernels))
+        model = load_model(folder, device=device, dtype=dtype, kernels=config.kernels, quantization=config.quantization)
+        self._setup(config, model)
 
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:

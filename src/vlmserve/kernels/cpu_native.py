@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.quantized import QuantizedWeight
 
 _native: ModuleType | None
 try:
@@ -81,18 +82,25 @@ def extension() -> ModuleType:
     return _native
 
 
+TILE = 32
+"""Output features that lie together in a packed weight; of a gated one, half are gates."""
+
+
 class PackedLinear:
     """A weight ``[out_features, in_features]`` in the kernel's order, with what follows the product.
 
-    gated: the weight's first half are gates, its second half ups; the output is ``activation(gate) * up``, half as
-    wide. bias: ``[out_features]``, not with gated. float_output: results in float32, whatever the inputs are.
+    dtype: of inputs and outputs; default: a plain weight's. gated: the weight's first half are gates, its second half
+    ups; the output is ``activation(gate) * up``, half as wide. bias: ``[out_features]``, not with gated. float_output:
+    results in float32, whatever the inputs are.
     """
 
     __slots__ = (
         "_activation",
         "_bias",
+        "_bits",
         "_dtype",
         "_gated",
+        "_group_size",
         "_linear",
         "_packed",
         "dtype",
@@ -104,36 +112,60 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | QuantizedWeight,
         bias: Tensor | None = None,
         *,
+        dtype: torch.dtype | None = None,
         activation: str | None = None,
         gated: bool = False,
         float_output: bool = False,
     ) -> None:
-        native = extension()
         self.out_features, self.in_features = weight.shape
         self.output_features = self.out_features // 2 if gated else self.out_features
-        self.dtype = weight.dtype
-        self.output_dtype = torch.float32 if float_output else weight.dtype
+        self.dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
+        self.output_dtype = torch.float32 if float_output else self.dtype
         if not can_pack(self.in_features, self.dtype) or (gated and (bias is not None or self.out_features % 2)):
             raise ValueError(f"a weight {tuple(weight.shape)} of {self.dtype} cannot be packed")
         self._dtype = DTYPES[self.dtype]
         self._activation = 0 if activation is None else ACTIVATIONS[activation]
         self._gated = int(gated)
         self._bias = bias
-        self._linear = native.linear
-        tile = 16 if gated else 32
-        num_tiles = -(-self.output_features // tile)
-        self._packed = torch.empty(num_tiles * 32 * self.in_features, dtype=self.dtype)
-        native.pack(
-            weight.contiguous().data_ptr(),
-            self._packed.data_ptr(),
-            self.out_features,
-            self.in_features,
-            self._dtype,
+        self._linear = extension().linear
+        self._bits = 0 if isinstance(weight, Tensor) else weight.bits
+        self._group_size = 0 if isinstance(weight, Tensor) else weight.group_size
+        self._packed = self._pack(weight)
+
+    def _pack(self, weight: Tensor | QuantizedWeight) -> Tensor:
+        num_tiles = -(-self.output_features // (TILE // 2 if self._gated else TILE))
+        sizes = (self.out_features, self.in_features)
+        if isinstance(weight, Tensor):
+            if weight.dtype != self.dtype:
+                raise ValueError(f"a plain weight of {weight.dtype} does not compute in {self.dtype}")
+            packed = torch.empty(num_tiles * TILE * self.in_features, dtype=self.dtype)
+            extension().pack(weight.contiguous().data_ptr(), packed.data_ptr(), *sizes, self._dtype, self._gated)
+            return packed
+        if weight.bits == 8:
+            tile_bytes = TILE * (4 + -(-self.in_features // 4) * 4)
+        else:
+            tile_bytes = -(-self.in_features // weight.group_size) * TILE * (4 + weight.group_size // 2)
+        packed = torch.empty(num_tiles * tile_bytes, dtype=torch.uint8)
+        values, scales, shifts = (tensor.contiguous() for tensor in (weight.values, weight.scales, weight.shifts))
+        extension().pack_quantized(
+            values.data_ptr(),
+            scales.data_ptr(),
+            shifts.data_ptr(),
+            packed.data_ptr(),
+            *sizes,
+            weight.bits,
+            weight.group_size,
             self._gated,
         )
+        return packed
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed weight."""
+        return self._packed.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``[..., in_features]`` to ``[..., output_features]``; `residual`, shaped like the output, is added to it."""
@@ -166,11 +198,15 @@ class PackedLinear:
             self._gated,
             int(self.output_dtype != self.dtype),
             torch.get_num_threads(),
+            self._bits,
+            self._group_size,
         )
         return output
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of the weight, ``[count, in_features]``, by int64 indices ``[count]``."""
+        """Rows of the weight, ``[count, in_features]``, by int64 indices ``[count]``; not of one in 4 bits."""
+        if self._bits == 4:
+            raise ValueError("single rows of a weight in 4 bits cannot be read")
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
         extension().gather(
@@ -180,6 +216,7 @@ class PackedLinear:
             len(indices),
             self.in_features,
             self._dtype,
+            self._bits,
         )
         return output
 

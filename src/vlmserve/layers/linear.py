@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from vlmserve.kernels import cpu_native
 from vlmserve.kernels.cpu_native import PackedLinear
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.activation import activation
 
 
@@ -22,13 +24,53 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 PACKING_ROWS = 64
 
 
-class Linear(nn.Module):
-    """``act([..., in_features])`` to ``[..., out_features]``; `weight` is ``[out_features, in_features]`` until packed.
+class Weight(nn.Module):
+    """A matrix that inputs are multiplied with: plain, quantized, or packed for a kernel.
+
+    `weight`, ``[out_features, in_features]``, is there until it is quantized or packed.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self.in_features = in_features
+        self.dtype = dtype
+        self._quantized: QuantizedWeight | None = None
+        self._native: PackedLinear | None = None
+
+    def quantize(self, weight: QuantizedWeight) -> None:
+        """Take a quantized weight instead of the plain one."""
+        self._quantized = weight
+        del self.weight
+
+    @property
+    def quantized_bytes(self) -> int:
+        """What a quantized weight takes; 0 for a plain one."""
+        if self._native is not None:
+            return self._native.num_bytes
+        return 0 if self._quantized is None else self._quantized.num_bytes
+
+    @property
+    def _matrix(self) -> Tensor:
+        return self.weight if self._quantized is None else self._quantized.dequantize().to(self.dtype)
+
+    def _pack(self, bias: Tensor | None = None, **options: Any) -> None:
+        """Arrange the weight for the native kernel and drop what it was before."""
+        weight = self.weight.data if self._quantized is None else self._quantized
+        self._native = PackedLinear(weight, bias, dtype=self.dtype, **options)
+        if self._quantized is None:
+            del self.weight
+        self._quantized = None
+
+
+class Linear(Weight):
+    """``act([..., in_features])`` to ``[..., out_features]``.
 
     act: an activation's Hugging Face name, applied to the output; None: none.
     """
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -41,12 +83,10 @@ class Linear(nn.Module):
         device: torch.device,
         act: str | None = None,
     ) -> None:
-        super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        super().__init__(in_features, out_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         self.act = act
         self._activation = None if act is None else activation(act)
-        self._native: PackedLinear | None = None
         self._reordered: Tensor | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -60,7 +100,7 @@ class Linear(nn.Module):
         if self._reordered is not None:
             output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
             return output
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self._matrix, self.bias)
 
     def _activated(self, x: Tensor) -> Tensor:
         return x if self._activation is None else self._activation(x)
@@ -71,16 +111,14 @@ class Linear(nn.Module):
         native: for the native kernel. Otherwise for oneDNN, which without would rearrange it anew for each product:
         that is half of the time of products with few rows.
         """
-        if native and cpu_native.can_pack(self.weight.shape[1], self.weight.dtype):
-            self._native = self._pack_native()
-        elif can_reorder(self.weight.dtype, self.weight.device):
+        if native and cpu_native.can_pack(self.in_features, self.dtype):
+            self._pack_native()
+        elif self._quantized is None and can_reorder(self.weight.dtype, self.weight.device):
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACKING_ROWS)
-        else:
-            return
-        del self.weight
+            del self.weight
 
-    def _pack_native(self) -> PackedLinear:
-        return PackedLinear(self.weight.data, None if self.bias is None else self.bias.data, activation=self.act)
+    def _pack_native(self) -> None:
+        self._pack(None if self.bias is None else self.bias.data, activation=self.act)
 
 
 def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
@@ -138,8 +176,8 @@ class GatedLinear(MergedLinear):
         """As `Linear.pack`; the native kernel knows no biases of gates."""
         super().pack(native=native and self.bias is None)
 
-    def _pack_native(self) -> PackedLinear:
-        return PackedLinear(self.weight.data, activation=self.act, gated=True)
+    def _pack_native(self) -> None:
+        self._pack(activation=self.act, gated=True)
 
 
 class OutputLinear(Linear):
@@ -148,8 +186,8 @@ class OutputLinear(Linear):
     def _activated(self, x: Tensor) -> Tensor:
         return x.float()
 
-    def _pack_native(self) -> PackedLinear:
-        return PackedLinear(self.weight.data, None if self.bias is None else self.bias.data, float_output=True)
+    def _pack_native(self) -> None:
+        self._pack(None if self.bias is None else self.bias.data, float_output=True)
 
 
 class Embedding(nn.Module):
@@ -163,22 +201,24 @@ class Embedding(nn.Module):
         return F.embedding(indices, self.weight)
 
 
-class TiedEmbedding(Embedding):
-    """A table that is the output head as well. `weight` is there until packed."""
+class TiedEmbedding(Weight):
+    """A table of vectors that is the output head as well; ``[tokens]`` int64 to ``[tokens, size]``."""
 
     def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(count, size, dtype=dtype, device=device)
-        self._native: PackedLinear | None = None
+        super().__init__(size, count, dtype=dtype, device=device)
 
     def forward(self, indices: Tensor) -> Tensor:
-        return super().forward(indices) if self._native is None else self._native.rows(indices)
+        if self._native is not None:
+            return self._native.rows(indices)
+        if self._quantized is not None:
+            return self._quantized[indices].dequantize().to(self.dtype)
+        return F.embedding(indices, self.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, size]`` to float32 ``[rows, count]``."""
-        return F.linear(hidden, self.weight).float() if self._native is None else self._native(hidden)
+        return F.linear(hidden, self._matrix).float() if self._native is None else self._native(hidden)
 
     def pack(self, *, native: bool) -> None:
         """As `Linear.pack`. oneDNN cannot give back single rows, so that for it the table stays as it is."""
-        if native and cpu_native.can_pack(self.weight.shape[1], self.weight.dtype):
-            self._native = PackedLinear(self.weight.data, float_output=True)
-            del self.weight
+        if native and cpu_native.can_pack(self.in_features, self.dtype):
+            self._pack(float_output=True)

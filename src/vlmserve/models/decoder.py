@@ -68,7 +68,9 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.device = device
         kind = TiedEmbedding if spec.tied_embeddings else Embedding
-        self.embed_tokens = kind(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.embed_tokens: TiedEmbedding | Embedding = kind(
+            spec.vocab_size, spec.hidden_size, dtype=dtype, device=device
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(spec, index, backend, dtype=dtype, device=device) for index in range(len(spec.attention))
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.cpu_native import choose_kernels
 from vlmserve.kernels.torch_reference import TorchReference
@@ -23,6 +24,7 @@ from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.spec import FAMILIES, ArchSpec, decoder_spec
 from vlmserve.models.weights import Checkpoint
+from vlmserve.quant.model import quantize
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +39,19 @@ ARCHITECTURES = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None, kernels: str = "auto") -> LoadedModel:
+def load_model(
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    kernels: str = "auto",
+    quantization: QuantizationConfig | None = None,
+) -> LoadedModel:
     """Load a checkpoint in Hugging Face layout.
 
     dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
     bfloat16 if it has instructions for it, else float32. kernels: see `choose_kernels`.
+    quantization: None takes the weights as they are.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors.
     """
@@ -66,6 +76,8 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None,
         raise ModelLoadError(f"{folder / 'config.json'} does not describe a model: {error!r}") from error
     checkpoint.load(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if quantization is not None and quantization.wanted:
+        quantize(model, quantization)
     _choose_arrangement(model, native=choose_kernels(kernels, device, wanted))
     return LoadedModel(
         architecture=architecture,

@@ -3,6 +3,31 @@
 #include "encoder_attention.h"
 #include "linear.h"
 #include "norm.h"
+#include "quantized.h"
+
+namespace {
+
+void linear(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
+
+long linear_scratch(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
+
+template <class Format>
+void gather_as(const void* packed, const std::int64_t* ids, void* y, long count, long in, int bits) {
+    auto* rows = static_cast<typename Format::Element*>(y);
+    if (bits)
+        gather_int8(static_cast<const u8*>(packed), ids, rows, count, in);
+    else
+        gather_rows<Format>(static_cast<const typename Format::Element*>(packed), ids, rows, count, in);
+}
+
+void gather(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits) {
+    if (dtype == FLOAT32)
+        gather_as<Float32>(packed, ids, y, count, in, bits);
+    else
+        gather_as<BFloat16>(packed, ids, y, count, in, bits);
+}
+
+}  // namespace
 
 #define QUOTED(name) #name
 #define NAME_OF(name) QUOTED(name)
@@ -11,6 +36,6 @@
 
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
-    NAME_OF(VLMSERVE_ISA), pack, gather, linear_scratch, linear, norm,
+    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, gather, linear_scratch, linear, norm,
     attention_scratch, attention, encoder_attention_scratch, encoder_attention,
 };

@@ -80,8 +80,8 @@ INLINE long num_tiles(long out, bool gated) {
 }
 
 // Rows are cut into blocks of nearly equal size.
-INLINE long num_blocks(long rows) { return (rows + BLOCK - 1) / BLOCK; }
-INLINE long block_start(long rows, long block) { return rows * block / num_blocks(rows); }
+INLINE long num_blocks(long rows, int most = BLOCK) { return (rows + most - 1) / most; }
+INLINE long block_start(long rows, long block, int most = BLOCK) { return rows * block / num_blocks(rows, most); }
 
 template <class Format>
 void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long block) {
@@ -122,11 +122,9 @@ INLINE void finish(const LinearArgs& args, long row, long column, long columns, 
     store_some(static_cast<Out*>(args.y) + place, value, columns);
 }
 
-template <class Format, class Out, int ROWS>
-void run_block(const LinearArgs& args, const typename Format::Input* x, long row, long tile) {
-    typedef typename Format::Element Element;
-    f32x16 sums[ROWS][2];
-    multiply_block<Format, ROWS>(x, static_cast<const Element*>(args.weight) + tile * TILE * args.in, args.in, sums);
+// What follows the product: bias, activation, gates, residual.
+template <class Out, class Element, int ROWS>
+INLINE void finish_block(const LinearArgs& args, long row, long tile, const f32x16 (&sums)[ROWS][2]) {
     if (args.gated) {
         long column = tile * LANES, columns = args.out / 2 - column;
         for (int i = 0; i < ROWS; ++i)
@@ -141,6 +139,14 @@ void run_block(const LinearArgs& args, const typename Format::Input* x, long row
         for (int i = 0; i < ROWS; ++i)
             finish<Out, Element>(args, row + i, column, columns, activate(args.activation, sums[i][half] + bias));
     }
+}
+
+template <class Format, class Out, int ROWS>
+void run_block(const LinearArgs& args, const typename Format::Input* x, long row, long tile) {
+    typedef typename Format::Element Element;
+    f32x16 sums[ROWS][2];
+    multiply_block<Format, ROWS>(x, static_cast<const Element*>(args.weight) + tile * TILE * args.in, args.in, sums);
+    finish_block<Out, Element>(args, row, tile, sums);
 }
 
 template <class Format, class Out>
@@ -182,7 +188,7 @@ void multiply(const LinearArgs& args) {
     }
 }
 
-void linear(const LinearArgs& args) {
+void linear_plain(const LinearArgs& args) {
     if (args.dtype == FLOAT32)
         multiply<Float32, float>(args);
     else if (args.float_output)
@@ -191,9 +197,9 @@ void linear(const LinearArgs& args) {
         multiply<BFloat16, bf16>(args);
 }
 
-long linear_scratch(long rows, long in, int dtype) {
-    return dtype == FLOAT32 ? rows * in * static_cast<long>(sizeof(Float32::Input))
-                            : rows * (in / 2) * static_cast<long>(sizeof(BFloat16::Input));
+long plain_scratch(const LinearArgs& args) {
+    return args.dtype == FLOAT32 ? args.rows * args.in * static_cast<long>(sizeof(Float32::Input))
+                                 : args.rows * (args.in / 2) * static_cast<long>(sizeof(BFloat16::Input));
 }
 
 template <class Format>
@@ -226,13 +232,6 @@ void gather_rows(const typename Format::Element* packed, const std::int64_t* ids
         for (long column = 0; column < in; ++column)
             y[i * in + column] = from[column / Format::PAIR * TILE * Format::PAIR + column % Format::PAIR];
     }
-}
-
-void gather(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype) {
-    if (dtype == FLOAT32)
-        gather_rows<Float32>(static_cast<const float*>(packed), ids, static_cast<float*>(y), count, in);
-    else
-        gather_rows<BFloat16>(static_cast<const bf16*>(packed), ids, static_cast<bf16*>(y), count, in);
 }
 
 }  // namespace

@@ -150,18 +150,31 @@ PyObject* pack(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, out * in, [&] { selected->pack(weight, packed, out, in, dtype, gated); });
 }
 
+PyObject* pack_quantized(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 9);
+    const auto* weight = static_cast<const std::uint8_t*>(from.address());
+    const auto* scales = static_cast<const float*>(from.address());
+    const auto* shifts = static_cast<const float*>(from.address());
+    auto* packed = static_cast<std::uint8_t*>(from.address());
+    long out = from.integer(), in = from.integer();
+    int bits = static_cast<int>(from.integer());
+    long group = from.integer();
+    int gated = static_cast<int>(from.integer());
+    return run(from, out * in, [&] { selected->pack_quantized(weight, scales, shifts, packed, out, in, bits, group, gated); });
+}
+
 PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 6);
+    Arguments from(values, count, 7);
     const void* packed = from.address();
     const auto* ids = static_cast<const std::int64_t*>(from.address());
     void* y = from.address();
     long rows = from.integer(), in = from.integer();
-    int dtype = static_cast<int>(from.integer());
-    return run(from, rows * in, [&] { selected->gather(packed, ids, y, rows, in, dtype); });
+    int dtype = static_cast<int>(from.integer()), bits = static_cast<int>(from.integer());
+    return run(from, rows * in, [&] { selected->gather(packed, ids, y, rows, in, dtype, bits); });
 }
 
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 15);
+    Arguments from(values, count, 17);
     LinearArgs args;
     args.x = from.address();
     args.weight = from.address();
@@ -178,8 +191,10 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.gated = static_cast<int>(from.integer());
     args.float_output = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());
+    args.weight_bits = static_cast<int>(from.integer());
+    args.group = static_cast<int>(from.integer());
     if (from.ok()) {
-        args.scratch = scratch(selected->linear_scratch(args.rows, args.in, args.dtype));
+        args.scratch = scratch(selected->linear_scratch(args));
         if (!args.scratch) return PyErr_NoMemory();
     }
     return run(from, args.rows * args.in * args.out / 16, [&] { selected->linear(args); });
@@ -259,7 +274,8 @@ PyMethodDef methods[] = {
     {"supported_isas", supported_isas, METH_NOARGS, "Instruction sets that this processor runs, the best first."},
     {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
     FAST(pack, "weight, packed, out, in, dtype, gated"),
-    FAST(gather, "packed, ids, y, count, in, dtype"),
+    FAST(pack_quantized, "weight, scales, shifts, packed, out, in, bits, group, gated"),
+    FAST(gather, "packed, ids, y, count, in, dtype, bits"),
     FAST(linear, "The fields of LinearArgs in order, without scratch."),
     FAST(norm, "The fields of NormArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),

@@ -87,12 +87,11 @@ INLINE void store_some(T* to, f32x16 value, long count) {
     __builtin_memcpy(to, padded, static_cast<std::size_t>(count) * sizeof(T));
 }
 
-INLINE float sum(f32x16 value) {
-    float total = 0;
+template <class Vector>
+INLINE auto sum(Vector value) {
     for (int half = 8; half > 0; half /= 2)
         for (int i = 0; i < half; ++i) value[i] += value[i + half];
-    total = value[0];
-    return total;
+    return +value[0];
 }
 
 INLINE f32x16 choose(i32x16 mask, f32x16 one, f32x16 other) {

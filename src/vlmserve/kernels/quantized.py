@@ -1,0 +1,54 @@
+"""Weights of few bits, as data: what kernels multiply with and quantization methods make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight ``[out_features, in_features]`` as ``scale * u + shift`` of unsigned integers u.
+
+    bits: 8 or 4. group_size: how many inputs of an output share a scale and a shift; with 8 bits all do.
+    values: uint8 ``[out_features, in_features]``, one a byte whatever `bits` says. scales, shifts: float32
+    ``[out_features, groups]``; with 8 bits the shift is always ``-128 * scale``.
+    """
+
+    bits: int
+    group_size: int
+    values: Tensor
+    scales: Tensor
+    shifts: Tensor
+
+    def __post_init__(self) -> None:
+        out_features, in_features = self.values.shape
+        groups = -(-in_features // self.group_size)
+        if self.scales.shape != (out_features, groups) or self.shifts.shape != (out_features, groups):
+            raise ValueError(
+                f"{tuple(self.values.shape)} weights in groups of {self.group_size} need scales and shifts "
+                f"{(out_features, groups)}, not {tuple(self.scales.shape)} and {tuple(self.shifts.shape)}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes packed: its bits, and two bytes for each scale and shift of 4 bits, four of 8."""
+        return self.values.numel() * self.bits // 8 + self.scales.numel() * 4
+
+    def dequantize(self) -> Tensor:
+        """The weight that this stands for, float32 ``[out_features, in_features]``."""
+        width = self.shape[1]
+        scales, shifts = (
+            tensor.repeat_interleave(self.group_size, 1)[:, :width] for tensor in (self.scales, self.shifts)
+        )
+        return torch.addcmul(shifts, scales, self.values.float())
+
+    def __getitem__(self, rows: Tensor | slice) -> QuantizedWeight:
+        """The weight of some outputs."""
+        return QuantizedWeight(self.bits, self.group_size, self.values[rows], self.scales[rows], self.shifts[rows])

@@ -1,0 +1,1 @@
+"""Quantization: methods that turn weights into ones of few bits, and which layers they turn."""

@@ -1,0 +1,67 @@
+"""Which layers of a model are quantized, how, and what that saves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from vlmserve.config import QuantizationConfig
+from vlmserve.errors import ConfigurationError
+from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.quant.rtn import round_to_nearest
+
+logger = logging.getLogger(__name__)
+
+BITS = {"int8": 8, "int4": 4}
+HEADS = ("lm_head", "embed_tokens")
+
+
+def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
+    """Quantize a loaded model's linear layers in place. Returns how many bits each of them has now.
+
+    The output head, tied or not, takes 8 bits at least: it is where rounding costs most. Raises ConfigurationError for
+    an override that fits no layer.
+    """
+    chosen = {name: (module, scheme) for name, module, scheme in _chosen_layers(model, config)}
+    rest = sum(_num_bytes(module) for name, module in model.named_modules() if name not in chosen)
+    before = after = 0
+    bits = {}
+    for name, (module, scheme) in chosen.items():
+        before += _num_bytes(module)
+        bits[name] = 8 if name.endswith(HEADS) else BITS[scheme]
+        weight = module.weight.data
+        module.quantize(
+            round_to_nearest(weight, bits=bits[name], group_size=config.group_size, symmetric=config.symmetric)
+        )
+        after += _num_bytes(module)
+    logger.info(
+        "weights: %.1f MB before quantization, %.1f MB after; %d layers have 8 bits, %d have 4",
+        (before + rest) / 1e6,
+        (after + rest) / 1e6,
+        sum(width == 8 for width in bits.values()),
+        sum(width == 4 for width in bits.values()),
+    )
+    return bits
+
+
+def _chosen_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, str]]:
+    unused = set(config.overrides)
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear | TiedEmbedding):
+            continue
+        fitting = [pattern for pattern in config.overrides if fnmatchcase(name, pattern)]
+        unused -= set(fitting)
+        usual = config.scheme if config.vision or name.startswith("language_model.") else "none"
+        scheme = config.overrides[fitting[-1]] if fitting else usual
+        if scheme != "none":
+            yield name, module, scheme
+    if unused:
+        raise ConfigurationError(f"no layer of this model has a name like {', '.join(sorted(unused))}")
+
+
+def _num_bytes(module: nn.Module) -> int:
+    own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+    return own + (module.quantized_bytes if isinstance(module, Linear | TiedEmbedding) else 0)

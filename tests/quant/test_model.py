@@ -1,0 +1,122 @@
+"""Which layers of a model are quantized, and what the model computes then."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import change_tensors, make_llama, make_llava
+from tests.paged import PagedRun
+from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.cpu_native import supported_isas
+from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.models.registry import load_model
+from vlmserve.quant.model import quantize
+from vlmserve.quant.rtn import round_to_nearest
+
+CPU = torch.device("cpu")
+KERNELS = ["torch", *(["native"] if supported_isas() else [])]
+
+
+def logits_of(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    model = load_model(folder, device=CPU, dtype=torch.float32, **options).language_model
+    with torch.inference_mode():
+        return PagedRun(model, [model.embed(tokens)]).finish([len(tokens)])[0]
+
+
+def rounded(name: str, weight: torch.Tensor, scheme: str) -> tuple[str, torch.Tensor]:
+    """What a tensor of a checkpoint becomes; heads never have less than 8 bits."""
+    if weight.ndim != 2:
+        return name, weight
+    bits = 8 if scheme == "int8" or "embed_tokens" in name or "lm_head" in name else 4
+    return name, round_to_nearest(weight, bits=bits, group_size=32, symmetric=False).dequantize()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_quantized_model_computes_what_transformers_does_with_the_rounded_weights(
+    tmp_path: Path, scheme: str, tied: bool, kernels: str
+) -> None:
+    folder = make_llama(tmp_path, tie_word_embeddings=tied, attention_bias=True)
+    tokens = torch.randint(0, 50, (19,), generator=torch.Generator().manual_seed(0))
+    config = QuantizationConfig(scheme=scheme)
+    actual = logits_of(folder, tokens, kernels=kernels, quantization=config)
+    plain = logits_of(folder, tokens)
+    keep_table = not tied
+
+    def change(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+        return (name, weight) if keep_table and "embed_tokens" in name else rounded(name, weight, scheme)
+
+    change_tensors(folder, change)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(actual, expected, atol=5e-3, rtol=0)
+    assert (actual - plain).abs().max() > 0.02, "quantization that changes nothing did not happen"
+
+
+def small_model() -> nn.Module:
+    """Layers under the names that a vision-language model gives them, filled at random."""
+
+    def linear() -> Linear:
+        return Linear(64, 32, bias=False, dtype=torch.float32, device=CPU)
+
+    layers = nn.ModuleList(nn.ModuleDict({"q": linear(), "down_proj": linear()}) for _ in range(2))
+    table = TiedEmbedding(32, 64, dtype=torch.float32, device=CPU)
+    model = nn.ModuleDict(
+        {"language_model": nn.ModuleDict({"layers": layers, "embed_tokens": table}), "vision_tower": linear()}
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+LAYERS = [f"language_model.layers.{index}.{name}" for index in range(2) for name in ("q", "down_proj")]
+TABLE = "language_model.embed_tokens"
+
+
+def test_heads_keep_8_bits_and_the_vision_tower_is_left_alone() -> None:
+    assert quantize(small_model(), QuantizationConfig(scheme="int4")) == dict.fromkeys(LAYERS, 4) | {TABLE: 8}
+    assert quantize(small_model(), QuantizationConfig(scheme="int8")) == dict.fromkeys([*LAYERS, TABLE], 8)
+
+
+def test_the_vision_tower_can_be_quantized_too() -> None:
+    bits = quantize(small_model(), QuantizationConfig(scheme="int8", vision=True))
+    assert bits["vision_tower"] == 8
+
+
+def test_the_last_override_that_fits_a_layer_counts() -> None:
+    overrides = {"*.layers.0.*": "int8", "*.down_proj": "none", "vision_tower": "int4"}
+    bits = quantize(small_model(), QuantizationConfig(scheme="int4", overrides=overrides))
+    assert bits == {LAYERS[0]: 8, LAYERS[2]: 4, TABLE: 8, "vision_tower": 4}
+
+
+def test_an_override_that_fits_no_layer_is_an_error() -> None:
+    config = QuantizationConfig(scheme="int4", overrides={"*.up_porj": "int8"})
+    with pytest.raises(ConfigurationError, match="up_porj"):
+        quantize(small_model(), config)
+
+
+def test_overrides_are_read_from_what_people_write() -> None:
+    config = EngineConfig(quantize="int4", quantize_overrides=("*.down_proj=int8", "a=b=none")).quantization
+    assert config.overrides == {"*.down_proj": "int8", "a=b": "none"}
+    with pytest.raises(ConfigurationError, match="int3"):
+        _ = EngineConfig(quantize_overrides=("*=int3",)).quantization
+
+
+def test_memory_before_and_after_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_llava(tmp_path)
+    with caplog.at_level(logging.INFO):
+        load_model(folder, device=CPU, dtype=torch.float32, quantization=QuantizationConfig(scheme="int8"))
+    line = next(record.message for record in caplog.records if "quantization" in record.message)
+    before, after = map(float, re.findall(r"([\d.]+) MB", line))
+    assert after < before

@@ -1,0 +1,49 @@
+"""Rounding to nearest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmserve.quant.rtn import round_to_nearest
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 150),
+    st.sampled_from([4, 8]),
+    st.sampled_from([32, 64, 128]),
+    st.booleans(),
+    st.integers(0, 100),
+)
+@settings(max_examples=80, deadline=None)
+def test_no_weight_moves_further_than_to_the_nearest_value(
+    out_features: int, in_features: int, bits: int, group_size: int, symmetric: bool, seed: int
+) -> None:
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(seed))
+    quantized = round_to_nearest(weight, bits=bits, group_size=group_size, symmetric=symmetric)
+    assert int(quantized.values.max()) < 2**bits
+    steps = quantized.scales.repeat_interleave(quantized.group_size, 1)[:, :in_features]
+    moved = (quantized.dequantize() - weight).abs() / steps
+    # A zero point is rounded as well, and so is what the kernel adds to a group: at the ends of its range a weight may
+    # lie one step off.
+    assert moved.max() <= (0.5001 if bits == 8 else 1.1)
+    assert moved.numel() < 500 or moved.mean() <= 0.3
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zero_stays_nearly_zero_and_an_empty_group_is_no_trouble(bits: int, symmetric: bool) -> None:
+    weight = torch.zeros(2, 64)
+    weight[1, 0] = 3.0
+    restored = round_to_nearest(weight, bits=bits, group_size=32, symmetric=symmetric).dequantize()
+    assert torch.equal(restored[0], torch.zeros(64))
+    assert restored[1, 1:].abs().max() <= 0.01
+    assert abs(restored[1, 0] - 3) < (0.01 if bits == 8 else 0.25)
+
+
+def test_other_widths_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 or 4 bits"):
+        round_to_nearest(torch.zeros(2, 2), bits=3, group_size=32, symmetric=True)
