@@ -14,6 +14,8 @@ from torch import nn
 
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.attention import AttentionBackend
+from vlmserve.kernels.cpu_attention import CpuAttention, unserved
 from vlmserve.kernels.cpu_native import choose_kernels
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.encoder_attention import EncoderAttention
@@ -64,7 +66,8 @@ def load_model(
         checkpoint = Checkpoint(folder)
         spec = _tie_as_stored(_spec(config, text_config), text_config, checkpoint)
         wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
-        backend = TorchReference()
+        native = choose_kernels(kernels, device, wanted)
+        backend = _attention_backend(spec, wanted, device) if native else TorchReference()
         model = nn.Module()
         model.language_model = decoder = Decoder(spec, backend, dtype=wanted, device=device)
         vision = None
@@ -78,7 +81,7 @@ def load_model(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if quantization is not None and quantization.wanted:
         quantize(model, quantization)
-    _choose_arrangement(model, native=choose_kernels(kernels, device, wanted))
+    _choose_arrangement(model, native=native)
     return LoadedModel(
         architecture=architecture,
         language_model=decoder,
@@ -91,6 +94,15 @@ def load_model(
         backend=backend,
         num_parameters=num_parameters,
     )
+
+
+def _attention_backend(spec: ArchSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """The native backend where it serves all layers."""
+    for attention in spec.attention:
+        if (reason := unserved(attention, dtype, device)) is not None:
+            logger.info("attention: torch (%s)", reason)
+            return TorchReference()
+    return CpuAttention()
 
 
 def _choose_arrangement(model: nn.Module, *, native: bool) -> None:
