@@ -5,3 +5,21 @@ import os
 # Models are tiny here: one thread runs them faster than two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+from vlmserve.cache.costs import CostModel
+from vlmserve.kernels.cpu_native import VARIABLE, supported_isas
+
+
+@pytest.fixture(params=["torch", *(["native"] if supported_isas() else [])])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each kind of kernels in turn, for every model that the test loads."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def saving_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evicted blocks go to host memory, whatever this machine's clock says of it."""
+    monkeypatch.setattr(CostModel, "worth_saving", lambda self: True)

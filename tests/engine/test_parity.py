@@ -15,6 +15,8 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 NEW_TOKENS = 12
 
 
@@ -263,6 +265,7 @@ def test_prefix_hits_under_constant_eviction_and_preemption_change_nothing(llava
     assert engine.stats().prefix_cached_tokens > 0
 
 
+@pytest.mark.usefixtures("saving_pays")
 @pytest.mark.parametrize("budget", [7, 100])
 def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens(llava, expected, budget):
     prompts = mixed_prompts(llava)
@@ -275,6 +278,7 @@ def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens
     assert stats.blocks_swapped_in > 0
 
 
+@pytest.mark.usefixtures("saving_pays")
 def test_a_host_pool_of_a_few_blocks_gives_transformers_tokens(llava, expected):
     prompts = mixed_prompts(llava)
     probe = engine_for(llava, block_size=4)

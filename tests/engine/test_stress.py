@@ -72,6 +72,7 @@ def test_the_pictures_make_the_answers(cases):
     assert len({tuple(case.answer) for case in cases[:12]}) == 12, "or a mix-up could go unseen"
 
 
+@pytest.mark.usefixtures("saving_pays")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed):
     random_ = random.Random(seed)

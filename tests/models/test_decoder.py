@@ -22,6 +22,8 @@ from tests.paged import PagedRun
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 LENGTHS = [1, 37, 2, 16, 8, 64, 3, 15, 17, 5, 33, 1, 11, 4, 20, 9]
 LLAMA3 = {
     "rope_type": "llama3",

@@ -15,6 +15,8 @@ from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelE
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "published names": {"published_names": True},
