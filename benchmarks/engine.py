@@ -267,7 +267,12 @@ def make_picture(folder: Path) -> ImageInput:
 
     noise = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3)).resize((336, 336))
     part = {"type": "image", "image": noise}
-    return RequestPreparer(folder, MediaConfig()).chat([{"role": "user", "content": [part]}]).images[0].image
+    return (
+        RequestPreparer(folder, MediaConfig())
+        .chat([{"role": "user", "content": [part]}], allow_local=True)
+        .images[0]
+        .image
+    )
 
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:

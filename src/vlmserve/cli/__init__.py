@@ -94,6 +94,23 @@ def chat(
 
 
 @app.command()
+@command((*LOCAL_FIELDS, "kernels"))
+def bench(
+    engine: EngineConfig,
+    model: Annotated[str, typer.Argument(help="Built-in name, local folder or Hugging Face repository id.")] = (
+        BUILT_IN_MODEL
+    ),
+    scheme: Annotated[list[str] | None, typer.Option(help="none, int8, int4; may be repeated. Default: all.")] = None,
+    at_once: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once. Default: 1, 16 and 64.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+) -> None:
+    """Measure prefill, decode and vision, beside what this machine can do."""
+    from vlmserve.cli.bench import run_bench
+
+    run_bench(engine, tuple(scheme or ("none", "int8", "int4")), tuple(at_once or (1, 16, 64)), json)
+
+
+@app.command()
 @command()
 def version() -> None:
     """Print the version."""

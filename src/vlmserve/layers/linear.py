@@ -35,7 +35,7 @@ class Weight(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
-        self.in_features = in_features
+        self.in_features, self.out_features = in_features, out_features
         self.dtype = dtype
         self._quantized: QuantizedWeight | None = None
         self._native: PackedLinear | None = None
@@ -46,11 +46,13 @@ class Weight(nn.Module):
         del self.weight
 
     @property
-    def quantized_bytes(self) -> int:
-        """What a quantized weight takes; 0 for a plain one."""
+    def num_bytes(self) -> int:
+        """Memory that the weight takes, in whatever form it is."""
         if self._native is not None:
             return self._native.num_bytes
-        return 0 if self._quantized is None else self._quantized.num_bytes
+        if self._quantized is not None:
+            return self._quantized.num_bytes
+        return self.in_features * self.out_features * self.dtype.itemsize
 
     @property
     def _matrix(self) -> Tensor:

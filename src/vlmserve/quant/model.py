@@ -10,7 +10,7 @@ from torch import nn
 
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
-from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
 from vlmserve.quant.rtn import round_to_nearest
 
 logger = logging.getLogger(__name__)
@@ -63,5 +63,7 @@ def _chosen_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tup
 
 
 def _num_bytes(module: nn.Module) -> int:
-    own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-    return own + (module.quantized_bytes if isinstance(module, Linear | TiedEmbedding) else 0)
+    """Memory of a module's own parameters, without those of modules inside it."""
+    if isinstance(module, Weight):
+        return module.num_bytes
+    return sum(parameter.nbytes for parameter in module.parameters(recurse=False))

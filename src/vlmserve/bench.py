@@ -1,0 +1,230 @@
+"""How fast a model runs on this machine, and how close that is to what the machine can do.
+
+Every figure comes from steps of the real engine; their limits are measured in the same run: what a sum over a large
+tensor reads a second, and what a large product of the model's type computes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from vlmserve.config import EngineConfig, MediaConfig, read_settings
+from vlmserve.engine.engine import Engine, choose_device
+from vlmserve.layers.linear import Embedding, Weight
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.registry import load_model
+from vlmserve.types import EngineRequest, ImageInput, Prompt, SamplingParams
+
+WARM_UP_STEPS = 3
+LIMIT_REPEATS = 7
+PRODUCT_SIZE = 2048
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the machine can do: bytes read and floating point operations, each a second."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One measurement.
+
+    what: "prefill", "decode" or "vision". rate: tokens or pictures a second. of_bandwidth, of_flops: the share of the
+    limits that moving the weights and keys and values, and multiplying, make up at that rate.
+    """
+
+    weights: str
+    what: str
+    at_once: int
+    rate: float
+    milliseconds: float
+    of_bandwidth: float
+    of_flops: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All figures of one model on one machine."""
+
+    model: str
+    device: str
+    dtype: str
+    threads: int
+    torch: str
+    num_parameters: int
+    limits: Limits
+    figures: list[Figure]
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype, num_bytes: int = 2**28) -> Limits:
+    """The best of a few tries of each."""
+    data = torch.ones(num_bytes // 4, device=device)
+    matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=dtype)
+    return Limits(
+        num_bytes / _best(lambda: data.sum().item()),
+        2 * PRODUCT_SIZE**3 / _best(lambda: (matrix @ matrix)[0, 0].item()),
+    )
+
+
+def _best(work: Callable[[], object]) -> float:
+    best = math.inf
+    for _ in range(LIMIT_REPEATS):
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def bench(
+    config: EngineConfig,
+    folder: Path,
+    *,
+    schemes: Sequence[str] = ("none", "int8", "int4"),
+    at_once: Sequence[int] = (1, 16, 64),
+    prompt_len: int = 200,
+    long_prompt_len: int = 2000,
+    steps: int = 16,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Report:
+    """Measure a checkpoint with each way of quantizing it.
+
+    prompt_len: tokens in the cache of each request that decodes. long_prompt_len: of the prompt that is prefilled, at
+    most what the context holds. steps: how many are measured of each kind; medians are reported.
+    """
+    device = choose_device(config.device)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    figures: list[Figure] = []
+    limits = info = None
+    for scheme in schemes:
+        progress(f"{scheme}: loading")
+        settings = config.model_copy(update={"quantize": scheme, "enable_prefix_caching": False})
+        model = load_model(
+            folder, device=device, dtype=dtype, kernels=config.kernels, quantization=settings.quantization
+        )
+        limits = limits or measure_limits(model.device, model.dtype)
+        engine = Engine.from_model(settings, model)
+        info = engine.info
+        rounds = _Rounds(engine, model, limits, scheme, steps)
+        longest = min(long_prompt_len, info.max_prompt_len - 1)
+        progress(f"{scheme}: a prompt of {longest} tokens")
+        figures.append(rounds.prefill(longest))
+        for count in at_once:
+            progress(f"{scheme}: {count} at once")
+            figures.append(rounds.decode(count, min(prompt_len, longest - steps - WARM_UP_STEPS)))
+        if model.vision is not None:
+            progress(f"{scheme}: a picture")
+            figures.append(rounds.vision(_picture(folder)))
+    if limits is None or info is None:
+        raise ValueError("nothing to measure: no schemes")
+    return Report(
+        info.name, info.device, info.dtype, torch.get_num_threads(), str(torch.__version__), info.num_parameters,
+        limits, figures,
+    )  # fmt: skip
+
+
+class _Rounds:
+    """Rounds of requests through one engine."""
+
+    def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str, steps: int) -> None:
+        self._engine, self._model, self._limits, self._scheme, self._steps = engine, model, limits, scheme, steps
+        self._random = random.Random(0)
+        language_model = model.language_model
+        assert isinstance(language_model, nn.Module)
+        self._weight_bytes, self._products = _sizes(language_model)
+        self._kv_bytes_per_token = language_model.cache_bytes_per_block(16) / 16
+
+    def prefill(self, length: int) -> Figure:
+        """One long prompt, in as many steps as the token budget cuts it into."""
+        seconds = []
+        for _ in range(3):
+            self._add(1, length, 1)
+            started = time.perf_counter()
+            for _ in self._outputs():
+                pass
+            seconds.append(time.perf_counter() - started)
+        return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length)
+
+    def decode(self, count: int, length: int) -> Figure:
+        """Steps in which all of `count` requests generate a token behind `length` tokens and more."""
+        self._add(count, length, WARM_UP_STEPS + self._steps)
+        seconds = []
+        before = time.perf_counter()
+        for outputs in self._outputs():
+            now = time.perf_counter()
+            if outputs == count:
+                seconds.append(now - before)
+            before = now
+        moved = self._weight_bytes + count * length * self._kv_bytes_per_token
+        return self._figure("decode", count, count, statistics.median(seconds[WARM_UP_STEPS:]), moved, count)
+
+    def vision(self, picture: ImageInput) -> Figure:
+        """One picture at a time through tower and projector."""
+        vision = self._model.vision
+        assert vision is not None
+        assert isinstance(vision, nn.Module)
+        pixels = torch.tensor(picture.pixels, device=self._model.device, dtype=self._model.dtype)
+        seconds = []
+        with torch.inference_mode():
+            for _ in range(3):
+                started = time.perf_counter()
+                vision.encode([pixels])[0][0, 0].item()
+                seconds.append(time.perf_counter() - started)
+        num_bytes, products = _sizes(vision)
+        seconds_each = statistics.median(seconds)
+        tokens = picture.num_tokens
+        return Figure(
+            self._scheme, "vision", 1, 1 / seconds_each, 1e3 * seconds_each,
+            num_bytes / seconds_each / self._limits.bytes_per_s,
+            2 * products * tokens / seconds_each / self._limits.flops_per_s,
+        )  # fmt: skip
+
+    def _add(self, count: int, length: int, answer: int) -> None:
+        vocab_size = self._engine.info.vocab_size
+        for number in range(count):
+            tokens = [self._random.randrange(vocab_size // 4, vocab_size // 2) for _ in range(length)]
+            params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+            self._engine.add(EngineRequest(str(number), Prompt(tokens), params))
+
+    def _outputs(self) -> Iterator[int]:
+        """How many requests got a token in each step, until all are done."""
+        while self._engine.has_work():
+            yield len(self._engine.step())
+
+    def _figure(self, what: str, at_once: int, units: int, seconds: float, moved: float, tokens: int) -> Figure:
+        return Figure(
+            self._scheme, what, at_once, units / seconds, 1e3 * seconds, moved / seconds / self._limits.bytes_per_s,
+            2 * self._products * tokens / seconds / self._limits.flops_per_s,
+        )  # fmt: skip
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of weights that a step reads, and multiplications for each token; attention's own are not counted."""
+    num_bytes = products = 0
+    for module in model.modules():
+        if isinstance(module, Weight):
+            num_bytes += module.num_bytes
+            products += module.in_features * module.out_features
+        elif not isinstance(module, Embedding):
+            num_bytes += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+    return num_bytes, products
+
+
+def _picture(folder: Path) -> ImageInput:
+    """Noise, as the checkpoint's own preprocessing hands it to the tower."""
+    from PIL import Image
+
+    from vlmserve.frontend.requests import RequestPreparer
+
+    noise = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3)).resize((336, 336))
+    part = {"type": "image", "image": noise}
+    preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
+    return preparer.chat([{"role": "user", "content": [part]}], allow_local=True).images[0].image

@@ -1,0 +1,59 @@
+"""Figures of a model beside what the machine can do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.checkpoints import make_llama, make_llava
+from vlmserve.bench import bench, measure_limits
+from vlmserve.cli import app
+from vlmserve.config import EngineConfig
+
+
+def test_every_way_of_quantizing_is_measured_at_every_number_of_requests(tmp_path: Path) -> None:
+    folder = make_llava(tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu", kv_cache_memory="16MiB")
+    report = bench(config, folder, schemes=("none", "int8"), at_once=(1, 3), prompt_len=9, long_prompt_len=40, steps=2)
+    kinds = [("prefill", 1), ("decode", 1), ("decode", 3), ("vision", 1)]
+    assert [(figure.weights, figure.what, figure.at_once) for figure in report.figures] == [
+        (weights, *kind) for weights in ("none", "int8") for kind in kinds
+    ]
+    for figure in report.figures:
+        assert min(figure.rate, figure.milliseconds, figure.of_bandwidth, figure.of_flops) > 0
+
+
+def test_figures_count_what_is_moved_and_multiplied(tmp_path: Path) -> None:
+    # Sizes that no kernel has to pad.
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = make_llama(tmp_path, tie_word_embeddings=True, vocab_size=384, **shape)
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", kv_cache_memory="16MiB")
+    report = bench(config, folder, schemes=("none",), at_once=(2,), prompt_len=9, long_prompt_len=40, steps=2)
+    decode = report.figures[1]
+    seconds = decode.milliseconds / 1e3
+    assert decode.rate == pytest.approx(2 / seconds)
+    # A tied table is read once, as the output head; norms and products are all that multiplies.
+    moved = decode.of_bandwidth * report.limits.bytes_per_s * seconds
+    keys_and_values = 2 * 9 * 2 * 3 * 2 * 16 * 4
+    assert moved == pytest.approx(4 * report.num_parameters + keys_and_values, rel=0.05)
+    multiplied = decode.of_flops * report.limits.flops_per_s * seconds
+    assert multiplied == pytest.approx(2 * 2 * report.num_parameters, rel=0.05)
+
+
+def test_limits_are_measured_in_the_models_type() -> None:
+    limits = measure_limits(torch.device("cpu"), torch.float32, num_bytes=2**20)
+    assert min(limits.bytes_per_s, limits.flops_per_s) > 0
+
+
+def test_the_command_shows_a_table_and_keeps_the_figures(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "model")
+    path = tmp_path / "results" / "bench.json"
+    arguments = ["bench", str(folder), "--scheme", "int4", "--at-once", "2", "--kv-cache-memory", "16MiB"]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "tokens/s" in result.output
+    assert [figure["what"] for figure in json.loads(path.read_text())["figures"]] == ["prefill", "decode"]
