@@ -65,14 +65,16 @@ class Report(msgspec.Struct, frozen=True):
     figures: list[Figure]
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype, num_bytes: int = 2**28) -> Limits:
-    """The best of a few tries of each."""
+def memory_bandwidth(device: torch.device, num_bytes: int = 2**28) -> float:
+    """Bytes a second that a sum over a large tensor reads; the best of a few tries."""
     data = torch.ones(num_bytes // 4, device=device)
+    return data.nbytes / _best(lambda: data.sum().item())
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating point operations a second of a large product; the best of a few tries."""
     matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=dtype)
-    return Limits(
-        num_bytes / _best(lambda: data.sum().item()),
-        2 * PRODUCT_SIZE**3 / _best(lambda: (matrix @ matrix)[0, 0].item()),
-    )
+    return 2 * PRODUCT_SIZE**3 / _best(lambda: (matrix @ matrix)[0, 0].item())
 
 
 def _best(work: Callable[[], object]) -> float:
@@ -110,7 +112,7 @@ def bench(
         model = load_model(
             folder, device=device, dtype=dtype, kernels=config.kernels, quantization=settings.quantization
         )
-        limits = limits or measure_limits(model.device, model.dtype)
+        limits = limits or Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
         engine = Engine.from_model(settings, model)
         info = engine.info
         rounds = _Rounds(engine, model, limits, scheme, steps)
@@ -122,7 +124,7 @@ def bench(
             figures.append(rounds.decode(count, min(prompt_len, longest - steps - WARM_UP_STEPS)))
         if model.vision is not None:
             progress(f"{scheme}: a picture")
-            figures.append(rounds.vision(_picture(folder)))
+            figures.append(rounds.vision(noise_picture(folder)))
     if limits is None or info is None:
         raise ValueError("nothing to measure: no schemes")
     return Report(
@@ -218,8 +220,8 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
     return num_bytes, products
 
 
-def _picture(folder: Path) -> ImageInput:
-    """Noise, as the checkpoint's own preprocessing hands it to the tower."""
+def noise_picture(folder: Path) -> ImageInput:
+    """Coloured noise, as the checkpoint's own preprocessing hands it to the tower."""
     from PIL import Image
 
     from vlmserve.frontend.requests import RequestPreparer

@@ -158,6 +158,25 @@ def test_rows_of_a_weight_in_8_bits_are_the_dequantized_ones(product: Product, d
 
 
 @built
+@given(products, st.data(), st.booleans())
+@settings(max_examples=40, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_a_rows_product_is_the_same_whatever_else_is_in_the_batch(
+    product: Product, data: st.DataObject, quantized: bool
+) -> None:
+    x, weight, bias, residual = product.tensors()
+    if quantized:
+        drawn = data.draw(quantized_weights(product.out_features, product.in_features))
+        packed = PackedLinear(drawn, bias, dtype=product.dtype)
+    else:
+        packed = PackedLinear(weight, bias)
+    together = packed(x, residual)
+    for row in range(product.rows):
+        alone = packed(x[row : row + 1], residual[row : row + 1])
+        assert torch.equal(alone[0], together[row]), row
+
+
+@built
 @pytest.mark.usefixtures("isa")
 def test_quantized_products_of_no_numbers_and_of_zeros() -> None:
     weight = QuantizedWeight(

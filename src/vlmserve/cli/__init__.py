@@ -94,7 +94,7 @@ def chat(
 
 
 @app.command()
-@command((*LOCAL_FIELDS, "kernels"))
+@command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "num_threads"))
 def bench(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or Hugging Face repository id.")] = (

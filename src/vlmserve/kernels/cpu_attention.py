@@ -113,10 +113,7 @@ class CpuAttention:
         metadata: BatchMetadata,
         plan: object,
     ) -> Tensor:
-        """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
-
-        query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
-        """
+        """See `AttentionBackend.attend`."""
         query, key, value = _heads_together(query), _heads_together(key), _heads_together(value)
         addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0)
         strides = (query.stride(0), key.stride(0), value.stride(0), 0)
@@ -131,12 +128,7 @@ class CpuAttention:
         metadata: BatchMetadata,
         plan: object,
     ) -> Tensor:
-        """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
-        queries and keys are still to be turned.
-
-        rope: cosines and sines, float32 ``[tokens, size / 2]``; element ``i`` of a head pairs with ``i + size / 2``,
-        and what lies behind ``size`` stays as it is.
-        """
+        """See `RotatingBackend.attend_rotated`."""
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
         cos, sin = rope

@@ -245,7 +245,6 @@ class NativeNorm:
             output.data_ptr(),
             x.numel() // size,
             size,
-            size,
             self._eps,
             self._dtype,
             torch.get_num_threads(),

@@ -22,7 +22,6 @@ namespace {
 
 constexpr long CHUNK_TILES = 16;
 constexpr long CHUNK = CHUNK_TILES * LANES;
-constexpr float LOG2_E = 1.44269504f;
 constexpr float LOWEST = -3.0e38f;
 
 INLINE void keep_first_of_pair(Float32::Weights&) {}
@@ -43,38 +42,6 @@ INLINE void store_probabilities(BFloat16::Input* to, f32x16 p) {
 INLINE void store_probabilities(BFloat16::Input* to, f32x16 p) { __builtin_memcpy(to, &p, sizeof p); }
 #endif
 
-// 2^x for x <= 0, to about one unit in the last place; 0 below -126; NaN stays NaN.
-INLINE f32x16 power_of_two(f32x16 x) {
-    f32x16 shifted = x + 12582912.0f;
-    f32x16 r = x - (shifted - 12582912.0f);
-    f32x16 p = broadcast(1.535336188e-4f);
-    p = p * r + 1.339887440e-3f;
-    p = p * r + 9.618437357e-3f;
-    p = p * r + 5.550332471e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472028e-1f;
-    p = p * r + 1.0f;
-    p = bit_cast<f32x16>(bit_cast<i32x16>(p) + (bit_cast<i32x16>(shifted) << 23));
-    return choose(x < -126.0f, f32x16{}, p);
-}
-
-INLINE float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
-
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef float f32x4 __attribute__((vector_size(16)));
-
-INLINE float largest(f32x16 value) {
-    struct Eights {
-        f32x8 low, high;
-    } eights = bit_cast<Eights>(value);
-    struct Fours {
-        f32x4 low, high;
-    } fours = bit_cast<Fours>(eights.low > eights.high ? eights.low : eights.high);
-    f32x4 four = fours.low > fours.high ? fours.low : fours.high;
-    float first = four[0] > four[1] ? four[0] : four[1], second = four[2] > four[3] ? four[2] : four[3];
-    return first > second ? first : second;
-}
-
 // One thread's part of the scratch.
 template <class Format>
 struct Workspace {
@@ -88,12 +55,11 @@ struct Workspace {
         return inputs * static_cast<long>(sizeof(typename Format::Input)) + floats * static_cast<long>(sizeof(float));
     }
 
-    Workspace(const AttentionArgs& args, const Geometry& at, char* memory) {
+    Workspace(const Geometry& at, char* memory) {
         totals = reinterpret_cast<float*>(memory);
         sums = totals + ITEM_ROWS * at.columns;
         highest = sums + ITEM_ROWS * LANES;
         query = reinterpret_cast<typename Format::Input*>(highest + ITEM_ROWS);
-        (void)args;
     }
 };
 
@@ -319,21 +285,6 @@ void meet(const Meeting<Format>& with) {
         add_values<Format, ROWS, 1>(with, probabilities, decays, column, seen);
 }
 
-template <class Format>
-void meet_rows(const Meeting<Format>& with, long rows) {
-    switch (rows) {
-#define CASE(n) \
-    case n: return meet<Format, n>(with);
-        CASE(1) CASE(2) CASE(3)
-#if defined(__AVX512F__)
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#elif !defined(__AVX2__)
-        CASE(4)
-#endif
-#undef CASE
-    }
-}
-
 // An item's queries of one head of keys, turned, as [units][rows of the block] for each block of rows.
 template <class Format>
 void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& item, long kv_head,
@@ -379,10 +330,10 @@ void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& ite
         long from = larger(chunk, at.tile_of(args, oldest)), to = smaller(end, at.tile_of(args, newest) + 1);
         if (from >= to) continue;
         long place = row + first;
-        meet_rows(Meeting<Format>{args, at, space.query + place * units, tiles + (from - chunk), to - from, later, num_later,
-                                  before, item.first_row + first, space.totals + place * at.columns,
-                                  space.sums + place * LANES, space.highest + place},
-                  rows);
+        Meeting<Format> meeting{args, at, space.query + place * units, tiles + (from - chunk), to - from, later, num_later,
+                                before, item.first_row + first, space.totals + place * at.columns,
+                                space.sums + place * LANES, space.highest + place};
+        with_rows<BLOCK>(rows, [&](auto count) { meet<Format, decltype(count)::value>(meeting); });
     }
 }
 
@@ -472,7 +423,7 @@ void attend(const AttentionArgs& args) {
         for (long i = 0; i < args.tokens * args.kv_heads; ++i)
             append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
 
-        Workspace<Format> space(args, at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
+        Workspace<Format> space(at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < plan.items; ++i)
             attend_item<Format>(args, at, items[i], space, items[i].pieces > 1 ? partials + items[i].partial : nullptr);

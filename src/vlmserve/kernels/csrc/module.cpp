@@ -201,7 +201,7 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 10);
+    Arguments from(values, count, 9);
     NormArgs args;
     args.x = from.address();
     args.weight = from.address();
@@ -209,7 +209,6 @@ PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.y = from.address();
     args.rows = from.integer();
     args.size = from.integer();
-    args.x_stride = from.integer();
     args.eps = from.number();
     args.dtype = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());

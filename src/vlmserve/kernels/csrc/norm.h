@@ -8,7 +8,7 @@ namespace {
 
 template <class T>
 void norm_row(const NormArgs& args, long row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    const T* x = static_cast<const T*>(args.x) + row * args.size;
     T* y = static_cast<T*>(args.y) + row * args.size;
     const T* weight = static_cast<const T*>(args.weight);
     const T* bias = static_cast<const T*>(args.bias);

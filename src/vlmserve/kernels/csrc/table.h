@@ -20,11 +20,11 @@ struct LinearArgs {
 };
 
 struct NormArgs {
-    const void* x;       // [rows, size], `x_stride` elements from row to row
+    const void* x;       // [rows, size] contiguous
     const void* weight;  // [size]
     const void* bias;    // [size] for LayerNorm, null for RMSNorm
     void* y;             // [rows, size] contiguous
-    long rows, size, x_stride;
+    long rows, size;
     float eps;
     int dtype, threads;
 };
