@@ -16,7 +16,7 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.kernels.cpu_attention import CpuAttention, unserved
-from vlmserve.kernels.cpu_native import choose_kernels
+from vlmserve.kernels.extension import choose_kernels
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, TiedEmbedding

@@ -65,16 +65,18 @@ struct Workspace {
 
 INLINE long cache_lines(long bytes) { return (bytes + 63) / 64 * 64; }
 
-template <class Format>
-long scratch_bytes(const AttentionArgs& args, const Plan& plan) {
-    return cache_lines(plan.items * static_cast<long>(sizeof(Item))) + plan.partials * static_cast<long>(sizeof(float)) +
-           args.threads * cache_lines(Workspace<Format>::bytes(args));
+INLINE long item_bytes(const Plan& plan) { return cache_lines(plan.items * static_cast<long>(sizeof(Item))); }
+
+// What the threads need beside the items.
+long attention_memory(const AttentionArgs& args, const Plan& plan) {
+    long own = args.dtype == FLOAT32 ? Workspace<Float32>::bytes(args) : Workspace<BFloat16>::bytes(args);
+    return plan.partials * static_cast<long>(sizeof(float)) + args.threads * cache_lines(own);
 }
 
 long attention_scratch(const AttentionArgs& args, long* work) {
     Plan plan = plan_items(args, Geometry(args), nullptr);
     *work = plan.cost * args.head_size * 2;
-    return args.dtype == FLOAT32 ? scratch_bytes<Float32>(args, plan) : scratch_bytes<BFloat16>(args, plan);
+    return item_bytes(plan) + attention_memory(args, plan);
 }
 
 // One head of a token with its rotary position applied: `row` itself if there is none, else `buffer`.
@@ -407,45 +409,47 @@ INLINE long thread_index() {
 #endif
 }
 
+// By the team of threads that calls it. memory: `attention_memory` bytes.
 template <class Format>
-void attend(const AttentionArgs& args) {
+void attend(const AttentionArgs& args, const Plan& plan, const Item* items, char* memory) {
     Geometry at(args);
-    auto* items = static_cast<Item*>(args.scratch);
-    Plan plan = plan_items(args, at, items);
-    char* memory = static_cast<char*>(args.scratch) + cache_lines(plan.items * static_cast<long>(sizeof(Item)));
     auto* partials = reinterpret_cast<float*>(memory);
     char* spaces = memory + plan.partials * static_cast<long>(sizeof(float));
-    // Either all threads or one: a team that shrinks ends its threads, and the next call would start them anew.
-    int threads = plan.cost < PIECE_COST && args.tokens < 64 ? 1 : args.threads;
-#pragma omp parallel num_threads(threads)
-    {
 #pragma omp for schedule(static)
-        for (long i = 0; i < args.tokens * args.kv_heads; ++i)
-            append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
+    for (long i = 0; i < args.tokens * args.kv_heads; ++i) append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
 
-        Workspace<Format> space(at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
+    Workspace<Format> space(at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
 #pragma omp for schedule(dynamic)
-        for (long i = 0; i < plan.items; ++i)
-            attend_item<Format>(args, at, items[i], space, items[i].pieces > 1 ? partials + items[i].partial : nullptr);
+    for (long i = 0; i < plan.items; ++i)
+        attend_item<Format>(args, at, items[i], space, items[i].pieces > 1 ? partials + items[i].partial : nullptr);
 
-        if (plan.split) {
+    if (plan.split) {
 #pragma omp for schedule(static)
-            for (long i = 0; i < plan.items; ++i) {
-                // The first piece of an item is the one that does not follow another of the same rows.
-                const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
-                bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
-                             item.first_row != other.first_row;
-                if (item.pieces > 1 && first) merge_pieces<typename Format::Element>(args, at, item, partials);
-            }
+        for (long i = 0; i < plan.items; ++i) {
+            // The first piece of an item is the one that does not follow another of the same rows.
+            const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
+            bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
+                         item.first_row != other.first_row;
+            if (item.pieces > 1 && first) merge_pieces<typename Format::Element>(args, at, item, partials);
         }
     }
 }
 
-void attention(const AttentionArgs& args) {
+void attention_by_team(const AttentionArgs& args, const Plan& plan, const Item* items, char* memory) {
     if (args.dtype == FLOAT32)
-        attend<Float32>(args);
+        attend<Float32>(args, plan, items, memory);
     else
-        attend<BFloat16>(args);
+        attend<BFloat16>(args, plan, items, memory);
+}
+
+void attention(const AttentionArgs& args) {
+    auto* items = static_cast<Item*>(args.scratch);
+    Plan plan = plan_items(args, Geometry(args), items);
+    char* memory = static_cast<char*>(args.scratch) + item_bytes(plan);
+    // Either all threads or one: a team that shrinks ends its threads, and the next call would start them anew.
+    int threads = plan.cost < PIECE_COST && args.tokens < 64 ? 1 : args.threads;
+#pragma omp parallel num_threads(threads)
+    attention_by_team(args, plan, items, memory);
 }
 
 }  // namespace

@@ -162,27 +162,25 @@ void run_block(const LinearArgs& args, const typename Format::Input* x, long row
     finish_block<Out, Element>(args, row, tile, sums);
 }
 
-// A product: `prepare(block)` for each block of rows (of at most MOST), then `multiply(rows, row, tile)` for each tile with
-// each block, `rows` being a `Count`. row_bytes: what a prepared row takes.
+// A product, by the team of threads that calls it: `prepare(block)` for each block of rows (of at most MOST), then
+// `multiply(rows, row, tile)` for each tile with each block, `rows` being a `Count`. row_bytes: what a prepared row takes.
 template <int MOST, class Prepare, class Multiply>
 INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, Multiply multiply) {
     long blocks = num_blocks(args.rows, MOST), tiles = num_tiles(args.out, args.gated);
     long cached_blocks = larger(1, CACHED_BYTES / (row_bytes * MOST));
-#pragma omp parallel num_threads(args.threads)
-    {
 #pragma omp for schedule(static)
-        for (long block = 0; block < blocks; ++block) prepare(block);
-        // Every thread has its own tiles, so that each weight is read by one core.
-        for (long first = 0; first < blocks; first += cached_blocks) {
-            long last = smaller(blocks, first + cached_blocks);
+    for (long block = 0; block < blocks; ++block) prepare(block);
+    // Every thread has its own tiles, so that each weight is read by one core.
+    for (long first = 0; first < blocks; first += cached_blocks) {
+        long last = smaller(blocks, first + cached_blocks);
 #pragma omp for schedule(static) nowait
-            for (long tile = 0; tile < tiles; ++tile)
-                for (long block = first; block < last; ++block) {
-                    long row = block_start(args.rows, block, MOST), end = block_start(args.rows, block + 1, MOST);
-                    with_rows<MOST>(end - row, [&](auto rows) { multiply(rows, row, tile); });
-                }
-        }
+        for (long tile = 0; tile < tiles; ++tile)
+            for (long block = first; block < last; ++block) {
+                long row = block_start(args.rows, block, MOST), end = block_start(args.rows, block + 1, MOST);
+                with_rows<MOST>(end - row, [&](auto rows) { multiply(rows, row, tile); });
+            }
     }
+#pragma omp barrier
 }
 
 template <class Format, class Out>

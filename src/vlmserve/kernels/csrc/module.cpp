@@ -246,6 +246,29 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, work, [&] { selected->attention(args); });
 }
 
+PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 16);
+    ProgramArgs args;
+    args.operations = static_cast<const Operation*>(from.address());
+    args.widths = static_cast<const long*>(from.address());
+    args.input = from.address();
+    args.output = from.address();
+    args.ropes = static_cast<const float* const*>(from.address());
+    args.query_starts = static_cast<const std::int32_t*>(from.address());
+    args.context_lens = static_cast<const std::int32_t*>(from.address());
+    args.block_tables = static_cast<const std::int32_t*>(from.address());
+    args.slots = static_cast<const std::int64_t*>(from.address());
+    for (long* size : {&args.count, &args.buffers, &args.sequences, &args.tokens, &args.table_stride}) *size = from.integer();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    long work = 0;
+    if (from.ok()) {
+        args.scratch = scratch(selected->program_scratch(args, &work));
+        if (!args.scratch) return PyErr_NoMemory();
+    }
+    return run(from, work, [&] { selected->program(args); });
+}
+
 PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments from(values, count, 9);
     EncoderAttentionArgs args;
@@ -278,6 +301,7 @@ PyMethodDef methods[] = {
     FAST(linear, "The fields of LinearArgs in order, without scratch."),
     FAST(norm, "The fields of NormArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),
+    FAST(program, "The fields of ProgramArgs in order, without scratch."),
     FAST(encoder_attention, "The fields of EncoderAttentionArgs in order, without scratch."),
     {nullptr, nullptr, 0, nullptr},
 };

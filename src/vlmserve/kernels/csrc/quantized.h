@@ -1,4 +1,4 @@
-// Products with weights of 8 or 4 bits, for any number of rows.
+// Products with weights of 8 or 4 bits, for any number of rows, and the choice between them and plain ones.
 //
 // Weights are unsigned: in 8 bits w = scale * (u - 128) with a scale for each output, in 4 bits w = scale * u + shift with
 // both for each group of inputs of each output. Tiles hold 32 outputs, as those of linear.h do, and four inputs in turn:
@@ -366,5 +366,9 @@ void gather_int8(const u8* packed, const std::int64_t* ids, T* y, long count, lo
         }
     }
 }
+
+void linear_by_team(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
+
+long linear_scratch(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
 
 }  // namespace
