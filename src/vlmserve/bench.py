@@ -40,7 +40,8 @@ class Figure(msgspec.Struct, frozen=True):
     """One measurement.
 
     what: "prefill", "decode" or "vision". rate: tokens or pictures a second. of_bandwidth, of_flops: the share of the
-    limits that moving the weights and keys and values, and multiplying, make up at that rate.
+    limits that moving the weights and keys and values, and multiplying, make up at that rate; in a vision tower,
+    attention's own products are not counted.
     """
 
     weights: str
@@ -141,7 +142,13 @@ class _Rounds:
         self._random = random.Random(0)
         language_model = model.language_model
         assert isinstance(language_model, nn.Module)
-        self._weight_bytes, self._products = _sizes(language_model)
+        self._weight_bytes, products = _sizes(language_model)
+        # The output head meets only the rows after which a token is sampled.
+        head = getattr(language_model, "lm_head", None) or language_model.embed_tokens
+        self._head_products = head.in_features * head.out_features
+        self._layer_products = products - self._head_products
+        # Of a query with a key, and of its weight with a value.
+        self._pair_products = 2 * sum(spec.num_heads * spec.head_size for spec in language_model.spec.attention)
         self._kv_bytes_per_token = language_model.cache_bytes_per_block(16) / 16
 
     def prefill(self, length: int) -> Figure:
@@ -153,7 +160,8 @@ class _Rounds:
             for _ in self._outputs():
                 pass
             seconds.append(time.perf_counter() - started)
-        return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length)
+        pairs = length * (length + 1) // 2
+        return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length, pairs)
 
     def decode(self, count: int, length: int) -> Figure:
         """Steps in which all of `count` requests generate a token behind `length` tokens and more."""
@@ -166,7 +174,8 @@ class _Rounds:
                 seconds.append(now - before)
             before = now
         moved = self._weight_bytes + count * length * self._kv_bytes_per_token
-        return self._figure("decode", count, count, statistics.median(seconds[WARM_UP_STEPS:]), moved, count)
+        pairs = count * length
+        return self._figure("decode", count, count, statistics.median(seconds[WARM_UP_STEPS:]), moved, count, pairs)
 
     def vision(self, picture: ImageInput) -> Figure:
         """One picture at a time through tower and projector."""
@@ -201,15 +210,19 @@ class _Rounds:
         while self._engine.has_work():
             yield len(self._engine.step())
 
-    def _figure(self, what: str, at_once: int, units: int, seconds: float, moved: float, tokens: int) -> Figure:
+    def _figure(
+        self, what: str, at_once: int, units: int, seconds: float, moved: float, tokens: int, pairs: int
+    ) -> Figure:
+        """pairs: of queries and keys that meet."""
+        products = self._layer_products * tokens + self._head_products * at_once + self._pair_products * pairs
         return Figure(
             self._scheme, what, at_once, units / seconds, 1e3 * seconds, moved / seconds / self._limits.bytes_per_s,
-            2 * self._products * tokens / seconds / self._limits.flops_per_s,
+            2 * products / seconds / self._limits.flops_per_s,
         )  # fmt: skip
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of weights that a step reads, and multiplications for each token; attention's own are not counted."""
+    """Bytes of weights that a step reads, and multiplications with weights for each token."""
     num_bytes = products = 0
     for module in model.modules():
         if isinstance(module, Weight):

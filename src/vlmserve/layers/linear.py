@@ -146,7 +146,8 @@ class MergedLinear(Linear):
         """Where each part's tensors go: ``("q_proj.weight", rows of the merged weight)``…"""
         start = 0
         for name, size in self.parts.items():
-            yield f"{name}.weight", self.weight[start : start + size]
+            if self._quantized is None:
+                yield f"{name}.weight", self.weight[start : start + size]
             if self.bias is not None:
                 yield f"{name}.bias", self.bias[start : start + size]
             start += size

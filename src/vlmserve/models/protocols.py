@@ -73,6 +73,7 @@ class LoadedModel:
 
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model sees. max_position: the longest context its positions allow.
+    native: whether native kernels compute what they can.
     """
 
     architecture: str
@@ -85,3 +86,4 @@ class LoadedModel:
     device: torch.device
     backend: AttentionBackend
     num_parameters: int
+    native: bool

@@ -56,7 +56,8 @@ class ModelRunner:
         clock.append(time.perf_counter())
         logits = self._logits(batch)
         clock.append(time.perf_counter())
-        tokens = sample(logits, [_sampling_row(chunk) for chunk in step.chunks if chunk.samples])
+        rows = [_sampling_row(chunk) for chunk in step.chunks if chunk.samples]
+        tokens = sample(logits, rows, native=self.model.native)
         clock.append(time.perf_counter())
         transfer, vision, build, model, sampling = (after - before for before, after in itertools.pairwise(clock))
         self.timings = RunTimings(transfer=transfer, build=build, vision=vision, model=model, sample=sampling)

@@ -11,12 +11,9 @@
 // the pieces are merged by their maxima and sums. Scores carry a factor of log2(e), so that weights are powers of two.
 #pragma once
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "attention_plan.h"
 #include "linear.h"
+#include "threads.h"
 
 namespace {
 
@@ -62,8 +59,6 @@ struct Workspace {
         query = reinterpret_cast<typename Format::Input*>(highest + ITEM_ROWS);
     }
 };
-
-INLINE long cache_lines(long bytes) { return (bytes + 63) / 64 * 64; }
 
 INLINE long item_bytes(const Plan& plan) { return cache_lines(plan.items * static_cast<long>(sizeof(Item))); }
 
@@ -399,14 +394,6 @@ void merge_pieces(const AttentionArgs& args, const Geometry& at, const Item& ite
         }
         write_row<Element>(args, at, item, row, totals + row * at.columns, 1.0f / weight);
     }
-}
-
-INLINE long thread_index() {
-#if defined(_OPENMP)
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
 }
 
 // By the team of threads that calls it. memory: `attention_memory` bytes.

@@ -4,6 +4,7 @@
 #include "norm.h"
 #include "program.h"
 #include "quantized.h"
+#include "sampling.h"
 
 namespace {
 
@@ -39,4 +40,5 @@ extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
     NAME_OF(VLMSERVE_ISA), pack, pack_quantized, gather, linear_scratch, linear, norm,
     attention_scratch, attention, encoder_attention_scratch, encoder_attention, program_scratch, program,
+    sampling_scratch, sampling,
 };

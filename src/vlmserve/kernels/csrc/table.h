@@ -102,6 +102,20 @@ struct EncoderAttentionArgs {
     int dtype, threads;
 };
 
+// How to draw a token from each row of logits; all arrays but `logits` have an element a row.
+struct SamplingArgs {
+    const float* logits;  // [rows, vocabulary] contiguous
+    const float* temperatures;  // above 0
+    const float* top_ps;
+    const float* min_ps;
+    const long* top_ks;     // 0: all
+    const double* numbers;  // uniform in [0, 1)
+    std::int64_t* tokens;   // what is drawn, -1 where there is a NaN or no finite maximum
+    void* scratch;          // `sampling_scratch` bytes
+    long rows, vocabulary;
+    int threads;
+};
+
 struct Kernels {
     const char* isa;
     void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated);
@@ -118,4 +132,6 @@ struct Kernels {
     void (*encoder_attention)(const EncoderAttentionArgs&);
     long (*program_scratch)(const ProgramArgs&, long* work);
     void (*program)(const ProgramArgs&);
+    long (*sampling_scratch)(const SamplingArgs&);
+    void (*sampling)(const SamplingArgs&);
 };

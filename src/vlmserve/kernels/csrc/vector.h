@@ -6,7 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
