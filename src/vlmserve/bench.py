@@ -20,6 +20,7 @@ from torch import nn
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.engine import Engine, choose_device
 from vlmserve.layers.linear import Embedding, Weight
+from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.types import EngineRequest, ImageInput, Prompt, SamplingParams
@@ -141,10 +142,11 @@ class _Rounds:
         self._engine, self._model, self._limits, self._scheme, self._steps = engine, model, limits, scheme, steps
         self._random = random.Random(0)
         language_model = model.language_model
-        assert isinstance(language_model, nn.Module)
+        assert isinstance(language_model, Decoder)
         self._weight_bytes, products = _sizes(language_model)
         # The output head meets only the rows after which a token is sampled.
-        head = getattr(language_model, "lm_head", None) or language_model.embed_tokens
+        head = language_model.lm_head or language_model.embed_tokens
+        assert isinstance(head, Weight)
         self._head_products = head.in_features * head.out_features
         self._layer_products = products - self._head_products
         # Of a query with a key, and of its weight with a value.

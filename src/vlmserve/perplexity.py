@@ -64,8 +64,9 @@ def perplexity(
             break
         positions = torch.arange(len(tokens) - 1, device=model.device)
         hidden = decoder.forward(decoder.embed(tokens[:-1]), positions, _one_sequence(positions, num_blocks), caches)
-        for rows, targets in zip(hidden.split(ROWS_AT_ONCE), tokens[1:].split(ROWS_AT_ONCE), strict=True):
-            total += _loss(decoder.logits(rows), targets)
+        for first in range(0, len(hidden), ROWS_AT_ONCE):
+            targets = tokens[1 + first : 1 + first + ROWS_AT_ONCE]
+            total += _loss(decoder.logits(hidden[first : first + ROWS_AT_ONCE]), targets)
         count += len(tokens) - 1
         progress(start + len(tokens), len(token_ids))
     return Perplexity(count, total / count)

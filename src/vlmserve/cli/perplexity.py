@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vlmserve.config import EngineConfig
@@ -32,6 +33,7 @@ def run_perplexity(
     with Progress(console=Console(stderr=True)) as progress:
         for scheme in schemes:
             bar = progress.add_task(scheme, total=len(token_ids))
+            show = partial(_show, progress, bar)
             model = load_model(
                 folder,
                 device=choose_device(config.device),
@@ -39,9 +41,7 @@ def run_perplexity(
                 kernels=config.kernels,
                 quantization=config.model_copy(update={"quantize": scheme}).quantization,
             )
-            result = perplexity(
-                model, token_ids, window=window, progress=lambda done, _, bar=bar: progress.update(bar, completed=done)
-            )
+            result = perplexity(model, token_ids, window=window, progress=show)
             losses.append(result.value)
             change = f"{losses[-1] / losses[0] - 1:+.2%}" if len(losses) > 1 else ""
             table.add_row("plain" if scheme == "none" else scheme, f"{result.value:.4f}", change)
@@ -51,3 +51,7 @@ def run_perplexity(
         f"[bold]{config.model}[/]: {result.num_tokens} tokens of {source}, {window} at a time", highlight=False
     )
     console.print(table)
+
+
+def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
+    progress.update(bar, completed=done, total=total)
