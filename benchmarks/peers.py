@@ -34,6 +34,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
+import vlmserve
+
 LLAMA_CPP_TYPES = {"f16": "F16", "q8_0": "Q8_0"}
 
 
@@ -226,10 +228,14 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(MODULES.get(package, package)) is not None
 
 
+def version(package: str) -> str:
+    return vlmserve.__version__ if package == "vlmserve" else importlib.metadata.version(package)
+
+
 def prepare(files: Files, source: Path, console: Console) -> None:
     """Bring the GGUF file into all forms, as far as they are not there yet."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     files.folder.mkdir(parents=True, exist_ok=True)
     if not files.gguf("q4_1").exists():
@@ -237,7 +243,10 @@ def prepare(files: Files, source: Path, console: Console) -> None:
     if not (files.hugging_face / "config.json").exists():
         console.print("Dequantizing to bfloat16")
         where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-        AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).save_pretrained(files.hugging_face)
+        model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(files.hugging_face)
         AutoTokenizer.from_pretrained(**where).save_pretrained(files.hugging_face)
     for kind, name in LLAMA_CPP_TYPES.items():
         if is_installed("gguf") and not files.gguf(kind).exists():
@@ -463,7 +472,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             process.end()
     report = {
         "machine": processor(),
-        "versions": {package: importlib.metadata.version(package) for package in sorted(installed)},
+        "versions": {package: version(package) for package in sorted(installed)},
         "repeats": options.repeats,
         "ready": {process.name: process.seconds_to_ready for process in processes},
         "figures": [asdict(figure) for figure in figures],

@@ -116,6 +116,16 @@ def test_a_flat_vocabulary_is_drawn_from_all_over() -> None:
 
 
 @built
+@given(st.integers(1, 700), st.integers(0, 1000), st.sampled_from([2, 1000]))
+@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_no_temperature_takes_the_first_of_the_highest(vocabulary: int, seed: int, values: int) -> None:
+    logits = torch.randint(-values, 0, (3, vocabulary), generator=torch.Generator().manual_seed(seed)).float()
+    same = {"temperatures": [0.0] * 3, "top_ks": [0] * 3, "top_ps": [1.0] * 3, "min_ps": [0.0] * 3}
+    assert draw(logits, numbers=[0.0] * 3, **same) == logits.numpy().argmax(1).tolist()
+
+
+@built
 def test_parameters_must_be_as_many_as_rows() -> None:
     one = {"temperatures": [1.0], "top_ks": [0], "top_ps": [1.0], "min_ps": [0.0], "numbers": [0.5]}
     with pytest.raises(ValueError, match="2 rows"):

@@ -50,10 +50,12 @@ def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> 
     for number, row in enumerate(rows):
         if row.banned:
             logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
+    if native:
+        return _draw_natively(logits, rows)
     greedy = [number for number, row in enumerate(rows) if row.params.temperature == 0]
     random = [number for number, row in enumerate(rows) if row.params.temperature > 0]
     tokens: list[int | None] = [None] * len(rows)
-    for numbers, choose in ((greedy, _argmax), (random, _draw_natively if native else _draw)):
+    for numbers, choose in ((greedy, _argmax), (random, _draw)):
         if numbers:
             subset = logits if len(numbers) == len(rows) else logits[torch.tensor(numbers, device=logits.device)]
             chosen = choose(subset, [rows[number] for number in numbers])
@@ -156,6 +158,6 @@ def _draw_natively(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
         top_ks=[row.params.top_k for row in rows],
         top_ps=[row.params.top_p for row in rows],
         min_ps=[row.params.min_p for row in rows],
-        numbers=[uniform(row.seed, row.num_generated) for row in rows],
+        numbers=[uniform(row.seed, row.num_generated) if row.params.temperature else 0.0 for row in rows],
     )
     return [None if token < 0 else token for token in tokens]

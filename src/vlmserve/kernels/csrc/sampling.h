@@ -58,6 +58,20 @@ Cut find_cut(const float* scores, const float* weights, long count, std::uint32_
     return cut;
 }
 
+// The first of the highest logits.
+INLINE long first_of(const float* logits, long count, float highest) {
+    for (long i = 0; i < count; i += 16) {
+        long end = smaller(count, i + 16);
+        if (end - i == 16) {
+            i32x16 equal = load(logits + i) == highest;
+            if (!sum(equal)) continue;
+        }
+        for (long j = i; j < end; ++j)
+            if (logits[j] == highest) return j;
+    }
+    return -1;
+}
+
 // The number that is drawn, -1 if there is a NaN or no finite maximum. scores, weights: room for the vocabulary, rounded up
 // to a multiple of SUM_CHUNK.
 long draw(const SamplingArgs& args, long row, float* scores, float* weights, Bin* bins) {
@@ -76,6 +90,7 @@ long draw(const SamplingArgs& args, long row, float* scores, float* weights, Bin
     for (int lane = 0; lane < 16; ++lane)
         if (!numbers[lane]) return -1;
     if (!(highest > -__builtin_inff() && highest < __builtin_inff())) return -1;
+    if (args.temperatures[row] == 0) return first_of(logits, count, highest);
 
     for (long i = 0; i < padded; i += 16) {
         f32x16 score = broadcast(-__builtin_inff());

@@ -105,7 +105,7 @@ struct EncoderAttentionArgs {
 // How to draw a token from each row of logits; all arrays but `logits` have an element a row.
 struct SamplingArgs {
     const float* logits;  // [rows, vocabulary] contiguous
-    const float* temperatures;  // above 0
+    const float* temperatures;  // 0: the first of the highest
     const float* top_ps;
     const float* min_ps;
     const long* top_ks;     // 0: all
