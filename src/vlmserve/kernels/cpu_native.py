@@ -111,8 +111,11 @@ class PackedLinear:
         """Memory of the packed weight."""
         return self._packed.nbytes
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``[..., in_features]`` to ``[..., output_features]``; `residual`, shaped like the output, is added to it."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """``[..., in_features]`` to ``[..., output_features]``; `residual`, shaped like the output, is added to it.
+
+        out: contiguous memory for the output, which is then returned.
+        """
         if isinstance(x, Recorded):
             return self._record(x, residual)
         shape = x.shape
@@ -121,7 +124,10 @@ class PackedLinear:
         if len(shape) != 2 or x.stride(1) != 1:
             x = x.reshape(-1, self.in_features).contiguous()
         rows = x.shape[0]
-        output = torch.empty((*shape[:-1], self.output_features), dtype=self.output_dtype)
+        output_shape = (*shape[:-1], self.output_features)
+        output = torch.empty(output_shape, dtype=self.output_dtype) if out is None else out
+        if output.shape != output_shape or output.dtype != self.output_dtype or not output.is_contiguous():
+            raise ValueError(f"{tuple(output.shape)} of {output.dtype} cannot take {output_shape} {self.output_dtype}")
         if rows == 0:
             return output
         if residual is not None:

@@ -186,6 +186,10 @@ class GatedLinear(MergedLinear):
 class OutputLinear(Linear):
     """The output head: ``[rows, in_features]`` to float32 ``[rows, out_features]``."""
 
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `forward`; out: contiguous memory that the result may take."""
+        return self(hidden) if self._native is None else self._native(hidden, out=out)
+
     def _activated(self, x: Tensor) -> Tensor:
         return x.float()
 
@@ -217,9 +221,9 @@ class TiedEmbedding(Weight):
             return self._quantized[indices].dequantize().to(self.dtype)
         return F.embedding(indices, self.weight)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, size]`` to float32 ``[rows, count]``."""
-        return F.linear(hidden, self._matrix).float() if self._native is None else self._native(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[rows, size]`` to float32 ``[rows, count]``; out: contiguous memory that the result may take."""
+        return F.linear(hidden, self._matrix).float() if self._native is None else self._native(hidden, out=out)
 
     def pack(self, *, native: bool) -> None:
         """As `Linear.pack`. oneDNN cannot give back single rows, so that for it the table stays as it is."""

@@ -158,10 +158,9 @@ class Decoder(nn.Module):
             logger.info("layers: a call for each kernel, because of %s", error)
             return None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""
         if isinstance(self.embed_tokens, TiedEmbedding):
-            return self.embed_tokens.logits(hidden)
+            return self.embed_tokens.logits(hidden, out)
         assert self.lm_head is not None
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head.logits(hidden, out)

@@ -62,8 +62,8 @@ class LanguageModel(Protocol):
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""
         ...
 
 
