@@ -16,6 +16,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.attention import RotaryRows
 from vlmserve.kernels.extension import DTYPES, extension
 
 NORM, LINEAR, ATTENTION = range(3)
@@ -82,7 +83,7 @@ class RecordedRope:
     size: int
 
     @property
-    def halves(self) -> RecordedRope:
+    def rows(self) -> RecordedRope:
         """Where a kernel looks for them."""
         return self
 
@@ -206,12 +207,12 @@ class Program:
     def run(
         self,
         x: Tensor,
-        ropes: Sequence[tuple[Tensor, Tensor]],
+        ropes: Sequence[RotaryRows],
         plan: object,
     ) -> Tensor:
         """``[tokens, width]`` through all operations.
 
-        ropes: cosines and sines of each kind that was recorded, float32 ``[tokens, size / 2]``. plan: a `CpuPlan`.
+        ropes: of each kind that was recorded. plan: a `CpuPlan`.
         """
         assert isinstance(plan, CpuPlan)
         expected = plan.num_tokens, self._widths[INPUT]
@@ -219,7 +220,7 @@ class Program:
             raise ValueError(f"{tuple(x.shape)} of {x.dtype} does not fit a program for {expected} of {self._dtype}")
         x = x.contiguous()
         output = torch.empty(plan.num_tokens, self._widths[OUTPUT], dtype=self._dtype)
-        tables = array("q", [tensor.data_ptr() for pair in ropes for tensor in pair])
+        tables = array("q", [0 if tensor is None else tensor.data_ptr() for rows in ropes for tensor in rows])
         self._program(
             self._table.buffer_info()[0],
             self._widths.buffer_info()[0],
