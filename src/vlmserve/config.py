@@ -68,7 +68,7 @@ Scheme = Literal["none", "int8", "int4"]
 class QuantizationConfig(Settings):
     """How weights are quantized at load.
 
-    scheme: int8 has a scale for each output, int4 a scale and a zero point for each group of inputs of an output.
+    scheme: int8 has a scale for each output, int4 a scale and a least value for each group of inputs of an output.
     overrides: schemes of layers by a pattern of their names, like ``{"language_model.layers.0.*": "int8"}``; the last
     one that fits counts. vision: whether the layers outside the language model are quantized as well.
     """
@@ -100,7 +100,7 @@ class EngineConfig(Settings):
     )
     quantize: Scheme = Field("none", description="Weights in 8 or 4 bits: int8, int4.")
     quantize_group_size: Literal[32, 64, 128] = Field(32, description="int4: inputs that share a scale.")
-    quantize_symmetric: bool = Field(False, description="int4: no zero points.")
+    quantize_symmetric: bool = Field(False, description="int4: zero in the middle of each range.")
     quantize_vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
     quantize_overrides: tuple[str, ...] = Field(
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."

@@ -11,7 +11,7 @@ from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedMode
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Linear, MergedLinear, TiedEmbedding
 from vlmserve.models.weights import Checkpoint
-from vlmserve.quant.compressed_tensors import PACKED, SCALE, SHAPE, ZERO_POINT, from_tensors
+from vlmserve.quant.compressed_tensors import PACKED, SCALE, SHAPE, SHIFT, ZERO_POINT, from_tensors
 
 
 def weight_names(path: str, module: nn.Module) -> list[str]:
@@ -61,7 +61,7 @@ def _packed(name: str) -> str:
 
 def _read(checkpoint: Checkpoint, name: str, group_sizes: Sequence[int], device: torch.device) -> QuantizedWeight:
     layer = name.removesuffix("weight")
-    parts = (PACKED, SCALE, ZERO_POINT, SHAPE)
+    parts = (PACKED, SCALE, SHIFT, ZERO_POINT, SHAPE)
     tensors = {part: checkpoint.read(layer + part).to(device) for part in parts if layer + part in checkpoint.names}
     if missing := {PACKED, SCALE, SHAPE} - tensors.keys():
         raise MissingWeightsError(f"{checkpoint.folder} lacks {', '.join(layer + part for part in sorted(missing))}")
