@@ -73,19 +73,20 @@ class CpuAttention:
 
     def prepare(self, metadata: BatchMetadata, block_size: int) -> CpuPlan:
         """Addresses and sizes of the batch."""
+        tables = metadata.block_tables.to(torch.int32)
         tensors = (
             metadata.query_starts.to(torch.int32).contiguous(),
             metadata.context_lens.to(torch.int32).contiguous(),
-            metadata.block_tables.to(torch.int32).contiguous(),
+            tables if tables.stride(1) == 1 else tables.contiguous(),
             metadata.slot_mapping.to(torch.int64).contiguous(),
         )
-        starts, contexts, tables, slots = (tensor.data_ptr() for tensor in tensors)
+        starts, contexts, blocks, slots = (tensor.data_ptr() for tensor in tensors)
         return CpuPlan(
             tensors=tensors,
-            addresses=(starts, contexts, tables, slots),
+            addresses=(starts, contexts, blocks, slots),
             num_sequences=len(metadata.query_lens),
             num_tokens=tensors[3].shape[0],
-            table_stride=tensors[2].shape[1],
+            table_stride=tensors[2].stride(0),
             threads=torch.get_num_threads(),
         )
 
