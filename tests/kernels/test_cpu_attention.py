@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs
+from tests.native import built
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionSpec, RotaryRows
 from vlmserve.kernels.cpu_attention import CpuAttention, unserved
-from vlmserve.kernels.extension import choose_kernels, supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.rope import Rope, RopeTables, apply_rope
 
@@ -21,16 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 HEAD_SIZES = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
 SMOL = AttentionSpec(9, 3, 64, 0.125)
 
-built = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
 either_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(params=supported_isas() or ("none",))
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in turn; afterwards the best one is chosen again."""
-    choose_kernels(request.param, CPU, torch.float32)
-    yield request.param
-    choose_kernels(supported_isas()[0], CPU, torch.float32)
 
 
 @pytest.fixture(params=[1, 3])
@@ -158,9 +149,11 @@ def test_turning_on_the_way_is_turning_before(
         actual = backend.attend_rotated(qkv, rope, caches[1], spec, metadata, plan)
     assert torch.equal(caches[0].values, caches[1].values)
     torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=1e-6, rtol=2**-7)
-    # A product and its sum may be rounded once or twice, and then to either side.
-    tolerance = 1e-5 if dtype == torch.float32 else 0.06
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    # A product and its sum may be rounded once or twice, and then to either side, in queries and in keys: a score is
+    # off by as much as its terms together, and a weight by the error of its score.
+    term, least = (1e-6, 1e-5) if dtype == torch.float32 else (1e-3, 0.05)
+    tolerance = least + term * spec.head_size * spec.scale
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=least)
 
 
 @built

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.native import built
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels import extension
 from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear
@@ -22,16 +22,6 @@ from vlmserve.layers.activation import ACTIVATIONS
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
-
-built = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
-
-
-@pytest.fixture(params=supported_isas() or ("none",))
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in turn; afterwards the best one is chosen again."""
-    choose_kernels(request.param, CPU, torch.float32)
-    yield request.param
-    choose_kernels(supported_isas()[0], CPU, torch.float32)
 
 
 def assert_close(actual: Tensor, expected: Tensor, magnitude: Tensor) -> None:
@@ -94,6 +84,17 @@ def test_gated_products_are_those_of_float64(product: Product) -> None:
     magnitude = F.linear(x.double().abs(), weight[: len(weight) // 2].double().abs()) ** 2
     packed = PackedLinear(weight, activation="silu", gated=True)
     assert_close(packed(x, residual), F.silu(gate) * up + residual.double(), magnitude)
+
+
+@built
+def test_a_product_goes_where_it_is_told_to() -> None:
+    x, weight, bias, residual = Product(3, 10, 7, torch.float32, 0).tensors()
+    packed, out = PackedLinear(weight, bias), torch.empty(3, 7)
+    assert packed(x, residual, out) is out
+    assert torch.equal(out, packed(x, residual))
+    for wrong in (torch.empty(2, 7), torch.empty(3, 7).double(), torch.empty(7, 3).T):
+        with pytest.raises(ValueError, match="cannot take"):
+            packed(x, residual, wrong)
 
 
 @built

@@ -13,9 +13,11 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama, make_llava
 from tests.paged import PagedRun
+from vlmserve.cli import app
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.extension import supported_isas
@@ -238,3 +240,14 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path: Path) -> None:
         save_quantized(tmp_path / "saved", tmp_path / "again", int8)
     with pytest.raises(ConfigurationError, match="already"):
         logits(tmp_path / "saved", quantization=int8)
+
+
+def test_the_command_writes_what_can_be_loaded(tmp_path: Path) -> None:
+    folder, out = make_llama(tmp_path / "plain", **GROUPS_FIT), tmp_path / "saved"
+    result = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--quantize", "int4"])
+    assert result.exit_code == 0, result.output
+    assert "MB" in result.output
+    assert torch.equal(logits(out), logits(folder, quantization=QuantizationConfig(scheme="int4")))
+    again = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--quantize", "int4"])
+    assert again.exit_code == 2
+    assert "not an empty folder" in again.output

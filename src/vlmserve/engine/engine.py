@@ -57,16 +57,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
-        from vlmserve.models.hub import resolve_model
-        from vlmserve.models.registry import load_model
-
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        folder = resolve_model(config.model, config.revision) if folder is None else folder
-        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-        device = choose_device(config.device)
-        model = load_model(folder, device=device, dtype=dtype, kernels=config.kernels, quantization=config.quantization)
-        self._setup(config, model)
+        self._setup(config, load(config, folder))
 
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
@@ -264,6 +255,22 @@ def _snapshot(sequence: Sequence, *, runs: bool) -> RequestSnapshot:
         num_cached_tokens=sequence.num_cached or 0,
         num_images=len(sequence.image_spans),
         num_blocks=len(sequence.block_table) - sequence.first_block,
+    )
+
+
+def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
+    """The model that the settings name, on their device, with their threads; folder: where it is, if that is known."""
+    from vlmserve.models.hub import resolve_model
+    from vlmserve.models.registry import load_model
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    return load_model(
+        resolve_model(config.model, config.revision) if folder is None else folder,
+        device=choose_device(config.device),
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        kernels=config.kernels,
+        quantization=config.quantization,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -28,7 +28,8 @@ MAX_BUFFERS, MAX_PLANS = 16, 8
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
     """What all layers of a step pass to the kernels. tensors: keeps the memory behind `addresses`, which are those of
-    the query starts, context lengths, block tables and slots. table_stride: columns of the block tables."""
+    the query starts, context lengths, block tables and slots. table_stride: elements from one block table to the next.
+    """
 
     tensors: tuple[Tensor, ...]
     addresses: tuple[int, int, int, int]
@@ -184,8 +185,8 @@ def assign_buffers(
                 free.remove(place)
         places[operation.target] = place
         free += [places[value] for value in over if places[value] > OUTPUT]
-        fields = astuple(operation)
-        assigned.append(Operation(fields[0], places[operation.source], place, places[operation.residual], *fields[4:]))
+        source, residual = places[operation.source], places[operation.residual]
+        assigned.append(replace(operation, source=source, target=place, residual=residual))
     return assigned, buffer_widths
 
 
@@ -197,8 +198,7 @@ class Program:
     ) -> None:
         """kept: the tensors behind the operations' addresses."""
         self._program: Callable[..., None] = extension().program
-        self._operations = b"".join(Operation.LAYOUT.pack(*astuple(operation)) for operation in operations)
-        self._table = array("q", self._operations)
+        self._table = array("q", b"".join(Operation.LAYOUT.pack(*astuple(operation)) for operation in operations))
         self._widths = array("q", widths)
         self._count = len(operations)
         self._dtype = dtype

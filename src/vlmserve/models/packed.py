@@ -9,17 +9,9 @@ from torch import nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.linear import Linear, MergedLinear, TiedEmbedding
-from vlmserve.models.weights import Checkpoint
+from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.models.weights import Checkpoint, weight_names
 from vlmserve.quant.compressed_tensors import PACKED, SCALE, SHAPE, SHIFT, ZERO_POINT, from_tensors
-
-
-def weight_names(path: str, module: nn.Module) -> list[str]:
-    """What a checkpoint calls the weight of a layer, or the weights that it is merged of: canonical, ``….weight``."""
-    if isinstance(module, MergedLinear):
-        parent = path.rpartition(".")[0]
-        return [f"{parent}.{part}.weight" for part in module.parts]
-    return [f"{path}.weight"]
 
 
 def load_packed(checkpoint: Checkpoint, model: nn.Module, group_sizes: Sequence[int]) -> set[str]:
