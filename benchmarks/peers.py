@@ -24,9 +24,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 import vlmserve
+from benchmarks.command import keep
+from benchmarks.worker import Worker, serve, start_workers
 
 GGUF_TYPES = {"f16": "F16", "q8_0": "Q8_0"}
 
@@ -309,59 +308,22 @@ def convert_gguf(source: Path, target: Path, kind: str) -> None:
     writer.close()
 
 
-def serve(name: str, files: Files) -> None:
-    """A system's own process: loads, then generates what each line of its input asks for."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+def serve_system(name: str, files: Files) -> None:
+    """A system's own process."""
     system = SYSTEMS[name]()
-    started = time.perf_counter()
-    system.load(files)
-    system.generate([list(range(1000, 1010))], 2)
-    print(json.dumps({"ready": time.perf_counter() - started}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def load() -> None:
+        system.load(files)
+        system.generate([list(range(1000, 1010))], 2)
+
+    def prompts_of(request: dict[str, Any]) -> tuple[list[list[int]], int]:
         draw = random.Random(request["seed"])
         prompts = [
             [draw.randrange(1000, 20_000) for _ in range(request["prompt_len"])] for _ in range(request["streams"])
         ]
-        started = time.perf_counter()
-        system.generate(prompts, request["answer_len"])
-        print(json.dumps({"seconds": time.perf_counter() - started}), file=answers, flush=True)
+        return prompts, request["answer_len"]
 
-
-class Process:
-    """A system, seen from here."""
-
-    def __init__(self, name: str, files: Files, log: Path) -> None:
-        self.name = name
-        self.most_streams = SYSTEMS[name]().most_streams
-        command = [sys.executable, "-m", "benchmarks.peers", "--serve", name, "--out", str(files.folder)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True
-        )
-        self.seconds_to_ready: float = self._answer()["ready"]
-
-    def generate(self, workload: Workload, answer_len: int, seed: int) -> float:
-        """Seconds that the workload takes with answers of that length."""
-        assert self._process.stdin is not None
-        print(
-            json.dumps({**asdict(workload), "answer_len": answer_len, "seed": seed}),
-            file=self._process.stdin,
-            flush=True,
-        )
-        return float(self._answer()["seconds"])
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    serve(load, prompts_of, lambda work: system.generate(*work))
 
 
 @dataclass(frozen=True)
@@ -377,7 +339,7 @@ class Figure:
 
 
 def measure(
-    processes: Sequence[Process], workloads: dict[str, Workload], repeats: int, progress: Callable[[str], None]
+    workers: Sequence[Worker], workloads: dict[str, Workload], repeats: int, progress: Callable[[str], None]
 ) -> list[Figure]:
     """All systems in turns, so that a slow moment of the machine hits everyone."""
     first: dict[tuple[str, str], list[float]] = {}
@@ -386,17 +348,17 @@ def measure(
     # The first turn warms everything up.
     for repeat in range(-1, repeats):
         for name, workload in workloads.items():
-            for process in processes:
-                if workload.streams > process.most_streams:
+            request = {"streams": workload.streams, "prompt_len": workload.prompt_len}
+            for worker in workers:
+                if workload.streams > SYSTEMS[worker.name]().most_streams:
                     continue
-                progress(f"{process.name}: {name}")
-                one = process.generate(workload, 1, next(seeds))
-                all_of_it = (
-                    process.generate(workload, workload.answer_len, next(seeds)) if workload.answer_len > 1 else one
-                )
+                progress(f"{worker.name}: {name}")
+                all_of_it = one = worker.run(**request, answer_len=1, seed=next(seeds))
+                if workload.answer_len > 1:
+                    all_of_it = worker.run(**request, answer_len=workload.answer_len, seed=next(seeds))
                 if repeat >= 0:
-                    first.setdefault((process.name, name), []).append(one)
-                    whole.setdefault((process.name, name), []).append(all_of_it)
+                    first.setdefault((worker.name, name), []).append(one)
+                    whole.setdefault((worker.name, name), []).append(all_of_it)
     return list(_figures(first, whole, workloads))
 
 
@@ -468,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     files = Files(options.out)
     if options.serve:
-        serve(options.serve, files)
+        serve_system(options.serve, files)
         return
     console = Console()
     prepare(files, options.gguf or find_source(), console)
@@ -478,31 +440,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if package not in installed:
             console.print(f"{name}: {package} is not installed", style="yellow")
     workloads = {name: WORKLOADS[name] for name in options.workloads or WORKLOADS}
-    processes: list[Process] = []
-    try:
-        with console.status("") as status:
-            for name in (name for name, package in packages.items() if package in installed):
-                status.update(f"{name}: loading")
-                log = files.folder / f"{name}.log"
-                try:
-                    processes.append(Process(name, files, log))
-                except RuntimeError as error:
-                    console.print(f"{error} before it was ready; {log} says why", style="red")
-            figures = measure(processes, workloads, options.repeats, status.update)
-    finally:
-        for process in processes:
-            process.end()
+    arguments_of = {
+        name: ["--serve", name, "--out", str(files.folder)]
+        for name, package in packages.items()
+        if package in installed
+    }
+    with (
+        start_workers("benchmarks.peers", arguments_of, files.folder, console) as workers,
+        console.status("") as status,
+    ):
+        figures = measure(workers, workloads, options.repeats, status.update)
     report = {
         "machine": processor(),
         "versions": {package: version(package) for package in sorted(installed)},
         "repeats": options.repeats,
-        "ready": {process.name: process.seconds_to_ready for process in processes},
+        "ready": {worker.name: worker.seconds_to_ready for worker in workers},
         "figures": [asdict(figure) for figure in figures],
     }
     show(report, console)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    keep(report, options)
 
 
 if __name__ == "__main__":
