@@ -57,15 +57,10 @@ def test_llama3_scaling_without_its_original_context_takes_the_config_s() -> Non
     assert RopeSpec.from_config(8, 1e4, scaling, 4096).original_context == 4096
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "yarn", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}])
+@pytest.mark.parametrize("scaling", [{"rope_type": "proportional", "factor": 2.0}, {"type": "made up"}])
 def test_other_scalings_are_refused_by_name(scaling: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=str(scaling.get("rope_type", scaling.get("type")))):
         RopeSpec.from_config(8, 1e4, scaling, 2048)
-
-
-def test_a_partly_turning_head_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
-        RopeSpec.from_config(8, 1e4, {"partial_rotary_factor": 0.5}, 2048)
 
 
 def test_an_incomplete_scaling_says_what_it_lacks() -> None:

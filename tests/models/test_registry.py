@@ -105,7 +105,7 @@ def test_a_broken_configuration_is_told(tmp_path: Path, content: str | None, mes
         ({"architectures": None, "model_type": "bert"}, "'bert'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
         ({"hidden_act": "mish"}, "mish"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "made up", "factor": 4.0}}, "made up"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

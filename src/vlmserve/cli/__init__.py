@@ -145,8 +145,8 @@ def models() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from vlmserve.models.families import FAMILIES
     from vlmserve.models.registry import ARCHITECTURES, LLAVA
-    from vlmserve.models.spec import FAMILIES
 
     table = Table("Model", "Sees pictures", "What it is")
     table.add_row(BUILT_IN_MODEL, "yes", "built in: a small LLaVA for simple pictures", end_section=True)

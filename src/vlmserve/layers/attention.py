@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,16 @@ from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMet
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.rope import RopeTables, apply_rope
 
+HeadNorm = Callable[[int], nn.Module]
+"""From a number of heads to what norms ``[tokens, heads, head_size]``."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers of one step share. plan: the backend's."""
+    """What all layers of one step share. ropes: the ways in which layers turn. plan: the backend's."""
 
     metadata: BatchMetadata
-    rope: RopeTables
+    ropes: Sequence[RopeTables]
     plan: object
 
 
@@ -30,35 +34,59 @@ class Attention(nn.Module):
         spec: AttentionSpec,
         backend: AttentionBackend,
         *,
+        rope: int | None,
         qkv_bias: bool,
         output_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        head_norm: HeadNorm | None = None,
     ) -> None:
+        """rope: which of a step's ways queries and keys turn in; None: they do not. head_norm: norms them before."""
         super().__init__()
         self.spec = spec
         self.backend = backend
-        self._rotating = backend if isinstance(backend, RotatingBackend) else None
+        self._rotating = backend if isinstance(backend, RotatingBackend) and rope is not None else None
+        self._rope = rope
         query_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
         self.o_proj = Linear(query_size, hidden_size, bias=output_bias, dtype=dtype, device=device)
+        self.q_norm = self.k_norm = None
+        if head_norm is not None:
+            self.q_norm, self.k_norm = head_norm(spec.num_heads), head_norm(spec.num_kv_heads)
 
-    def forward(self, x: Tensor, residual: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None, cache: LayerCache, step: StepContext) -> Tensor:
         """residual: added to the output."""
         qkv = self.qkv_proj(x)
+        if self.q_norm is not None:
+            qkv = self._normed(qkv)
         if self._rotating is None:
             attended = self._attend(qkv, cache, step)
         else:
-            attended = self._rotating.attend_rotated(qkv, step.rope.rows, cache, self.spec, step.metadata, step.plan)
+            assert self._rope is not None
+            rows = step.ropes[self._rope].rows
+            attended = self._rotating.attend_rotated(qkv, rows, cache, self.spec, step.metadata, step.plan)
         output: Tensor = self.o_proj(attended, residual)
         return output
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """The same with queries and keys normed, where they are."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        spec = self.spec
+        heads = qkv.view(qkv.shape[0], -1, spec.head_size)
+        query, key, _ = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        query.copy_(self.q_norm(query))
+        key.copy_(self.k_norm(key))
+        return qkv
 
     def _attend(self, qkv: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         spec = self.spec
         qkv = qkv.view(qkv.shape[0], -1, spec.head_size)
         # Queries and keys lie side by side and turn together.
-        turned = apply_rope(qkv[:, : spec.num_heads + spec.num_kv_heads], step.rope)
-        query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
+        both = qkv[:, : spec.num_heads + spec.num_kv_heads]
+        if self._rope is not None:
+            both = apply_rope(both, step.ropes[self._rope])
+        query, key = both[:, : spec.num_heads], both[:, spec.num_heads :]
         value = qkv[:, spec.num_heads + spec.num_kv_heads :]
         return self.backend.attend(query, key, value, cache, spec, step.metadata, step.plan)

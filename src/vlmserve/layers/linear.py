@@ -107,6 +107,15 @@ class Linear(Weight):
     def _activated(self, x: Tensor) -> Tensor:
         return x if self._activation is None else self._activation(x)
 
+    def reorder(self, rows: Tensor) -> None:
+        """Before the weight is packed: put outputs into another order; rows: which old one is each new one."""
+        if self._quantized is None:
+            self.weight.data = self.weight.data[rows]
+        else:
+            self._quantized = self._quantized[rows]
+        if self.bias is not None:
+            self.bias.data = self.bias.data[rows]
+
     def pack(self, *, native: bool) -> None:
         """Put the weight into the order in which it is multiplied, and drop the plain one, where that is possible.
 

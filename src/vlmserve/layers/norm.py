@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,22 +13,30 @@ from vlmserve.layers.linear import empty_parameter
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalization, computed in float32 (https://arxiv.org/abs/1910.07467)."""
+    """Root mean square normalization, computed in float32 (https://arxiv.org/abs/1910.07467).
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    offset: is added to the weights, in float32.
+    """
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
+        self.offset = offset
         self._native: NativeNorm | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._native is not None:
             return self._native(x)
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        size = (x.shape[-1],)
+        if self.offset:
+            return F.rms_norm(x.float(), size, self.weight.float() + self.offset, self.eps).to(x.dtype)
+        return F.rms_norm(x, size, self.weight, self.eps)
 
     def use_native(self) -> None:
-        """Compute with the native kernel from now on."""
-        self._native = NativeNorm(self.weight.data, None, self.eps)
+        """Compute with the native kernel from now on, which knows no offsets."""
+        if not self.offset:
+            self._native = NativeNorm(self.weight.data, None, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -47,3 +57,26 @@ class LayerNorm(nn.Module):
     def use_native(self) -> None:
         """Compute with the native kernel from now on."""
         self._native = NativeNorm(self.weight.data, self.bias.data, self.eps)
+
+
+class NormOfEachHead(nn.Module):
+    """Layer normalization of ``[tokens, heads, head_size]`` over each head, by weights of its own and no bias."""
+
+    def __init__(self, heads: int, head_size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(heads, head_size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        """Where the heads' weights go, which checkpoints keep one by one."""
+        yield from ((f"{head}.weight", weight) for head, weight in enumerate(self.weight.data))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * self.weight
+
+
+class NormOfRow(RMSNorm):
+    """Root mean square normalization of ``[tokens, heads, head_size]`` over all heads of a token together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(len(x), -1)).view_as(x)

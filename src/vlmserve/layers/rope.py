@@ -1,10 +1,10 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864)."""
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) and the ways to stretch them to longer contexts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,78 +15,184 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import RotaryRows
 
 FIRST_POSITIONS = 1024
-SCALINGS = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """How positions turn queries and keys.
 
-    size: elements of a head that turn. theta: the base of the wavelengths. scaling: one of `SCALINGS`.
-    factor: by how much scaling stretches the context. The rest is llama3's: wavelengths over ``original_context /
-    low_freq_factor`` are stretched, those under ``original_context / high_freq_factor`` are kept, others are blended.
+    size: elements of a head that turn, from its first on. theta: the base of the wavelengths. scaling: one of
+    `SCALINGS`, with its parameters as config.json names them. interleaved: a checkpoint's element ``2 i`` pairs with
+    ``2 i + 1``, not ``i`` with ``i + size / 2``.
     """
 
     size: int
     theta: float
     scaling: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    max_position: int = 0
+    interleaved: bool = False
 
     @classmethod
-    def from_config(cls, size: int, theta: float, scaling: Mapping[str, Any], max_position: int) -> RopeSpec:
+    def from_config(
+        cls,
+        head_size: int,
+        theta: float,
+        parameters: Mapping[str, Any],
+        max_position: int,
+        *,
+        part: float = 1.0,
+        interleaved: bool = False,
+    ) -> RopeSpec:
         """From ``rope_scaling`` (older checkpoints) or ``rope_parameters`` (transformers 5) of a config.json.
 
-        Raises UnsupportedModelError for a scaling that is not implemented, ModelLoadError for one that is incomplete.
+        part: of a head that turns, unless the parameters say. Raises UnsupportedModelError for a scaling that is not
+        implemented, ModelLoadError for one that is incomplete.
         """
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
         if kind not in SCALINGS:
             raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(SCALINGS)}")
-        if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModelError("RoPE over a part of each head (partial_rotary_factor) is not supported")
-        theta = scaling.get("rope_theta", theta)
+        size = int(head_size * parameters.get("partial_rotary_factor", part))
+        theta = parameters.get("rope_theta", theta)
+        read = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+        rest = {name: value for name, value in parameters.items() if name not in read and value is not None}
+        spec = cls(size, theta, kind, rest, max_position, interleaved)
         try:
-            if kind == "linear":
-                return cls(size, theta, kind, factor=scaling["factor"])
-            if kind == "llama3":
-                return cls(
-                    size,
-                    theta,
-                    kind,
-                    factor=scaling["factor"],
-                    low_freq_factor=scaling["low_freq_factor"],
-                    high_freq_factor=scaling["high_freq_factor"],
-                    original_context=scaling.get("original_max_position_embeddings", max_position),
-                )
+            spec.frequencies(torch.device("meta"))
+            spec.frequencies(torch.device("meta"), long=True)
         except KeyError as error:
             raise ModelLoadError(f"config.json: RoPE scaling {kind!r} lacks {error.args[0]!r}") from error
-        return cls(size, theta)
+        return spec
 
-    def frequencies(self, device: torch.device) -> Tensor:
-        """Radians a position, float32 ``[size / 2]``."""
+    def frequencies(self, device: torch.device, *, long: bool = False) -> Tensor:
+        """Radians a position, float32 ``[size / 2]``; long: of sequences beyond `switch`."""
         exponents = torch.arange(0, self.size, 2, device=device).float() / self.size
-        frequencies = 1.0 / self.theta**exponents
-        if self.scaling == "linear":
-            return frequencies / self.factor
-        if self.scaling == "llama3":
-            wavelengths = 2 * math.pi / frequencies
-            kept = (self.original_context / wavelengths - self.low_freq_factor) / (
-                self.high_freq_factor - self.low_freq_factor
-            )
-            kept = kept.clamp(0, 1)
-            return (1 - kept) * frequencies / self.factor + kept * frequencies
-        return frequencies
+        return SCALINGS[self.scaling](self, self.theta**exponents, long)
+
+    @property
+    def context(self) -> int:
+        """Positions of the longest sequence."""
+        # Linear scaling stretches the trained context, which such configs still state unstretched.
+        return int(self.max_position * self.parameters["factor"]) if self.scaling == "linear" else self.max_position
+
+    @property
+    def switch(self) -> int | None:
+        """Sequences of more tokens than this turn by other frequencies than shorter ones; None: all by the same."""
+        return self.original_context if self.scaling == "longrope" else None
+
+    @property
+    def original_context(self) -> int:
+        """Positions that the model was trained on before it was stretched."""
+        return int(self.parameters.get("original_max_position_embeddings") or self.max_position)
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied with."""
+        if (stated := self.parameters.get("attention_factor")) is not None:
+            return float(stated)
+        if self.scaling == "yarn":
+            mscale, mscale_all_dim = (self.parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+            if mscale and mscale_all_dim:
+                return _yarn_scale(self.factor, mscale) / _yarn_scale(self.factor, mscale_all_dim)
+            return _yarn_scale(self.factor, 1.0)
+        if self.scaling == "longrope" and self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
+        return 1.0
+
+    @property
+    def factor(self) -> float:
+        """By how much the context is stretched."""
+        return float(self.parameters.get("factor") or self.max_position / self.original_context)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _default(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
+    return 1.0 / wavelengths
+
+
+def _linear(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
+    return 1.0 / wavelengths / spec.parameters["factor"]
+
+
+def _llama3(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
+    """Long wavelengths are stretched, short ones are kept, others are blended."""
+    low, high = spec.parameters["low_freq_factor"], spec.parameters["high_freq_factor"]
+    frequencies = 1.0 / wavelengths
+    kept = ((spec.original_context / (2 * math.pi * wavelengths) - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / spec.parameters["factor"] + kept * frequencies
+
+
+def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
+    """https://arxiv.org/abs/2309.00071: pairs that turn often within the original context are kept, those that turn
+    less than once are stretched, others are blended."""
+
+    def pair_that_turns(times: float) -> float:
+        return spec.size * math.log(spec.original_context / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    often, seldom = spec.parameters.get("beta_fast") or 32, spec.parameters.get("beta_slow") or 1
+    low, high = pair_that_turns(often), pair_that_turns(seldom)
+    if spec.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.size - 1)
+    pairs = torch.arange(spec.size // 2, device=wavelengths.device).float()
+    stretched = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    return stretched / (spec.factor * wavelengths) + (1 - stretched) / wavelengths
+
+
+def _longrope(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
+    """https://arxiv.org/abs/2402.13753: a factor for each pair, others for sequences beyond the original context."""
+    factors = spec.parameters["long_factor" if long else "short_factor"]
+    if len(factors) != spec.size // 2:
+        raise ModelLoadError(f"config.json: {len(factors)} RoPE factors for {spec.size // 2} pairs")
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=wavelengths.device) * wavelengths)
+
+
+SCALINGS: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    # Only beyond the trained context, which nobody is let into, does it differ from none.
+    "dynamic": _default,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
 class Rope:
-    """Cosines and sines of all positions so far, float32 ``[positions, size / 2]``, made as they are asked for."""
+    """Cosines and sines of all positions so far, float32 ``[rows, size / 2]``, made as they are asked for.
 
-    def __init__(self, frequencies: Tensor) -> None:
+    A sequence's row of a position is the position itself. With `switch`, rows from `switch` on are those of sequences
+    of more than so many tokens, again from position 0 on.
+    """
+
+    def __init__(
+        self,
+        frequencies: Tensor,
+        *,
+        attention_factor: float = 1.0,
+        switch: int | None = None,
+        long_frequencies: Tensor | None = None,
+    ) -> None:
         """frequencies: float32 ``[size / 2]``."""
         self.frequencies = frequencies
+        self._attention_factor = attention_factor
+        self._switch = switch
+        self._long_frequencies = long_frequencies
         self._halves = self._compute(FIRST_POSITIONS)
+
+    @classmethod
+    def of(cls, spec: RopeSpec, device: torch.device) -> Rope:
+        """The tables of a spec."""
+        return cls(
+            spec.frequencies(device),
+            attention_factor=spec.attention_factor,
+            switch=spec.switch,
+            long_frequencies=None if spec.switch is None else spec.frequencies(device, long=True),
+        )
 
     @property
     def size(self) -> int:
@@ -95,26 +201,35 @@ class Rope:
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of so many positions or more."""
+        length += self._switch or 0
         known = len(self._halves[0])
         if length > known:
             self._halves = self._compute(max(length, 2 * known))
         return self._halves
 
     def _compute(self, length: int) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(length, device=self.frequencies.device)
-        angles = positions[:, None].float() * self.frequencies
-        return angles.cos(), angles.sin()
+        positions = torch.arange(length, device=self.frequencies.device).float()
+        angles = positions[:, None] * self.frequencies
+        if self._switch is not None:
+            assert self._long_frequencies is not None
+            angles[self._switch :] = (positions[self._switch :, None] - self._switch) * self._long_frequencies
+        return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
 
 
 class RopeTables:
     """A step's positions and what belongs to them, for all layers; each form is made when it is first asked for."""
 
     def __init__(self, rope: Rope, positions: Tensor, length: int, dtype: torch.dtype) -> None:
-        """positions: int64 ``[tokens]``, all below `length`. dtype: of `signed`."""
+        """positions: int64 ``[tokens]``, rows of the tables; length: of the longest sequence. dtype: of `signed`."""
         self._rope = rope
         self._positions = positions
         self._length = length
         self._dtype = dtype
+
+    @property
+    def size(self) -> int:
+        """Elements of a head that turn."""
+        return self._rope.size
 
     @cached_property
     def rows(self) -> RotaryRows:
@@ -129,6 +244,9 @@ class RopeTables:
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
-    """Turn ``[tokens, heads, size]``; element ``i`` pairs with ``i + size / 2``, as in Hugging Face checkpoints."""
+    """Turn the first `size` elements of heads ``[tokens, heads, head_size]``; element ``i`` pairs with
+    ``i + size / 2``."""
     cos, sin = tables.signed
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    turning, kept = x[..., : tables.size], x[..., tables.size :]
+    turned = torch.addcmul(turning * cos, turning.roll(tables.size // 2, -1), sin)
+    return torch.cat((turned, kept), -1) if kept.shape[-1] else turned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,58 +12,103 @@ from torch import Tensor, nn
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
-from vlmserve.layers.attention import Attention, StepContext
+from vlmserve.layers.attention import Attention, HeadNorm, StepContext
 from vlmserve.layers.linear import Embedding, GatedLinear, Linear, OutputLinear, TiedEmbedding
-from vlmserve.layers.norm import RMSNorm
-from vlmserve.layers.rope import Rope, RopeTables
-from vlmserve.models.spec import ArchSpec
+from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
+from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
+from vlmserve.models.spec import ArchSpec, NormSpec
 
 logger = logging.getLogger(__name__)
 
 
-class GatedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202)."""
+class MLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202), or ``down(act(up(x)))``."""
 
     def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = GatedLinear(
-            spec.hidden_size, parts, spec.activation, bias=spec.mlp_bias, dtype=dtype, device=device
-        )
-        self.down_proj = Linear(
-            spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, dtype=dtype, device=device
-        )
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        kind: dict[str, Any] = {"bias": spec.mlp_bias, "dtype": dtype, "device": device}
+        self._gated = spec.gated
+        if spec.gated:
+            parts = {"gate_proj": inner, "up_proj": inner}
+            self.gate_up_proj = GatedLinear(hidden, parts, spec.activation, **kind)
+        else:
+            self.up_proj = Linear(hidden, inner, act=spec.activation, **kind)
+        self.down_proj = Linear(inner, hidden, **kind)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """residual: added to the output."""
-        output: Tensor = self.down_proj(self.gate_up_proj(x), residual)
+        output: Tensor = self.down_proj(self.gate_up_proj(x) if self._gated else self.up_proj(x), residual)
         return output
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual. Modules are named as checkpoints name them."""
+    """Attention and MLP, each beside a residual, with norms where the family has them."""
 
     def __init__(
-        self, spec: ArchSpec, index: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ArchSpec,
+        index: int,
+        rope: int | None,
+        backend: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """rope: which of the decoder's ways to turn is this layer's."""
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
+        before, after = spec.norms in ("before", "around"), spec.norms in ("after", "around")
+        self.attention_norm = norm() if before else None
+        self.attention_output_norm = norm() if after else None
+        self.mlp_norm = norm() if before and not spec.parallel else None
+        self.mlp_output_norm = norm() if after else None
         self.self_attn = Attention(
             spec.hidden_size,
             spec.attention[index],
             backend,
+            rope=rope,
             qkv_bias=spec.qkv_bias,
             output_bias=spec.output_bias,
+            head_norm=head_norm(spec, index, dtype=dtype, device=device),
             dtype=dtype,
             device=device,
         )
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(spec, dtype=dtype, device=device)
+        self.mlp = MLP(spec, dtype=dtype, device=device)
+        self._parallel = spec.parallel
 
     def forward(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
-        x = self.self_attn(self.input_layernorm(x), x, cache, step)
-        output: Tensor = self.mlp(self.post_attention_layernorm(x), x)
-        return output
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        if self.attention_output_norm is None:
+            x = self.self_attn(normed, x, cache, step)
+        else:
+            x = x + self.attention_output_norm(self.self_attn(normed, None, cache, step))
+        if not self._parallel:
+            normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        if self.mlp_output_norm is None:
+            output: Tensor = self.mlp(normed, x)
+            return output
+        return x + self.mlp_output_norm(self.mlp(normed, None))
+
+
+def make_norm(spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
+    """The norm that a spec describes."""
+    if spec.layer:
+        return LayerNorm(size, spec.eps, dtype=dtype, device=device)
+    return RMSNorm(size, spec.eps, offset=spec.offset, dtype=dtype, device=device)
+
+
+def head_norm(spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> HeadNorm | None:
+    """How a layer norms queries and keys, if at all."""
+    kind = spec.head_norm
+    if kind is None:
+        return None
+    size = spec.attention[index].head_size
+    if kind.over == "head":
+        return lambda heads: make_norm(kind.norm, size, dtype=dtype, device=device)
+    if kind.over == "each head":
+        return lambda heads: NormOfEachHead(heads, size, kind.norm.eps, dtype=dtype, device=device)
+    return lambda heads: NormOfRow(heads * size, kind.norm.eps, dtype=dtype, device=device)
 
 
 class Decoder(nn.Module):
@@ -78,17 +124,44 @@ class Decoder(nn.Module):
         self.embed_tokens: TiedEmbedding | Embedding = kind(
             spec.vocab_size, spec.hidden_size, dtype=dtype, device=device
         )
-        self.layers = nn.ModuleList(
-            DecoderLayer(spec, index, backend, dtype=dtype, device=device) for index in range(len(spec.attention))
+        self.position_embeddings = (
+            Embedding(spec.learned_positions, spec.hidden_size, dtype=dtype, device=device)
+            if spec.learned_positions
+            else None
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        rope_specs: list[RopeSpec] = []
+        for rope in spec.ropes:
+            if rope is not None and rope not in rope_specs:
+                rope_specs.append(rope)
+        self.ropes = [Rope.of(rope, device) for rope in rope_specs]
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                spec, index, None if rope is None else rope_specs.index(rope), backend, dtype=dtype, device=device
+            )
+            for index, rope in enumerate(spec.ropes)
+        )
+        self.norm = make_norm(spec.norm, spec.hidden_size, dtype=dtype, device=device)
         self.lm_head = (
             None
             if spec.tied_embeddings
-            else OutputLinear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype, device=device)
+            else OutputLinear(spec.hidden_size, spec.vocab_size, bias=spec.head_bias, dtype=dtype, device=device)
         )
-        self.rope = Rope(spec.rope.frequencies(device))
+        # Rounded as transformers rounds it.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._recorded: tuple[list[LayerCache], Program | None] | None = None
+
+    def deinterleave(self) -> None:
+        """Once weights are loaded: bring the rows of queries and keys into the order in which `apply_rope` pairs them,
+        where the family pairs neighbours."""
+        for layer, spec, rope in zip(self.layers, self.spec.attention, self.spec.ropes, strict=True):
+            if rope is not None and rope.interleaved:
+                order = torch.arange(spec.head_size)
+                order[: rope.size] = order[: rope.size].view(-1, 2).T.flatten()
+                heads = spec.num_heads + spec.num_kv_heads
+                rows = torch.arange((heads + spec.num_kv_heads) * spec.head_size)
+                turning = rows[: heads * spec.head_size].view(heads, -1)
+                turning.copy_(turning[:, order].clone())
+                cast(DecoderLayer, layer).self_attn.qkv_proj.reorder(rows.to(self.device))
 
     @property
     def hidden_size(self) -> int:
@@ -101,7 +174,7 @@ class Decoder(nn.Module):
     def embed(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` int64 to ``[tokens, hidden_size]``."""
         embeddings: Tensor = self.embed_tokens(token_ids)
-        return embeddings
+        return embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
 
     @property
     def window(self) -> int | None:
@@ -124,14 +197,17 @@ class Decoder(nn.Module):
         self, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: list[LayerCache]
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
+        if self.position_embeddings is not None:
+            embeddings = embeddings + self.position_embeddings(positions)
+        longest = max(metadata.host_context_lens)
         step = StepContext(
             metadata,
-            RopeTables(self.rope, positions, max(metadata.host_context_lens), self.dtype),
+            [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
             self.backend.prepare(metadata, caches[0].block_size),
         )
         program = self._program(caches)
         if program is not None:
-            return program.run(embeddings, [step.rope.rows], step.plan)
+            return program.run(embeddings, [rope.rows for rope in step.ropes], step.plan)
         return self._through_layers(embeddings, caches, step)
 
     def _through_layers(self, x: Tensor, caches: list[LayerCache], step: StepContext) -> Tensor:
@@ -151,7 +227,7 @@ class Decoder(nn.Module):
     def _record(self, caches: list[LayerCache]) -> Program | None:
         recording = Recording(self.hidden_size, self.dtype)
         nothing: Any = None
-        step = StepContext(nothing, cast(Any, recording.rope(self.rope.size)), nothing)
+        step = StepContext(nothing, [cast(Any, recording.rope(rope.size)) for rope in self.ropes], nothing)
         try:
             return recording.finish(self._through_layers(recording.input, caches, step))
         except NotRecordable as error:
@@ -161,6 +237,10 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""
         if isinstance(self.embed_tokens, TiedEmbedding):
-            return self.embed_tokens.logits(hidden, out)
-        assert self.lm_head is not None
-        return self.lm_head.logits(hidden, out)
+            logits = self.embed_tokens.logits(hidden, out)
+        else:
+            assert self.lm_head is not None
+            logits = self.lm_head.logits(hidden, out)
+        if (cap := self.spec.logit_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits

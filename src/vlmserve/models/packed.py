@@ -10,7 +10,7 @@ from torch import nn
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Linear, TiedEmbedding
-from vlmserve.models.weights import Checkpoint, weight_names
+from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
 from vlmserve.quant.compressed_tensors import PACKED, SCALE, SHAPE, SHIFT, ZERO_POINT, from_tensors
 
 
@@ -22,6 +22,7 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, group_sizes: Sequence[
     that do not belong together, UnsupportedModelError for projections of one input that are quantized in different
     ways.
     """
+    merge_as_stored(model, {name.removesuffix(PACKED) + "weight" for name in checkpoint.names})
     filled = set()
     for path, module in model.named_modules():
         if not isinstance(module, Linear | TiedEmbedding):

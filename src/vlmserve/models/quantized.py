@@ -17,7 +17,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.linear import Linear
 from vlmserve.models.registry import Description
-from vlmserve.models.weights import INDEX_NAME, Checkpoint, canonical_name, weight_names
+from vlmserve.models.weights import INDEX_NAME, Checkpoint, merge_as_stored, weight_names
 from vlmserve.quant.compressed_tensors import describe, to_tensors
 from vlmserve.quant.model import choose_layers
 from vlmserve.quant.rtn import round_to_nearest
@@ -48,16 +48,16 @@ def save_quantized(
     description = Description.read(folder)
     if description.config.get("quantization_config"):
         raise ConfigurationError(f"{folder} is quantized already")
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, description.family.rename)
     bits, plain, tied = _plan(description, checkpoint, config)
     out.mkdir(parents=True, exist_ok=True)
-    names = {canonical_name(key): key for keys in checkpoint.files().values() for key in keys}
+    names = {checkpoint.canonical(key): key for keys in checkpoint.files().values() for key in keys}
     total, done, before, after = len(names), 0, 0, 0
     weight_map: dict[str, str] = {}
     for path, keys in checkpoint.files().items():
         tensors: dict[str, Tensor] = {}
         for key in keys:
-            name = canonical_name(key)
+            name = checkpoint.canonical(key)
             tensor = checkpoint.read(name)
             before += tensor.nbytes
             if name in bits:
@@ -89,6 +89,7 @@ def _plan(
     with description.errors():
         spec = description.spec(checkpoint)
         model = description.build(spec, TorchReference(), dtype=torch.float32, device=torch.device("meta")).modules
+    merge_as_stored(model, checkpoint.names)
     bits: dict[str, int] = {}
     for path, module, width in choose_layers(model, config):
         if width == 4 and module.in_features % config.group_size:

@@ -23,10 +23,11 @@ from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.models.decoder import Decoder
+from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
 from vlmserve.models.packed import load_packed
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.models.spec import FAMILIES, ArchSpec, decoder_spec
+from vlmserve.models.spec import ArchSpec
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.compressed_tensors import read_group_sizes
 from vlmserve.quant.model import quantize
@@ -35,12 +36,7 @@ logger = logging.getLogger(__name__)
 
 LLAVA = "LlavaForConditionalGeneration"
 # Architectures as config.json names them, by the model type that it gives with them.
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llava": LLAVA,
-}
+ARCHITECTURES = {**{name: family.architecture for name, family in FAMILIES.items()}, "llava": LLAVA}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -62,7 +58,7 @@ def load_model(
     """
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, description.family.rename)
     packed = config.get("quantization_config")
     if packed and quantization is not None and quantization.wanted:
         raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
@@ -76,6 +72,7 @@ def load_model(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     filled = load_packed(checkpoint, model, group_sizes) if packed else set()
     checkpoint.load(model, filled=filled)
+    decoder.deinterleave()
     if quantization is not None and quantization.wanted:
         quantize(model, quantization)
     _choose_arrangement(model, native=native)
@@ -125,6 +122,11 @@ class Description:
             yield
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelLoadError(f"{self.folder / 'config.json'} does not describe a model: {error!r}") from error
+
+    @property
+    def family(self) -> Family:
+        """Of the language model. Raises UnsupportedModelError for an unknown one."""
+        return decoder_family(self.text_config)
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
         """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
@@ -247,7 +249,7 @@ def _image_token_id(config: Mapping[str, Any]) -> int:
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:
     path = folder / "generation_config.json"
     generation_config = read_json(path) if path.is_file() else {}
-    defaults = FAMILIES[text_config.get("model_type", "llama")].defaults
+    defaults = decoder_family(text_config).defaults
     for source in (generation_config, config, text_config, defaults):
         ids = source.get("eos_token_id")
         if ids is not None:

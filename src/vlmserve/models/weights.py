@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,39 @@ from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.layers.linear import MergedLinear
+from vlmserve.layers.norm import NormOfEachHead
 
 logger = logging.getLogger(__name__)
 
 # Bytes to copy before a file is mapped anew: pages of a mapping count as used memory until it is closed.
 MAPPED_BYTES = 16 * 1024**2
 INDEX_NAME = "model.safetensors.index.json"
+LANGUAGE_MODEL = "language_model."
 
 # Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
 _PREFIXES = (
     (re.compile(r"^(model\.)?(vision_tower)\.(vision_model\.)?"), "vision_tower."),
     (re.compile(r"^(model\.)?multi_modal_projector\."), "multi_modal_projector."),
     (re.compile(r"^(model\.)?language_model\.(model\.)?"), "language_model."),
-    (re.compile(r"^model\."), "language_model."),
+    (re.compile(r"^(model|transformer)\."), "language_model."),
     (re.compile(r"^lm_head\."), "language_model.lm_head."),
 )
 
 
-def canonical_name(name: str) -> str:
-    """A tensor's name as the modules here are named, whichever layout the checkpoint has."""
+Rename = Callable[[str], str]
+
+
+def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
+    """A tensor's name as the modules here are named, whichever layout the checkpoint has.
+
+    rename: what the family of the language model does to the names of its tensors.
+    """
     for pattern, prefix in _PREFIXES:
         if pattern.match(name):
-            return pattern.sub(prefix, name)
+            name = pattern.sub(prefix, name)
+            break
+    if name.startswith(LANGUAGE_MODEL):
+        return LANGUAGE_MODEL + rename(name.removeprefix(LANGUAGE_MODEL))
     return name
 
 
@@ -46,12 +57,18 @@ class Checkpoint:
     Raises MissingWeightsError if there are none or one that the index names is absent, ModelLoadError for a broken one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rename: Rename = lambda name: name) -> None:
+        """rename: as that of `canonical_name`."""
         self.folder = folder
+        self._rename = rename
         self._keys: dict[str, tuple[Path, str]] = {}
         for path in _weight_files(folder):
             with _open(path) as file:
-                self._keys |= {canonical_name(key): (path, key) for key in file.keys()}  # noqa: SIM118
+                self._keys |= {self.canonical(key): (path, key) for key in file.keys()}  # noqa: SIM118
+
+    def canonical(self, key: str) -> str:
+        """The canonical name of a tensor with that name in the files."""
+        return canonical_name(key, self._rename)
 
     @property
     def names(self) -> frozenset[str]:
@@ -86,6 +103,7 @@ class Checkpoint:
         Raises MissingWeightsError naming tensors that the model needs and no file has, ModelLoadError for one of
         another shape.
         """
+        merge_as_stored(model, self.names)
         slots = {name: slot for name, slot in weight_slots(model) if name not in filled}
         missing = [name for name in slots if name not in self._keys]
         if missing:
@@ -106,12 +124,22 @@ class Checkpoint:
             _copy_file(path, keys, slots)
 
 
+def merge_as_stored(model: nn.Module, names: Collection[str]) -> None:
+    """Have layers that are several projections expect one tensor where a checkpoint has them merged."""
+    for path, module in model.named_modules():
+        if isinstance(module, MergedLinear) and f"{path}.weight" in names:
+            module.parts = {path.rpartition(".")[2]: module.out_features}
+
+
 def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a checkpoint must have, under its canonical name, with the memory it goes to."""
     for path, module in model.named_modules():
         if isinstance(module, MergedLinear):
             for name, slot in module.slots():
                 yield _beside(path, name), slot
+        elif isinstance(module, NormOfEachHead):
+            for name, slot in module.slots():
+                yield f"{path}.{name}", slot
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path}.{name}", parameter

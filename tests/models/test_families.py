@@ -1,0 +1,72 @@
+"""Every decoder family against transformers' own class, in float32, each with every trait that its configs can have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.checkpoints import make_text_model
+from tests.models.test_decoder import assert_equal, load, paged_run, token_sequences, transformers_logits
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.0, 4.0, 7.0],
+    "original_max_position_embeddings": 64,
+    "factor": 8.0,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama with truncated yarn": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 8}}),
+    "llama with dynamic rope": ("Llama", {"rope_parameters": DYNAMIC}),
+    "mistral": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 with biases": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+    "phi": ("Phi", {"num_key_value_heads": 6, "partial_rotary_factor": 0.5, "rms_norm_eps": None}),
+    "phi with normed heads": ("Phi", {"qk_layernorm": True, "num_key_value_heads": 2}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3 with a window": ("Phi3", {"pad_token_id": 0, "sliding_window": 9}),
+    "phi3 with longrope, short": ("Phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE}),
+    "stablelm": ("StableLm", {"num_key_value_heads": 6}),
+    "stablelm 2": ("StableLm", {"use_qkv_bias": True, "use_parallel_residual": True, "qk_layernorm": True}),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2 with a window": ("Starcoder2", {"sliding_window": 6, "use_bias": False}),
+    "gpt_bigcode": ("GPTBigCode", {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 512, "n_inner": 80}),
+    "glm": ("Glm", {"head_dim": 8, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "gemma": ("Gemma", {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20}),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": SLIDING}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0, "no_rope_layers": [1, 1, 0]}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
+}
+
+
+def make(folder: Path, name: str) -> Path:
+    family, overrides = FAMILIES[name]
+    config_class = getattr(transformers, family + ("TextConfig" if family == "Gemma3" else "Config"))
+    return make_text_model(folder, getattr(transformers, family + "ForCausalLM"), config_class, **overrides)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = make(tmp_path, name)
+    sequences = token_sequences(300, [40, 1, 23])
+    loaded = load(folder)
+    expected = transformers_logits(folder, sequences)
+    assert_equal(paged_run(loaded, sequences).finish([9, 9, 9]), expected)
+    mixed = paged_run(loaded, sequences)
+    mixed.step([33, 0, 5])
+    mixed.step([1, 1, 1])
+    assert_equal(mixed.finish([1, 1, 11]), expected)
