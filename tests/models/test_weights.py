@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from tests.checkpoints import change_config, change_tensors, make_llama, make_llava, rename_tensors
 from tests.paged import PagedRun
 from vlmserve.errors import MissingWeightsError, ModelLoadError
-from vlmserve.models import weights
+from vlmserve.models import files, weights
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import canonical_name
@@ -67,7 +67,7 @@ def test_files_mapped_anew_for_every_tensor_load_the_same(tmp_path: Path, monkey
         opened.append(path)
         return safe_open(path, **options)
 
-    monkeypatch.setattr(weights, "safe_open", count)
+    monkeypatch.setattr(files, "safe_open", count)
     monkeypatch.setattr(weights, "MAPPED_BYTES", 1)
     assert torch.equal(logits(load(folder)), expected)
     assert len(opened) > 30, "a mapping that stays open counts as used memory"
@@ -119,12 +119,45 @@ def test_tied_embeddings_follow_what_is_stored(tmp_path: Path, stored: bool) -> 
     torch.testing.assert_close(logits(load(folder)), expected.detach(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("zipped", [True, False], ids=["today's format", "the old format"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pickled_tensors_load_the_same(tmp_path: Path, zipped: bool, shards: int) -> None:
+    folder = make_llama(tmp_path)
+    expected = logits(load(folder))
+    tensors = list(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(dict(tensors), folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    else:
+        weight_map = {}
+        for shard in range(shards):
+            name = f"pytorch_model-0000{shard + 1}-of-00002.bin"
+            part = dict(tensors[shard::shards])
+            torch.save(part, folder / name, _use_new_zipfile_serialization=zipped)
+            weight_map |= dict.fromkeys(part, name)
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(logits(load(folder)), expected)
+
+
 def remove_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def only_pickles(folder: Path) -> None:
+def a_pickle_that_is_none(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+class Surprise:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("it ran"),))
+
+
+def a_pickle_with_code(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({**tensors, "more": Surprise()}, folder / "pytorch_model.bin")
 
 
 def truncate(folder: Path) -> None:
@@ -149,7 +182,8 @@ def broken_index(folder: Path) -> None:
     ("damage", "error", "message"),
     [
         (remove_weights, MissingWeightsError, "has no .*safetensors"),
-        (only_pickles, MissingWeightsError, "convert them to safetensors"),
+        (a_pickle_that_is_none, ModelLoadError, "convert it to safetensors"),
+        (a_pickle_with_code, ModelLoadError, "convert it to safetensors"),
         (truncate, ModelLoadError, "broken or truncated"),
         (no_safetensors, ModelLoadError, "broken or truncated"),
         (lost_shard, MissingWeightsError, "model-00001-of-00002.safetensors is missing"),

@@ -16,8 +16,9 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.linear import Linear
+from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX
 from vlmserve.models.registry import Description
-from vlmserve.models.weights import INDEX_NAME, Checkpoint, merge_as_stored, weight_names
+from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
 from vlmserve.quant.compressed_tensors import describe, to_tensors
 from vlmserve.quant.model import choose_layers
 from vlmserve.quant.rtn import round_to_nearest
@@ -67,17 +68,18 @@ def save_quantized(
                 tensors[key] = tensor.clone()
             done += 1
             progress(done, total)
-        save_file(tensors, out / path.name, metadata={"format": "pt"})
+        target = path.with_suffix(".safetensors").name
+        save_file(tensors, out / target, metadata={"format": "pt"})
         after += sum(tensor.nbytes for tensor in tensors.values())
-        weight_map |= dict.fromkeys(tensors, path.name)
-    if (folder / INDEX_NAME).is_file():
+        weight_map |= dict.fromkeys(tensors, target)
+    if any((folder / name).is_file() for name in INDEX_NAMES):
         index = {"metadata": {"total_size": after}, "weight_map": weight_map}
-        (out / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        (out / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
     layers = {name: key.removesuffix(".weight") for name, key in names.items()}
     quantized = {layers[name]: width for name, width in bits.items()}
     _write_config(description, out, quantized, [layers[name] for name in plain], config)
     for path in folder.iterdir():
-        if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in (INDEX_NAME, "config.json"):
+        if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in (*INDEX_NAMES, "config.json"):
             shutil.copy(path, out)
     return Saving(before, after)
 

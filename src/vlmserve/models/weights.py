@@ -1,27 +1,24 @@
-"""Safetensors files into a model's parameters, one tensor at a time."""
+"""A checkpoint's files into a model's parameters, one tensor at a time."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
+from vlmserve.models.files import open_weights, weight_files
 
 logger = logging.getLogger(__name__)
 
 # Bytes to copy before a file is mapped anew: pages of a mapping count as used memory until it is closed.
 MAPPED_BYTES = 16 * 1024**2
-INDEX_NAME = "model.safetensors.index.json"
 LANGUAGE_MODEL = "language_model."
 
 # Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
@@ -52,7 +49,7 @@ def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
 
 
 class Checkpoint:
-    """The safetensors files of a folder.
+    """The weight files of a folder.
 
     Raises MissingWeightsError if there are none or one that the index names is absent, ModelLoadError for a broken one.
     """
@@ -62,8 +59,8 @@ class Checkpoint:
         self.folder = folder
         self._rename = rename
         self._keys: dict[str, tuple[Path, str]] = {}
-        for path in _weight_files(folder):
-            with _open(path) as file:
+        for path in weight_files(folder):
+            with open_weights(path) as file:
                 self._keys |= {self.canonical(key): (path, key) for key in file.keys()}  # noqa: SIM118
 
     def canonical(self, key: str) -> str:
@@ -78,7 +75,7 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """One tensor, a view of the mapped file."""
         path, key = self._keys[name]
-        with _open(path) as file:
+        with open_weights(path) as file:
             tensor: Tensor = file.get_tensor(key)
             return tensor
 
@@ -161,7 +158,7 @@ def _copy_file(path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tens
     pieces = list(_pieces(path, keys, slots))[::-1]
     while pieces:
         copied = 0
-        with _open(path) as file:
+        with open_weights(path) as file:
             while pieces and copied < MAPPED_BYTES:
                 name, key, first, last = pieces.pop()
                 rows = file.get_slice(key)[first:last]
@@ -175,7 +172,7 @@ def _pieces(
 ) -> Iterator[tuple[str, str, int, int]]:
     """Canonical name, key in the file and rows of pieces that are small enough to map. Raises ModelLoadError for
     shapes that differ."""
-    with _open(path) as file:
+    with open_weights(path) as file:
         for name, key in keys:
             shape, slot = file.get_slice(key).get_shape(), slots[name]
             if shape != list(slot.shape):
@@ -183,32 +180,3 @@ def _pieces(
             rows = max(1, MAPPED_BYTES // max(1, slot[0].nbytes))
             for first in range(0, len(slot), rows):
                 yield name, key, first, min(first + rows, len(slot))
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ModelLoadError(f"{path} is broken or truncated: {error}") from error
-    except FileNotFoundError as error:
-        raise MissingWeightsError(f"{path} is missing, though the checkpoint's index names it") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_NAME
-    if index.is_file():
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-            return [folder / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"{index} is not an index of safetensors files") from error
-    if (single := folder / "model.safetensors").is_file():
-        return [single]
-    if files := sorted(folder.glob("*.safetensors")):
-        return files
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        raise MissingWeightsError(
-            f"{folder} has weights only as PyTorch pickles, which can run code when loaded; "
-            "convert them to safetensors (transformers: model.save_pretrained)"
-        )
-    raise MissingWeightsError(f"{folder} has no *.safetensors files")

@@ -1,0 +1,125 @@
+"""The files that tensors are in: safetensors, or PyTorch's pickles, of which nothing but tensors is read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vlmserve.errors import MissingWeightsError, ModelLoadError
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+INDEX_NAMES = (SAFETENSORS_INDEX, "pytorch_model.bin.index.json")
+PICKLES = (".bin", ".pth", ".pt")
+
+
+class Slice(Protocol):
+    """A tensor of which rows can be read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+class WeightFile(Protocol):
+    """An open file, as `safetensors.safe_open` gives it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> Slice: ...
+
+
+def open_weights(path: Path) -> WeightFile:
+    """Open a file for reading. Raises ModelLoadError for a broken one, MissingWeightsError for an absent one."""
+    try:
+        if path.suffix in PICKLES:
+            return _PickledFile(path)
+        file: WeightFile = safe_open(path, framework="pt")
+        return file
+    except FileNotFoundError as error:
+        raise MissingWeightsError(f"{path} is missing, though the checkpoint's index names it") from error
+    except pickle.UnpicklingError as error:
+        raise ModelLoadError(
+            f"{path} holds more than tensors, which could run code when loaded, or is broken; "
+            "convert it to safetensors where you trust it (transformers: model.save_pretrained)"
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError) as error:
+        raise ModelLoadError(f"{path} is broken or truncated: {error}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint: those that an index names, or else all, safetensors rather than pickles.
+
+    Raises MissingWeightsError if there are none, ModelLoadError for a broken index.
+    """
+    for index in (folder / name for name in INDEX_NAMES):
+        if index.is_file():
+            try:
+                weight_map: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+                return [folder / name for name in sorted(set(weight_map.values()))]
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise ModelLoadError(f"{index} is not an index of weight files") from error
+    for names in (("model.safetensors",), ("*.safetensors",), ("pytorch_model.bin",), ("*.bin", "*.pth")):
+        if files := sorted(path for name in names for path in folder.glob(name) if path.name != "training_args.bin"):
+            return files
+    raise MissingWeightsError(f"{folder} has no *.safetensors files, nor PyTorch's *.bin")
+
+
+class _PickledFile:
+    """Tensors of a PyTorch file, mapped where the file's format allows."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        content = content.get("state_dict", content) if isinstance(content, dict) else {}
+        self._tensors = dict(self._named(content))
+        if not self._tensors:
+            raise RuntimeError("no tensors under names")
+
+    @staticmethod
+    def _named(content: dict[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in content.items():
+            if isinstance(name, str) and isinstance(tensor, Tensor):
+                yield name, tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tensors = {}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get_slice(self, name: str) -> Slice:
+        return _Rows(self._tensors[name])
+
+
+class _Rows:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self._tensor[rows]
