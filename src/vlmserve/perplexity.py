@@ -63,7 +63,10 @@ def perplexity(
         if len(tokens) < 2:
             break
         positions = torch.arange(len(tokens) - 1, device=model.device)
-        hidden = decoder.forward(decoder.embed(tokens[:-1]), positions, _one_sequence(positions, num_blocks), caches)
+        short = decoder.max_short_len
+        offset = short if short is not None and len(positions) > short else 0
+        metadata = _one_sequence(positions, num_blocks)
+        hidden = decoder.forward(decoder.embed(tokens[:-1]), positions + offset, metadata, caches)
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             targets = tokens[1 + first : 1 + first + ROWS_AT_ONCE]
             total += _loss(decoder.logits(hidden[first : first + ROWS_AT_ONCE]), targets)

@@ -84,6 +84,7 @@ class Engine:
         self._vision = model.vision
         self._end_token_ids = model.end_token_ids
         self._max_len = min(max_model_len, num_blocks * config.block_size)
+        self._max_short_len = language_model.max_short_len
         self._image_token_bytes = language_model.hidden_size * model.dtype.itemsize
         self._num_added = 0
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
@@ -138,6 +139,7 @@ class Engine:
             seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
             max_len=self._max_len,
             end_token_ids=self._end_token_ids,
+            max_short_len=self._max_short_len,
         )
         sequence.arrived = time.perf_counter()
         self._scheduler.add(sequence)

@@ -182,6 +182,11 @@ class Decoder(nn.Module):
         windows = [attention.window for attention in self.spec.attention if attention.window is not None]
         return max(windows) if len(windows) == len(self.spec.attention) else None
 
+    @property
+    def max_short_len(self) -> int | None:
+        """Sequences of more tokens turn by other frequencies; None: all by the same."""
+        return next((rope.switch for rope in self.spec.ropes if rope is not None), None)
+
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
         return [

@@ -48,6 +48,11 @@ class LanguageModel(Protocol):
         """How many positions a token sees at most, itself included; None if a layer sees all of them."""
         ...
 
+    @property
+    def max_short_len(self) -> int | None:
+        """Sequences of more tokens are computed in another way, at positions behind this many; None: all alike."""
+        ...
+
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
         ...
@@ -59,7 +64,10 @@ class LanguageModel(Protocol):
     def forward(
         self, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: list[LayerCache]
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
+
+        Positions of sequences of more than `max_short_len` tokens begin there.
+        """
         ...
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

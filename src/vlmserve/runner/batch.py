@@ -27,8 +27,9 @@ class ImageRows:
 class Batch:
     """A step as tensors on the model's device.
 
-    token_ids, positions: int64 ``[tokens]``; placeholders of pictures have token id 0, `image_rows` says whose they
-    are. sampled_rows: int64, the rows after which a token is sampled, in the order of the chunks.
+    token_ids, positions: int64 ``[tokens]``; positions of long sequences are behind those of short ones; placeholders
+    of pictures have token id 0, `image_rows` says whose they are. sampled_rows: int64, the rows after which a token is
+    sampled, in the order of the chunks.
     """
 
     token_ids: Tensor
@@ -67,6 +68,8 @@ class BatchBuilder:
         np.subtract(np.arange(num_tokens), (ends - context_lens)[sequence], out=positions)
         np.multiply(self._tables[sequence, positions // self._block_size], self._block_size, out=slots, dtype=np.int64)
         slots += positions % self._block_size
+        if any(offsets := [chunk.sequence.position_offset for chunk in step.chunks]):
+            positions += np.repeat(offsets, counts)
         token_ids, image_rows = self._write_tokens(step, num_tokens)
         sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
         metadata = BatchMetadata(

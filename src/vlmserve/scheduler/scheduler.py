@@ -137,6 +137,8 @@ class Scheduler:
                 output = self._append(sequence, next(tokens))
                 if output.finish_reason is not None:
                     self._remove(sequence)
+                elif sequence.is_long and len(sequence.token_ids) - 1 == sequence.max_short_len:
+                    self._start_over(sequence)
                 outputs.append(output)
         return outputs
 
@@ -361,6 +363,14 @@ class Scheduler:
         self._release(sequence)
         sequence.num_computed = 0
         self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """Compute a sequence again from its first token on, which is long now."""
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.start_over()
+        self.running.remove(sequence)
         self.waiting.appendleft(sequence)
 
     def _remove(self, sequence: Sequence) -> None:

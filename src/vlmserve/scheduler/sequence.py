@@ -17,11 +17,13 @@ class Sequence:
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
     num_encoded: pictures encoded for its sake.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
+    max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
     arrived, started, answered: when it was added, first ran and had its first token, on the clock of
     `time.perf_counter`, 0 before. vision_seconds: how long steps encoded pictures that it needed.
     """
 
     __slots__ = (
+        "_long_root_key",
         "_tail",
         "answered",
         "arrived",
@@ -31,6 +33,7 @@ class Sequence:
         "first_block",
         "image_spans",
         "max_len",
+        "max_short_len",
         "num_cached",
         "num_computed",
         "num_encoded",
@@ -44,7 +47,14 @@ class Sequence:
     )
 
     def __init__(
-        self, request: EngineRequest, *, root_key: bytes, seed: int, max_len: int, end_token_ids: frozenset[int]
+        self,
+        request: EngineRequest,
+        *,
+        root_key: bytes,
+        seed: int,
+        max_len: int,
+        end_token_ids: frozenset[int],
+        max_short_len: int | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.params = request.params
@@ -58,7 +68,9 @@ class Sequence:
         self.arrived = self.started = self.answered = self.vision_seconds = 0.0
         self.block_table = array("i")
         self.first_block = 0
-        self.block_keys = [root_key]
+        self._long_root_key = block_key(root_key, (), ())
+        self.max_short_len = max_short_len
+        self.block_keys = [self._long_root_key if self.is_long else root_key]
         self._tail = (0, b"")
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
@@ -72,6 +84,21 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has outgrown the way in which short ones are computed."""
+        return self.max_short_len is not None and len(self.token_ids) > self.max_short_len
+
+    @property
+    def position_offset(self) -> int:
+        """What is added to positions: those of long sequences come behind all that short ones have."""
+        return self.max_short_len if self.is_long and self.max_short_len is not None else 0
+
+    def start_over(self) -> None:
+        """Forget the keys of blocks that were computed in the way of short sequences."""
+        self.block_keys = [self._long_root_key]
+        self._tail = (0, b"")
 
     @property
     def may_end(self) -> bool:

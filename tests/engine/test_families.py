@@ -1,0 +1,78 @@
+"""Every decoder family in the engine gives transformers' tokens: alone, batched, chunked, cached and preempted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
+from tests.models.test_families import FAMILIES, make
+from vlmserve.types import Prompt
+
+LENGTHS = [40, 1, 23, 9, 62, 16, 57, 33]
+"""Some answers to these, of 12 tokens, pass the 64 tokens after which longrope turns otherwise."""
+# What only the layers' own arithmetic tells apart is in tests/models.
+NAMES = [
+    name for name in FAMILIES if name not in ("llama with truncated yarn", "qwen3 with biases", "olmo2 with biases")
+]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = make(tmp_path_factory.mktemp("family"), request.param)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return Oracle(folder, model, None, (), 0, 300)
+
+
+@pytest.fixture(scope="module")
+def prompts(oracle: Oracle) -> list[Prompt]:
+    return [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
+    return [oracle.greedy(prompt) for prompt in prompts]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    assert len({tuple(answer) for answer in expected}) > 4, "answers that are alike would prove little"
+    engine = engine_for(oracle, block_size=4)
+    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts[::-1]) == expected[::-1]
+    assert generate(engine_for(oracle, max_num_batched_tokens=5), prompts) == expected
+    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    assert generate(tight, prompts) == expected
+    # Where all layers have a short window, everybody finds room.
+    assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
+
+
+@torch.inference_mode()
+def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
+    """As far from float32 as transformers' own bfloat16 is, and no further."""
+    exact = [oracle.forward(prompt, [])[0] for prompt in prompts]
+    rounded = AutoModelForCausalLM.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
+    theirs = [rounded(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1].float() for prompt in prompts]
+    engine = engine_for(oracle, dtype="bfloat16")
+    ours: list[torch.Tensor] = []
+    logits = engine._runner._logits
+
+    def keep(batch):
+        result = logits(batch)
+        ours.extend(result.clone())
+        return result
+
+    engine._runner._logits = keep
+    for prompt in prompts:
+        generate(engine, [prompt], max_tokens=1)
+
+    def error(logits: list[torch.Tensor]) -> float:
+        return float(
+            torch.stack([(one - other).square().mean() for one, other in zip(logits, exact, strict=True)]).mean()
+        )
+
+    assert error(ours) < 2 * error(theirs)
