@@ -1,0 +1,309 @@
+"""The vision transformers of Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL
+(https://arxiv.org/abs/2502.13923): pictures of any size, patches that turn by row and column, merged four to one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
+from vlmserve.layers.norm import LayerNorm, RMSNorm
+
+ROPE_THETA = 10000.0
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenVisionSpec:
+    """The shape of a tower. patch_size: pixels; merge: patches along each side that become one embedding; frames: that
+    a patch is deep. window: pixels along each side within which patches see each other; None: all of the picture.
+    full_layers: those without windows all the same. gated: an MLP with gates and norms without means, as of 2.5.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_channels: int
+    patch_size: int
+    merge: int
+    frames: int
+    output_size: int
+    activation: str
+    gated: bool
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], output_size: int) -> QwenVisionSpec:
+        """From a ``vision_config``; output_size: of the decoder. Raises UnsupportedModelError for other towers."""
+        kind = config.get("model_type", "qwen2_vl")
+        common = {
+            "num_layers": config.get("depth", 32),
+            "num_heads": config.get("num_heads", 16),
+            "num_channels": config.get("in_channels", config.get("in_chans", 3)),
+            "patch_size": config.get("patch_size", 14),
+            "merge": config.get("spatial_merge_size", 2),
+            "frames": config.get("temporal_patch_size", 2),
+        }
+        if kind.startswith("qwen2_5_vl"):
+            return cls(
+                **common,
+                hidden_size=config.get("hidden_size", 3584),
+                intermediate_size=config.get("intermediate_size", 3420),
+                output_size=config.get("out_hidden_size", output_size),
+                activation=config.get("hidden_act", "silu"),
+                gated=True,
+                window=config.get("window_size", 112),
+                full_layers=tuple(config.get("fullatt_block_indexes", (7, 15, 23, 31))),
+            )
+        if kind.startswith("qwen2_vl"):
+            # Here `hidden_size` is the decoder's.
+            hidden_size = config.get("embed_dim", 1280)
+            return cls(
+                **common,
+                hidden_size=hidden_size,
+                intermediate_size=int(hidden_size * config.get("mlp_ratio", 4)),
+                output_size=config.get("hidden_size", output_size),
+                activation=config.get("hidden_act", "quick_gelu"),
+                gated=False,
+            )
+        raise UnsupportedModelError(f"vision tower {kind!r} is not supported; supported are qwen2_vl and qwen2_5_vl")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the patches of a picture are, in the order in which a tower keeps them: merged ones side by side.
+
+    cos, sin: float32 ``[patches, 1, head_size / 2]``. windows: how many patches lie in each window, one behind the
+    other; frames: likewise, in each frame. back: int64 ``[embeddings]``, where each merged patch of the picture, row by
+    row, is among those of the windows.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    windows: list[int]
+    frames: list[int]
+    order: Tensor
+    back: Tensor
+
+
+class PatchEmbedding(Linear):
+    """``[patches, channels * frames * patch * patch]`` to ``[patches, hidden_size]``; a convolution in checkpoints."""
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (spec.num_channels, spec.frames, spec.patch_size, spec.patch_size)
+        super().__init__(math.prod(shape), spec.hidden_size, bias=False, dtype=dtype, device=device)
+        self.weight = empty_parameter(spec.hidden_size, *shape, dtype=dtype, device=device)
+
+    @property
+    def _matrix(self) -> Tensor:
+        return super()._matrix.flatten(1)
+
+    def pack(self, *, native: bool) -> None:
+        if self._quantized is None:
+            self.weight = nn.Parameter(self._matrix.data, requires_grad=False)
+        super().pack(native=native)
+
+
+class VisionAttention(nn.Module):
+    """Self-attention within windows or frames, patches turned by where they are."""
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size = spec.hidden_size
+        self.qkv = Linear(size, 3 * size, bias=True, dtype=dtype, device=device)
+        self.proj = Linear(size, size, bias=True, dtype=dtype, device=device)
+        self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
+        self._num_heads = spec.num_heads
+
+    def forward(self, x: Tensor, residual: Tensor, layout: Layout, lengths: list[int]) -> Tensor:
+        """x, residual: ``[patches, hidden_size]``; lengths: how many of them see each other, one group behind the
+        other."""
+        qkv = self.qkv(x)
+        heads = qkv.view(len(x), 3, self._num_heads, -1)
+        turning = heads[:, :2].flatten(1, 2).float()
+        first, second = turning.chunk(2, -1)
+        turned = torch.cat((first * layout.cos - second * layout.sin, second * layout.cos + first * layout.sin), -1)
+        heads[:, :2] = turned.view_as(heads[:, :2]).to(qkv.dtype)
+        attended = torch.cat(
+            [
+                self.attention(group.view(-1, length, group.shape[-1])).flatten(0, 1)
+                for length, group in _runs(qkv, lengths)
+            ]
+        )
+        output: Tensor = self.proj(attended, residual)
+        return output
+
+
+def _runs(rows: Tensor, lengths: list[int]) -> list[tuple[int, Tensor]]:
+    """Rows of neighbouring groups that are equally long, together."""
+    runs: list[tuple[int, Tensor]] = []
+    start = 0
+    while lengths:
+        length = lengths[0]
+        count = next((i for i, other in enumerate(lengths) if other != length), len(lengths))
+        runs.append((length, rows[start : start + count * length]))
+        start += count * length
+        lengths = lengths[count:]
+    return runs
+
+
+class VisionMLP(nn.Module):
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size, inner = spec.hidden_size, spec.intermediate_size
+        kind: dict[str, Any] = {"bias": True, "dtype": dtype, "device": device}
+        self._gated = spec.gated
+        if spec.gated:
+            self.gate_up_proj = GatedLinear(size, {"gate_proj": inner, "up_proj": inner}, spec.activation, **kind)
+            self.down_proj = Linear(inner, size, **kind)
+        else:
+            self.fc1 = Linear(size, inner, act=spec.activation, **kind)
+            self.fc2 = Linear(inner, size, **kind)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
+        gated = self._gated
+        output: Tensor = self.down_proj(self.gate_up_proj(x), residual) if gated else self.fc2(self.fc1(x), residual)
+        return output
+
+
+def _norm(spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
+    kind = RMSNorm if spec.gated else LayerNorm
+    return kind(spec.hidden_size, NORM_EPS, dtype=dtype, device=device)
+
+
+class VisionLayer(nn.Module):
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.norm1 = _norm(spec, dtype=dtype, device=device)
+        self.norm2 = _norm(spec, dtype=dtype, device=device)
+        self.attn = VisionAttention(spec, dtype=dtype, device=device)
+        self.mlp = VisionMLP(spec, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, layout: Layout, lengths: list[int]) -> Tensor:
+        x = self.attn(self.norm1(x), x, layout, lengths)
+        output: Tensor = self.mlp(self.norm2(x), x)
+        return output
+
+
+class PatchMerger(nn.Module):
+    """``[patches, hidden_size]`` to ``[patches / merge^2, output_size]``. Modules are named as checkpoints do it."""
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size = spec.hidden_size * spec.merge**2
+        self.ln_q = _norm(spec, dtype=dtype, device=device)
+        first = Linear(size, size, bias=True, dtype=dtype, device=device, act="gelu")
+        second = Linear(size, spec.output_size, bias=True, dtype=dtype, device=device)
+        self.mlp = nn.ModuleDict({"0": first, "2": second})
+        self._size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.mlp["2"](self.mlp["0"](self.ln_q(x).view(-1, self._size)))
+        return output
+
+
+class QwenVisionTower(nn.Module):
+    """Pictures of any size, or videos, to embeddings. Modules are named as checkpoints name them."""
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dtype = dtype
+        # A dict puts the weight where checkpoints have it, under "patch_embed.proj".
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, dtype=dtype, device=device)})
+        self.blocks = nn.ModuleList(VisionLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers))
+        self.merger = PatchMerger(spec, dtype=dtype, device=device)
+
+    def check(self, shape: tuple[int, ...], num_tokens: int) -> None:
+        """Check that pixels ``[frames, channels, height, width]`` become that many embeddings.
+
+        Raises InvalidImageError if they do not.
+        """
+        side = self.spec.patch_size * self.spec.merge
+        if (
+            len(shape) != 4
+            or shape[1] != self.spec.num_channels
+            or shape[2] % side
+            or shape[3] % side
+            or not all(shape)
+        ):
+            raise InvalidImageError(f"the vision tower takes pictures of whole squares of {side} pixels, not {shape}")
+        embeddings = -(-shape[0] // self.spec.frames) * (shape[2] // side) * (shape[3] // side)
+        if embeddings != num_tokens:
+            raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
+
+    def encode(self, pixels: list[Tensor]) -> list[Tensor]:
+        """Embeddings of pictures or videos, each by itself.
+
+        pixels: one float tensor ``[frames, channels, height, width]`` each, on the model's device; the last frame is
+        repeated to fill a patch. Returns one ``[num_tokens, output_size]`` tensor each, frame by frame, row by row.
+        """
+        return [self._encode(picture.to(self.dtype)) for picture in pixels]
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        spec = self.spec
+        missing = -len(pixels) % spec.frames
+        if missing:
+            pixels = torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1)))
+        grid = len(pixels) // spec.frames, pixels.shape[2] // spec.patch_size, pixels.shape[3] // spec.patch_size
+        layout = self._layout(grid, pixels.device)
+        x: Tensor = self.patch_embed["proj"](self._patches(pixels, grid)[layout.order])
+        for index, block in enumerate(self.blocks):
+            windowed = spec.window is not None and index not in spec.full_layers
+            x = block(x, layout, layout.windows if windowed else layout.frames)
+        merged: Tensor = self.merger(x)
+        return merged[layout.back]
+
+    def _patches(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """``[patches, channels * frames * patch * patch]``, merged ones side by side, else row by row."""
+        spec = self.spec
+        deep, down, across = grid
+        merge, size = spec.merge, spec.patch_size
+        split = pixels.view(
+            deep, spec.frames, spec.num_channels, down // merge, merge, size, across // merge, merge, size
+        )
+        return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(deep * down * across, -1)
+
+    def _layout(self, grid: tuple[int, int, int], device: torch.device) -> Layout:
+        spec = self.spec
+        deep, down, across = grid
+        unit = spec.merge**2
+        rows, columns = down // spec.merge, across // spec.merge
+        # Of merged patches: frame by frame, window by window, row by row.
+        places = torch.arange(deep * rows * columns).view(deep, rows, columns)
+        side = max(rows, columns, 1) if spec.window is None else spec.window // spec.merge // spec.patch_size
+        windows = [window.flatten() for frame in places for band in frame.split(side) for window in band.split(side, 1)]
+        merged = torch.cat(windows)
+        order = (merged[:, None] * unit + torch.arange(unit)).flatten()
+        row, column = self._rows_and_columns(down, across)
+        frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, spec.head_size // 2, 2).float() / (spec.head_size // 2))
+        angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), -1).repeat(deep, 1)[order]
+        return Layout(
+            cos=angles.cos()[:, None].to(device),
+            sin=angles.sin()[:, None].to(device),
+            windows=[unit * len(window) for window in windows],
+            frames=[down * across] * deep,
+            order=order.to(device),
+            back=merged.argsort().to(device),
+        )
+
+    def _rows_and_columns(self, down: int, across: int) -> tuple[Tensor, Tensor]:
+        """Of the patches of a frame, in the order of `_patches`."""
+        merge = self.spec.merge
+        row, column = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
+        shape = (down // merge, merge, across // merge, merge)
+        return row.view(shape).transpose(1, 2).flatten(), column.view(shape).transpose(1, 2).flatten()

@@ -1,0 +1,95 @@
+"""The vision towers of Qwen2-VL and Qwen2.5-VL against transformers, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+from vlmserve.errors import InvalidImageError
+from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
+from vlmserve.models.weights import weight_slots
+
+CPU = torch.device("cpu")
+QWEN2 = Qwen2VLVisionConfig(depth=3, embed_dim=32, hidden_size=24, num_heads=2, mlp_ratio=3, patch_size=4)
+QWEN25 = Qwen2_5_VLVisionConfig(
+    depth=4, hidden_size=32, intermediate_size=40, num_heads=2, patch_size=4, window_size=16, out_hidden_size=24,
+    fullatt_block_indexes=[1, 3],
+)  # fmt: skip
+TOWERS = {
+    "qwen2": (QWEN2, Qwen2VisionTransformerPretrainedModel),
+    "qwen2.5": (QWEN25, Qwen2_5_VisionTransformerPretrainedModel),
+}
+
+
+@pytest.fixture(params=TOWERS)
+def towers(request: pytest.FixtureRequest) -> tuple[QwenVisionTower, nn.Module]:
+    """Ours and theirs, with the same random weights."""
+    config, model_class = TOWERS[request.param]
+    torch.manual_seed(0)
+    theirs = model_class._from_config(config).eval()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    ours = QwenVisionTower(QwenVisionSpec.from_config(config.to_dict(), 24), dtype=torch.float32, device=CPU)
+    weights = theirs.state_dict()
+    slots = {name.removeprefix("."): slot for name, slot in weight_slots(ours)}
+    assert slots.keys() == weights.keys()
+    for name, slot in slots.items():
+        slot.copy_(weights[name].view_as(slot))
+    return ours, theirs
+
+
+def patches(pixels: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels as transformers' processor arranges them, and their grid, written out slowly."""
+    frames, _, height, width = pixels.shape
+    depth, size, merge = config.temporal_patch_size, config.patch_size, config.spatial_merge_size
+    if frames % depth:
+        pixels = torch.cat([pixels] + [pixels[-1:]] * (depth - frames % depth))
+    grid = len(pixels) // depth, height // size, width // size
+    rows = []
+    for t in range(grid[0]):
+        for big_row in range(grid[1] // merge):
+            for big_column in range(grid[2] // merge):
+                for row in range(big_row * merge, big_row * merge + merge):
+                    for column in range(big_column * merge, big_column * merge + merge):
+                        block = pixels[t * depth : (t + 1) * depth, :, row * size :, column * size :]
+                        rows.append(block[:, :, :size, :size].transpose(0, 1).flatten())
+    return torch.stack(rows), torch.tensor([grid])
+
+
+@pytest.mark.parametrize("shape", [(1, 24, 24), (1, 8, 8), (1, 40, 16), (1, 16, 56), (3, 24, 40), (4, 8, 32)], ids=str)
+@torch.inference_mode()
+def test_embeddings_equal_those_of_transformers(
+    towers: tuple[QwenVisionTower, nn.Module], shape: tuple[int, int, int]
+) -> None:
+    ours, theirs = towers
+    pixels = torch.randn(shape[0], 3, *shape[1:], generator=torch.Generator().manual_seed(1))
+    rows, grid = patches(pixels, theirs.config)
+    expected = theirs(rows, grid_thw=grid).pooler_output
+    (actual,) = ours.encode([pixels])
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    ours.check(tuple(pixels.shape), len(expected))
+
+
+@torch.inference_mode()
+def test_pictures_do_not_see_each_other(towers: tuple[QwenVisionTower, nn.Module]) -> None:
+    ours, _ = towers
+    pictures = [torch.randn(1, 3, height, 24) for height in (8, 16, 8)]
+    together = ours.encode(pictures)
+    for picture, embeddings in zip(pictures, together, strict=True):
+        torch.testing.assert_close(ours.encode([picture])[0], embeddings)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 24, 20), (1, 4, 24, 24), (3, 24, 24), (0, 3, 8, 8)], ids=str)
+def test_pixels_that_do_not_fit_are_refused(towers: tuple[QwenVisionTower, nn.Module], shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidImageError, match="8 pixels"):
+        towers[0].check(shape, 9)
+    with pytest.raises(InvalidImageError, match="9 embeddings and has 8"):
+        towers[0].check((1, 3, 24, 24), 8)
