@@ -29,11 +29,13 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
     pixels: float32 ``[tiles, channels, height, width]``, normalized; shared between requests, so never written to.
     num_tokens: how many placeholder tokens it takes in a prompt, which is how many embeddings the tower returns.
+    grid: frames, rows and columns of these, where positions count them; None: they count tokens.
     """
 
     key: bytes
     pixels: Pixels
     num_tokens: int
+    grid: tuple[int, int, int] | None = None
 
 
 class ImageSpan(msgspec.Struct, frozen=True, eq=False):

@@ -146,12 +146,12 @@ def models() -> None:
     from rich.table import Table
 
     from vlmserve.models.families import FAMILIES
-    from vlmserve.models.registry import ARCHITECTURES, LLAVA
+    from vlmserve.models.registry import ARCHITECTURES, vision_family
 
     table = Table("Model", "Sees pictures", "What it is")
     table.add_row(BUILT_IN_MODEL, "yes", "built in: a small LLaVA for simple pictures", end_section=True)
     for model_type, architecture in sorted(ARCHITECTURES.items(), key=lambda item: item[1]):
-        sees = architecture == LLAVA
+        sees = vision_family(architecture) is not None
         what = f"CLIP tower, projector, and a decoder: {', '.join(sorted(FAMILIES))}" if sees else "text only"
         table.add_row(architecture, "yes" if sees else "no", f"model_type {model_type}: {what}")
     console = Console()

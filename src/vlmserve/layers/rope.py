@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -176,12 +176,14 @@ class Rope:
         attention_factor: float = 1.0,
         switch: int | None = None,
         long_frequencies: Tensor | None = None,
+        sections: Sequence[int] = (),
     ) -> None:
-        """frequencies: float32 ``[size / 2]``."""
+        """frequencies: float32 ``[size / 2]``. sections: how many of them turn by frames, rows and columns."""
         self.frequencies = frequencies
         self._attention_factor = attention_factor
         self._switch = switch
         self._long_frequencies = long_frequencies
+        self.sections = list(sections)
         self._halves = self._compute(FIRST_POSITIONS)
 
     @classmethod
@@ -192,6 +194,7 @@ class Rope:
             attention_factor=spec.attention_factor,
             switch=spec.switch,
             long_frequencies=None if spec.switch is None else spec.frequencies(device, long=True),
+            sections=spec.parameters.get("mrope_section", ()),
         )
 
     @property
@@ -220,7 +223,8 @@ class RopeTables:
     """A step's positions and what belongs to them, for all layers; each form is made when it is first asked for."""
 
     def __init__(self, rope: Rope, positions: Tensor, length: int, dtype: torch.dtype) -> None:
-        """positions: int64 ``[tokens]``, rows of the tables; length: of the longest sequence. dtype: of `signed`."""
+        """positions: int64 ``[tokens]``, rows of the tables, or ``[3, tokens]``: frames, rows and columns of pictures;
+        length: of the longest sequence. dtype: of `signed`."""
         self._rope = rope
         self._positions = positions
         self._length = length
@@ -234,13 +238,27 @@ class RopeTables:
     @cached_property
     def rows(self) -> RotaryRows:
         """For kernels that look up the positions by themselves."""
+        if self._positions.ndim > 1:
+            return RotaryRows(*self._halves(), None)
         return RotaryRows(*self._rope.upto(self._length), self._positions)
 
     @cached_property
     def signed(self) -> tuple[Tensor, Tensor]:
         """For `apply_rope`: cosines twice, sines with the sign of each half, ``[tokens, 1, size]``."""
-        cos, sin = (half[self._positions] for half in self._rope.upto(self._length))
+        cos, sin = self._halves()
         return torch.cat((cos, cos), -1)[:, None].to(self._dtype), torch.cat((-sin, sin), -1)[:, None].to(self._dtype)
+
+    def _halves(self) -> list[Tensor]:
+        """Cosines and sines of each token, ``[tokens, size / 2]``."""
+        tables = self._rope.upto(self._length)
+        if self._positions.ndim == 1:
+            return [table[self._positions] for table in tables]
+        return [
+            torch.cat(
+                [part[row] for part, row in zip(table.split(self._rope.sections, -1), self._positions, strict=True)], -1
+            ).contiguous()
+            for table in tables
+        ]
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:

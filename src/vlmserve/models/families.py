@@ -359,6 +359,18 @@ _QWEN: Config = {
     "max_window_layers": 28,
     "eos_token_id": None,
 }
+_QWEN2_VL: Config = {
+    **_QWEN,
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_window_layers": 80,
+}
 _GLM: Config = {
     **_LLAMA,
     "vocab_size": 151552,
@@ -421,6 +433,8 @@ FAMILIES: dict[str, Family] = {
         _mistral,
     ),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN, _qwen2),
+    "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, _qwen2),
+    "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, _qwen2),
     "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, _qwen3),
     "phi": Family(
         "PhiForCausalLM",

@@ -24,19 +24,21 @@ from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
-from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
 from vlmserve.models.packed import load_packed
-from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
+from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.compressed_tensors import read_group_sizes
 from vlmserve.quant.model import quantize
 
 logger = logging.getLogger(__name__)
 
-LLAVA = "LlavaForConditionalGeneration"
 # Architectures as config.json names them, by the model type that it gives with them.
-ARCHITECTURES = {**{name: family.architecture for name, family in FAMILIES.items()}, "llava": LLAVA}
+ARCHITECTURES = {
+    **{name: family.architecture for name, family in FAMILIES.items()},
+    **{name: family.architecture for name, family in VISION_FAMILIES.items()},
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -80,7 +82,7 @@ def load_model(
         architecture=description.architecture,
         language_model=decoder,
         vision=vision,
-        image_token_id=None if vision is None else _image_token_id(config),
+        image_token_id=description.image_token_id,
         end_token_ids=_end_token_ids(folder, config, text_config),
         max_position=spec.max_position,
         dtype=wanted,
@@ -96,7 +98,7 @@ class Parts(NamedTuple):
 
     modules: nn.Module
     language_model: Decoder
-    vision: LlavaVision | None
+    vision: VisionEncoder | None
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Description:
         """Raises ModelLoadError for a broken configuration, UnsupportedModelError for an unknown architecture."""
         config = read_json(folder / "config.json")
         architecture = _architecture(config)
-        return cls(folder, config, _text_config(config) if architecture == LLAVA else config, architecture)
+        vision = vision_family(architecture)
+        return cls(folder, config, config if vision is None else vision.text_config(config), architecture)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -122,6 +125,12 @@ class Description:
             yield
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelLoadError(f"{self.folder / 'config.json'} does not describe a model: {error!r}") from error
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The placeholder, if the model sees. Raises ModelLoadError for one that is no token."""
+        family = vision_family(self.architecture)
+        return None if family is None else family.placeholder(self.config)
 
     @property
     def family(self) -> Family:
@@ -136,12 +145,18 @@ class Description:
         """The model without its weights."""
         modules = nn.Module()
         modules.language_model = decoder = Decoder(spec, backend, dtype=dtype, device=device)
-        vision = None
-        if self.architecture == LLAVA:
-            vision = LlavaVision(self.config, spec.hidden_size, dtype=dtype, device=device)
-            modules.vision_tower = vision.vision_tower
-            modules.multi_modal_projector = vision.multi_modal_projector
-        return Parts(modules, decoder, vision)
+        family = vision_family(self.architecture)
+        if family is None:
+            return Parts(modules, decoder, None)
+        vision = family.build(self.config, spec.hidden_size, dtype=dtype, device=device)
+        for name, module in vision.modules.items():
+            modules.add_module(name, module)
+        return Parts(modules, decoder, vision.encoder)
+
+
+def vision_family(architecture: str) -> VisionFamily | None:
+    """The row of an architecture that sees; None for a language model."""
+    return next((family for family in VISION_FAMILIES.values() if family.architecture == architecture), None)
 
 
 def _attention_backend(spec: ArchSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
@@ -189,13 +204,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
     raise UnsupportedModelError(f"architecture {candidates[0]!r} is not supported; supported are {supported}")
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text_config = config.get("text_config") or {}
-    if not isinstance(text_config, dict):
-        raise ModelLoadError("config.json: text_config is not an object")
-    return text_config
-
-
 def _spec(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> ArchSpec:
     spec = decoder_spec(text_config)
     # Where a model is nested, whether its embeddings are tied is for the whole to say; leaving it out says no.
@@ -237,13 +245,6 @@ def _cpu_has_bfloat16() -> bool:
         return False
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-def _image_token_id(config: Mapping[str, Any]) -> int:
-    token_id = config.get("image_token_index", config.get("image_token_id", IMAGE_TOKEN_ID))
-    if not isinstance(token_id, int):
-        raise ModelLoadError(f"config.json: image_token_index is {token_id!r}, not a token id")
-    return token_id
 
 
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata
-from vlmserve.scheduler.scheduler import Step
+from vlmserve.scheduler.scheduler import ScheduledChunk, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,9 @@ class Batch:
     """A step as tensors on the model's device.
 
     token_ids, positions: int64 ``[tokens]``; positions of long sequences are behind those of short ones; placeholders
-    of pictures have token id 0, `image_rows` says whose they are. sampled_rows: int64, the rows after which a token is
-    sampled, in the order of the chunks.
+    of pictures have token id 0, `image_rows` says whose they are. Where pictures have grids, positions are ``[3,
+    tokens]``: frames, rows and columns. sampled_rows: int64, the rows after which a token is sampled, in the order of
+    the chunks.
     """
 
     token_ids: Tensor
@@ -70,6 +71,7 @@ class BatchBuilder:
         slots += positions % self._block_size
         if any(offsets := [chunk.sequence.position_offset for chunk in step.chunks]):
             positions += np.repeat(offsets, counts)
+        in_grids = _grid_positions(step, positions) if any(_has_grid(chunk) for chunk in step.chunks) else positions
         token_ids, image_rows = self._write_tokens(step, num_tokens)
         sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
         metadata = BatchMetadata(
@@ -83,7 +85,7 @@ class BatchBuilder:
         )
         return Batch(
             token_ids=self._tensor(token_ids),
-            positions=self._tensor(positions),
+            positions=self._tensor(in_grids),
             metadata=metadata,
             image_rows=image_rows,
             sampled_rows=self._tensor(np.asarray(sampled, np.int64)),
@@ -131,3 +133,33 @@ class BatchBuilder:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _has_grid(chunk: ScheduledChunk) -> bool:
+    spans = chunk.sequence.image_spans
+    return bool(spans) and spans[0].image.grid is not None
+
+
+def _grid_positions(step: Step, positions: np.ndarray) -> np.ndarray:
+    """int64 ``[3, tokens]`` from positions that count tokens: within a picture by frames, rows and columns, each from
+    where the picture begins; behind it from the highest of its rows and columns on."""
+    result = np.repeat(positions[None], 3, 0)
+    first = 0
+    for sequence, count, _ in step.chunks:
+        own = result[:, first : first + count]
+        places = positions[first : first + count]
+        first += count
+        shift = 0
+        for span in sequence.image_spans:
+            if span.start > places[-1] or span.image.grid is None:
+                break
+            _, rows, columns = span.image.grid
+            inside = (places >= span.start) & (places < span.end)
+            within = places[inside] - span.start
+            begin = span.start + shift
+            own[0, inside] = begin + within // (rows * columns)
+            own[1, inside] = begin + within // columns % rows
+            own[2, inside] = begin + within % columns
+            shift += max(rows, columns) - span.image.num_tokens
+            own[:, places >= span.end] = places[places >= span.end] + shift
+    return result

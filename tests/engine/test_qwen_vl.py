@@ -1,0 +1,137 @@
+"""Qwen2-VL and Qwen2.5-VL in the engine against transformers: pictures of any shape, whatever else goes on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+from tests.checkpoints import TEXT, _save, write_tokenizer
+from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
+from tests.models.test_qwen_vision import QWEN2, QWEN25, patches
+from vlmserve.types import ImageInput, ImageSpan, Prompt
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+IMAGE_TOKEN = 290
+SIDE = 8
+"""Pixels of what becomes an embedding."""
+CLASSES = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration, QWEN2),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, QWEN25),
+}
+
+
+@dataclass
+class Oracle:
+    """A checkpoint and transformers' opinion of it."""
+
+    folder: Path
+    model: nn.Module
+
+    def picture(self, seed: int, rows: int, columns: int) -> ImageInput:
+        """Of so many embeddings each way."""
+        shape = (1, 3, SIDE * rows, SIDE * columns)
+        pixels = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+        key = hashlib.sha256(pixels.tobytes() + bytes((rows, columns))).digest()
+        return ImageInput(key, pixels, rows * columns, (1, rows, columns))
+
+    def prompt(self, seed: int, *parts: int | tuple[int, int]) -> Prompt:
+        """Numbers are that many random text tokens, pairs a new random picture of that shape."""
+        random = np.random.default_rng(seed)
+        token_ids: list[int] = []
+        spans = []
+        for part in parts:
+            if isinstance(part, tuple):
+                picture = self.picture(seed * 100 + len(spans), *part)
+                spans.append(ImageSpan(picture, len(token_ids)))
+                token_ids += [IMAGE_TOKEN] * picture.num_tokens
+            else:
+                token_ids += random.integers(3, 280, part).tolist()
+        return Prompt(token_ids, tuple(spans))
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Prompt) -> list[int]:
+        ids = torch.tensor([prompt.token_ids])
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
+        if prompt.images:
+            vision = self.model.config.vision_config
+            rows = [patches(torch.from_numpy(span.image.pixels), vision) for span in prompt.images]
+            inputs["pixel_values"] = torch.cat([patch for patch, _ in rows])
+            inputs["image_grid_thw"] = torch.cat([grid for _, grid in rows])
+        generated = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        return generated[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    config_class, model_class, vision = CLASSES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    write_tokenizer(folder, sees=False)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text = {**TEXT, "vocab_size": 300, "rope_parameters": rope}
+    vision_fields = {**vision.to_dict()}
+    vision_fields["hidden_size" if request.param == "qwen2_vl" else "out_hidden_size"] = TEXT["hidden_size"]
+    config = config_class(text_config=text, vision_config=vision_fields, image_token_id=IMAGE_TOKEN, video_token_id=291,
+                          vision_start_token_id=292, vision_end_token_id=293)  # fmt: skip
+    _save(folder, model_class, config, 0, torch.float32, "1GB")
+    model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return Oracle(folder, model)
+
+
+MIXED: list[tuple[int | tuple[int, int], ...]] = [
+    (5, (2, 3), 9), ((4, 1), 3), (7, (1, 5), 1), (4,), ((2, 2), 2, (3, 5), 3, (1, 1), 1), (33,),
+    (16, (6, 4), 16), ((1, 2), 1, (2, 1), 5), (2, (5, 5), 20),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prompts(oracle: Oracle) -> list[Prompt]:
+    return [oracle.prompt(seed, *parts) for seed, parts in enumerate(MIXED)]
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
+    return [oracle.greedy(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("budget", [5, 2048])
+def test_tokens_are_those_of_transformers(
+    oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], budget: int
+) -> None:
+    assert len({tuple(answer) for answer in expected}) > 5, "answers that are alike would prove little"
+    engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
+    assert [generate(engine, [prompt])[0] for prompt in prompts] == expected
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts[::-1]) == expected[::-1]
+
+
+def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    assert generate(tight, prompts) == expected
+    assert tight.stats().preemptions > 0
+
+
+def test_a_further_turn_finds_the_picture_and_goes_on_behind_it(oracle: Oracle) -> None:
+    first = oracle.prompt(7, 6, (3, 4), 5)
+    answer = oracle.greedy(first)
+    second = oracle.prompt(8, 9, (2, 5), 4)
+    spans = [ImageSpan(span.image, span.start + len(first.token_ids) + len(answer)) for span in second.images]
+    both = Prompt(first.token_ids + answer + second.token_ids, (*first.images, *spans))
+    engine = engine_for(oracle, block_size=4)
+    assert generate(engine, [first]) == [answer]
+    assert generate(engine, [both]) == [oracle.greedy(both)]
+    assert engine.stats().prefix_cached_tokens > len(first.token_ids) // 2
