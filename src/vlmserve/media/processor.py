@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,24 @@ _MAX_INTERMEDIATE_PIXELS = 16_000_000
 """Resized pictures with more pixels are never made; only what is kept of them is computed."""
 
 
+class PictureProcessor(Protocol):
+    """Makes a checkpoint's pixels of pictures. fingerprint: 32-byte digest of all that decides them."""
+
+    fingerprint: bytes
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of a picture of that width and height become one, along the axis where it is fewer."""
+        ...
+
+    def process(self, picture: Picture) -> Pixels:
+        """Float32 ``[tiles, 3, height, width]``. Raises InvalidImageError for a shape that the model cannot take."""
+        ...
+
+    def placeholders(self, pixels: Pixels) -> tuple[int, tuple[int, int, int] | None]:
+        """How many tokens those pixels take, and `ImageInput.grid`."""
+        ...
+
+
 @dataclass(frozen=True)
 class PixelRecipe:
     """Every setting that changes pixels. size: the keys and values of the checkpoint's own ``size``."""
@@ -87,7 +105,7 @@ class ImageProcessor:
         self._exact_pixels = exact_pixels
         described = json.dumps(["pixels v2", exact_pixels, asdict(self._recipe)], sort_keys=True)
         self.fingerprint = blake3(described.encode()).digest()
-        self._levels = _level_table(self._recipe)
+        self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
@@ -98,6 +116,10 @@ class ImageProcessor:
             size = (max(size), max(size))
         width, height = _resized(size, dict(self._recipe.resize))
         return min(size[0] / width, size[1] / height)
+
+    def placeholders(self, pixels: Pixels) -> tuple[int, None]:
+        """How many tokens a picture's pixels take; positions count them one by one."""
+        return self.num_tokens, None
 
     def process(self, picture: Picture) -> Pixels:
         """Float32 ``[1, 3, height, width]`` of a picture of any size and mode."""
@@ -227,15 +249,17 @@ def _center_crop(image: Image.Image, height: int, width: int) -> Image.Image:
     return canvas
 
 
-def _level_table(recipe: PixelRecipe) -> npt.NDArray[np.float32]:
+def level_table(
+    rescale: float | None, mean: tuple[float, ...] | None, std: tuple[float, ...] | None
+) -> npt.NDArray[np.float32]:
     """What each of the 256 levels of each of the 3 channels becomes."""
     levels = np.arange(256, dtype=np.float32)
-    if recipe.rescale is not None:
-        levels = (np.arange(256, dtype=np.float64) * recipe.rescale).astype(np.float32)
+    if rescale is not None:
+        levels = (np.arange(256, dtype=np.float64) * rescale).astype(np.float32)
     table = np.repeat(levels[None], 3, axis=0)
-    if recipe.mean is not None and recipe.std is not None:
-        mean, std = (np.array(values, dtype=np.float32)[:, None] for values in (recipe.mean, recipe.std))
-        table = (table - mean) / std
+    if mean is not None and std is not None:
+        means, deviations = (np.array(values, dtype=np.float32)[:, None] for values in (mean, std))
+        table = (table - means) / deviations
     return table
 
 
@@ -250,7 +274,7 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
     values |= {key: value for key, value in settings.items() if value is not None}
     if values["do_pad"] and family != "Llava":
         raise UnsupportedModelError(f"do_pad is not supported for {name}")
-    mean, std = (_per_channel(values[key]) for key in ("image_mean", "image_std"))
+    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return PixelRecipe(
         resize=tuple(sorted(_size(values["size"], square=family not in ("CLIP", "Llava")).items()))
         if values["do_resize"]
@@ -264,7 +288,8 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
     )
 
 
-def _per_channel(value: Any) -> tuple[float, float, float]:
+def per_channel(value: Any) -> tuple[float, float, float]:
+    """A setting for each channel, or one for all."""
     values = [float(level) for level in value] if isinstance(value, list | tuple) else [float(value)] * 3
     if len(values) != 3:
         raise UnsupportedModelError(f"the image processor has {len(values)} channels; only 3 are supported")

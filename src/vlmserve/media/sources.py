@@ -24,7 +24,7 @@ from vlmserve.media.pictures import (
     load_picture,
     upright,
 )
-from vlmserve.media.processor import ImageProcessor
+from vlmserve.media.processor import PictureProcessor
 from vlmserve.types import ImageInput
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
@@ -35,7 +35,7 @@ _OPENED_LOCKS = tuple(threading.Lock() for _ in range(16))
 
 
 def prepare_image(
-    source: ImageSource, processor: ImageProcessor, limits: MediaConfig, cache: PictureCache, *, salt: str = ""
+    source: ImageSource, processor: PictureProcessor, limits: MediaConfig, cache: PictureCache, *, salt: str = ""
 ) -> ImageInput:
     """A picture ready for the vision tower. Those in `cache` are neither decoded nor resized again.
 
@@ -53,10 +53,11 @@ def prepare_image(
     return cache.get(key, lambda: _process(key, upright(opened), processor))
 
 
-def _process(key: bytes, picture: Picture, processor: ImageProcessor) -> ImageInput:
+def _process(key: bytes, picture: Picture, processor: PictureProcessor) -> ImageInput:
     pixels = processor.process(picture)
     pixels.flags.writeable = False  # other requests may see the same picture
-    return ImageInput(key, pixels, processor.num_tokens)
+    num_tokens, grid = processor.placeholders(pixels)
+    return ImageInput(key, pixels, num_tokens, grid)
 
 
 def is_url(source: str) -> bool:

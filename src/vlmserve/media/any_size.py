@@ -1,0 +1,133 @@
+"""Pictures to pixels for towers that take any size: each keeps its shape, within bounds, in whole squares.
+
+Equal to transformers' own (PIL) processors of Qwen2-VL and Qwen2.5-VL but for large JPEGs, as in `media.processor`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from PIL import Image
+
+from vlmserve.errors import InvalidImageError
+from vlmserve.media.pictures import Picture
+from vlmserve.media.processor import level_table, per_channel, to_rgb
+from vlmserve.types import Pixels
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+LARGEST_ASPECT = 200
+"""How many times as long as wide a picture may be."""
+
+
+@dataclass(frozen=True)
+class AnySizeRecipe:
+    """Every setting that changes pixels. side: pixels along each side of what becomes an embedding."""
+
+    side: int
+    min_pixels: int
+    max_pixels: int
+    resample: int
+    resize: bool
+    rescale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+
+class AnySizeProcessor:
+    """Preprocesses pictures for one checkpoint; see `media.processor.ImageProcessor`.
+
+    min_pixels, max_pixels: instead of the checkpoint's own bounds.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        *,
+        exact_pixels: bool = False,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
+        self._recipe = _recipe(settings, min_pixels, max_pixels)
+        self._exact_pixels = exact_pixels
+        described = json.dumps(["any size v1", exact_pixels, asdict(self._recipe)], sort_keys=True)
+        self.fingerprint = blake3(described.encode()).digest()
+        self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
+        every pixel is to be decoded."""
+        if self._exact_pixels or not self._recipe.resize:
+            return 1.0
+        width, height = self._resized(size)
+        return min(size[0] / width, size[1] / height)
+
+    def process(self, picture: Picture) -> Pixels:
+        """Float32 ``[1, 3, height, width]`` of a picture of any mode. Raises InvalidImageError for one that is too
+        narrow."""
+        image = to_rgb(picture.image)
+        if self._recipe.resize:
+            image = image.resize(self._resized(picture.size), self._recipe.resample, picture.box)
+        levels = np.asarray(image)
+        pixels = np.empty((1, 3, image.height, image.width), dtype=np.float32)
+        for channel in range(3):
+            np.take(self._levels[channel], levels[:, :, channel], out=pixels[0, channel])
+        return pixels
+
+    def placeholders(self, pixels: Pixels) -> tuple[int, tuple[int, int, int]]:
+        """How many tokens those pixels take, and in how many frames, rows and columns."""
+        frames, _, height, width = pixels.shape
+        grid = frames, height // self._recipe.side, width // self._recipe.side
+        return math.prod(grid), grid
+
+    def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        width, height = size
+        if max(size) > LARGEST_ASPECT * min(size):
+            raise InvalidImageError(
+                f"the picture has {width} x {height} pixels; the model takes none that is more than {LARGEST_ASPECT} "
+                "times as long as wide"
+            )
+        side, least, most = self._recipe.side, self._recipe.min_pixels, self._recipe.max_pixels
+        down, across = round(height / side), round(width / side)
+        area = width * height
+        if down * across * side**2 > most:
+            shrink = math.sqrt(area / most)
+            down, across = (max(1, math.floor(edge / shrink / side)) for edge in (height, width))
+        elif down * across * side**2 < least:
+            grow = math.sqrt(least / area)
+            down, across = (math.ceil(edge * grow / side) for edge in (height, width))
+        return across * side, down * side
+
+
+def _recipe(settings: dict[str, Any], min_pixels: int | None, max_pixels: int | None) -> AnySizeRecipe:
+    values = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+        "resample": Image.Resampling.BICUBIC,
+        "image_mean": _CLIP_MEAN,
+        "image_std": _CLIP_STD,
+        "patch_size": 14,
+        "merge_size": 2,
+        **{key: value for key, value in settings.items() if value is not None},
+    }
+    size = values.get("size")
+    bounds = size if isinstance(size, dict) else {}
+    least = min_pixels or values.get("min_pixels") or bounds.get("shortest_edge") or 56 * 56
+    most = max_pixels or values.get("max_pixels") or bounds.get("longest_edge") or 28 * 28 * 1280
+    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
+    return AnySizeRecipe(
+        side=int(values["patch_size"]) * int(values["merge_size"]),
+        min_pixels=int(least),
+        max_pixels=int(most),
+        resample=int(values["resample"]),
+        resize=bool(values["do_resize"]),
+        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
+        mean=mean if values["do_normalize"] else None,
+        std=std if values["do_normalize"] else None,
+    )

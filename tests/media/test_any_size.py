@@ -1,0 +1,79 @@
+"""Pictures of any size against transformers' own processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from tests.models.test_qwen_vision import QWEN2, patches
+from vlmserve.errors import InvalidImageError
+from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.pictures import Picture
+
+SETTINGS: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
+}
+
+
+def noise(width: int, height: int) -> Image.Image:
+    levels = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(levels)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [(24, 24), (25, 39), (63, 65), (200, 90), (5, 3), (7, 300), (1000, 8), (20, 4), (12, 20), (64, 64), (36, 44)],
+    ids=str,
+)
+def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int]) -> None:
+    picture = noise(*size)
+    theirs = Qwen2VLImageProcessorPil(**{k: v for k, v in SETTINGS.items() if k != "image_processor_type"})(
+        images=picture, return_tensors="pt"
+    )
+    processor = AnySizeProcessor(SETTINGS)
+    pixels = processor.process(Picture.whole(picture))
+    rows, grid = patches(torch.from_numpy(pixels), QWEN2)
+    assert grid.tolist() == theirs["image_grid_thw"].tolist()
+    torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
+    count, layout = processor.placeholders(pixels)
+    assert layout == (1, grid[0, 1] // 2, grid[0, 2] // 2)
+    assert count == grid.prod() // 4
+
+
+@pytest.mark.parametrize("bounds", [{"min_pixels": 400, "max_pixels": 1600}, {}], ids=["older files", "none at all"])
+def test_bounds_are_those_of_the_file_and_may_be_overridden(bounds: dict[str, int]) -> None:
+    settings = {"patch_size": 4, "merge_size": 2, **bounds}
+    large, small = Picture.whole(noise(3000, 2000)), Picture.whole(noise(8, 8))
+
+    def areas(processor: AnySizeProcessor) -> list[int]:
+        return [pixels.shape[2] * pixels.shape[3] for pixels in map(processor.process, (small, large))]
+
+    least, most = areas(AnySizeProcessor(settings))
+    assert bounds.get("min_pixels", 3136) <= least < most <= bounds.get("max_pixels", 1003520)
+    least, most = areas(AnySizeProcessor(settings, min_pixels=900, max_pixels=2500))
+    assert 900 <= least <= 1100
+    assert 2000 <= most <= 2500
+
+
+def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
+    fingerprints = {
+        AnySizeProcessor({**SETTINGS, **change}).fingerprint
+        for change in ({}, {"max_pixels": 999}, {"merge_size": 1}, {"resample": 2}, {"do_normalize": False})
+    }
+    fingerprints.add(AnySizeProcessor(SETTINGS, min_pixels=100).fingerprint)
+    fingerprints.add(AnySizeProcessor(SETTINGS, exact_pixels=True).fingerprint)
+    assert len(fingerprints) == 7
+
+
+def test_a_picture_that_is_too_narrow_is_refused() -> None:
+    with pytest.raises(InvalidImageError, match="200 times as long as wide"):
+        AnySizeProcessor(SETTINGS).process(Picture.whole(noise(1, 201)))
