@@ -59,7 +59,7 @@ def pixie_config() -> LlavaConfig:
         intermediate_size=768,
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=CONTEXT,
         rms_norm_eps=1e-5,

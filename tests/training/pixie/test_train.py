@@ -116,7 +116,7 @@ def test_a_run_trains_saves_resumes_and_exports(tmp_path, monkeypatch, tokenizer
     run(2, 2, 0)
     first = torch.load(tmp_path / "state.pt")
     assert (first["tower_steps"], first["model_steps"]) == (2, 2)
-    run(2, 2, 1)
+    run(2, 3, 1)
     second = torch.load(tmp_path / "state.pt")
     assert second["model_steps"] == 3
     before, after = (state["decoder"]["originals"]["embeddings.weight"] for state in (first, second))
