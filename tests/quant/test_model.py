@@ -120,3 +120,18 @@ def test_memory_before_and_after_is_logged(tmp_path: Path, caplog: pytest.LogCap
     line = next(record.message for record in caplog.records if "quantization" in record.message)
     before, after = map(float, re.findall(r"([\d.]+) MB", line))
     assert after < before
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_quantized_tower_sees_nearly_the_same(tmp_path: Path, kernels: str) -> None:
+    folder = make_llava(tmp_path)
+    pixels = torch.randn(1, 3, 42, 42, generator=torch.Generator().manual_seed(0))
+    config = QuantizationConfig(scheme="int8", vision=True)
+    plain, quantized = (
+        load_model(folder, device=CPU, dtype=torch.float32, kernels=kernels, quantization=choice).vision
+        for choice in (None, config)
+    )
+    with torch.inference_mode():
+        expected, actual = plain.encode([pixels])[0], quantized.encode([pixels])[0]
+    assert not torch.equal(actual, expected)
+    assert (actual - expected).norm() < 0.05 * expected.norm()

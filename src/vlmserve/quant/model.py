@@ -32,7 +32,8 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
     for name, (module, scheme) in chosen.items():
         before += _num_bytes(module)
         bits[name] = 8 if name.endswith(HEADS) else BITS[scheme]
-        weight = module.weight.data
+        # A patch embedding has the shape of a convolution.
+        weight = module.weight.data.flatten(1)
         module.quantize(
             round_to_nearest(weight, bits=bits[name], group_size=config.group_size, symmetric=config.symmetric)
         )

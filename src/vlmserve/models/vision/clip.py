@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
@@ -94,11 +93,13 @@ class PatchEmbedding(Linear):
         patches = pixels.permute(0, 2, 4, 1, 3, 5).reshape(pictures, down * across, channels * size * size)
         return super().forward(patches, residual)
 
-    def _product(self, x: Tensor) -> Tensor:
-        return super()._product(x) if self._reordered is not None else F.linear(x, self.weight.flatten(1))
+    @property
+    def _matrix(self) -> Tensor:
+        return super()._matrix.flatten(1)
 
     def pack(self, *, native: bool) -> None:
-        self.weight = nn.Parameter(self.weight.data.flatten(1), requires_grad=False)
+        if self._quantized is None:
+            self.weight = nn.Parameter(self._matrix.data, requires_grad=False)
         super().pack(native=native)
 
 
