@@ -138,12 +138,13 @@ def train_tower(run: Run, steps: int) -> None:
         for step in range(run.state["tower_steps"], steps):
             random = np.random.default_rng((1, step))
             indices = np.sort(random.integers(0, run.pool.available, TOWER_BATCH))
-            loss, right = dense_loss(run.heads(run.tower(run.take("pictures", indices))), run.take("labels", indices))
+            features = run.tower(run.take("pictures", indices))
+            loss, right = dense_loss(run.heads(features), run.take("labels", indices), late=False)
             loss.backward()
             for optimizer in optimizers.values():
                 optimizer.step(run.scale(step, steps), AVERAGE_DECAY)
             average.add(loss.item(), *right)
-            show(step + 1, _news(average, ("loss", *(kind.name for kind in LABELS))))
+            show(step + 1, _news(average, ("loss", *(kind.name for kind in LABELS if not kind.late))))
             if time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps:
                 run.save(tower_steps=step + 1, **{name: part.state_dict() for name, part in optimizers.items()})
                 saved = time.monotonic()
@@ -191,7 +192,7 @@ def _model_step(run: Run, step: int) -> tuple[float, float, list[float]]:
     features = run.tower(run.take("pictures", unique))
     logits = run.decoder(tokens, positions, groups, branches, features[torch.from_numpy(places)], said).float()
     answer_loss = F.cross_entropy(logits, targets)
-    auxiliary, dense_right = dense_loss(run.heads(features), run.take("labels", unique))
+    auxiliary, dense_right = dense_loss(run.heads(features), run.take("labels", unique), late=True)
     (answer_loss + AUXILIARY_WEIGHT * auxiliary).backward()
     return answer_loss.item(), float((logits.argmax(-1) == targets).float().mean()), dense_right
 
