@@ -144,10 +144,12 @@ def train_tower(run: Run, steps: int) -> None:
             for optimizer in optimizers.values():
                 optimizer.step(run.scale(step, steps), AVERAGE_DECAY)
             average.add(loss.item(), *right)
-            show(step + 1, _news(average, ("loss", *(kind.name for kind in LABELS if not kind.late))))
+            news = _news(average, ("loss", *(kind.name for kind in LABELS if not kind.late)))
+            show(step + 1, news)
             if time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps:
                 run.save(tower_steps=step + 1, **{name: part.state_dict() for name, part in optimizers.items()})
                 saved = time.monotonic()
+                console.print(f"{step + 1} steps: {news}", highlight=False, soft_wrap=True)
 
 
 def train_model(run: Run, end: int, steps: int) -> None:
@@ -169,10 +171,12 @@ def train_model(run: Run, end: int, steps: int) -> None:
             for optimizer in optimizers.values():
                 optimizer.step(run.scale(step, steps), min(AVERAGE_DECAY, (step + 1) / (step + 10)))
             average.add(answer_loss, right, *dense_right)
-            show(step + 1, _news(average, ("loss", "tokens", *(kind.name for kind in LABELS))))
+            news = _news(average, ("loss", "tokens", *(kind.name for kind in LABELS)))
+            show(step + 1, news)
             if time.monotonic() - saved > SAVE_SECONDS or step + 1 == end:
                 run.save(model_steps=step + 1, **{name: part.state_dict() for name, part in optimizers.items()})
                 saved = time.monotonic()
+                console.print(f"{step + 1} steps: {news}", highlight=False, soft_wrap=True)
 
 
 def _model_step(run: Run, step: int) -> tuple[float, float, list[float]]:
