@@ -10,7 +10,7 @@ ARGS ?=
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test lint sanitize format clean
+.PHONY: help serve test lint sanitize bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ sanitize: $(VENV)/.dev ## Test the native kernels under AddressSanitizer and UBS
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized/src $(BIN)/python -m pytest tests/kernels $(ARGS)
 
+bench: $(VENV)/.peers ## Compare with other servers' engines; flags go in ARGS="--repeats 5"
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
 format: $(VENV)/.dev ## Put the code into its standard form
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
@@ -54,4 +57,12 @@ $(VENV)/.core: pyproject.toml constraints.txt setup.py $(wildcard src/vlmserve/k
 $(VENV)/.dev: $(VENV)/.core
 	@echo "Installing what the tests and linters need into $(VENV) ..."
 	@$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+# One that cannot be installed here is left out of the comparison.
+$(VENV)/.peers: $(VENV)/.core benchmarks/peers.txt
+	@echo "Installing what vlmserve is compared with into $(VENV) (some of it is compiled: minutes) ..."
+	@grep -v '^#' benchmarks/peers.txt | while read -r peer; do \
+		$(INSTALL) "$$peer" || echo "$$peer cannot be installed here" >&2; \
+	done
 	@touch $@

@@ -15,9 +15,12 @@ from setuptools.errors import CompileError
 SOURCES = Path("src/vlmserve/kernels/csrc")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-ISAS = {"portable": []}
+ISAS: dict[str, list[str]] = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"]}
+    # Hardly a processor needs these, and they take longest to optimize.
+    ISAS["portable"] = ["-O1"]
+    VNNI = [*AVX512, "-mavx512vnni"]
+    ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512_vnni": VNNI, "avx512_bf16": [*VNNI, "-mavx512bf16"]}
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 if os.environ.get("VLMSERVE_SANITIZE"):
     FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1"]

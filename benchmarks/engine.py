@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import model_parser, run, span
-from vlmserve.config import EngineConfig, MediaConfig
+from vlmserve.bench import memory_bandwidth, noise_picture
+from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
@@ -204,17 +205,6 @@ def summarize(runs: Sequence[EngineRun], peers: Sequence[Run]) -> Row:
     )
 
 
-def memory_bandwidth(device: torch.device, size: int = 2**28) -> float:
-    """Bytes per second that a sum over a large tensor reads; the best of seven."""
-    data = torch.ones(size // 4, device=device)
-    best = math.inf
-    for _ in range(7):
-        started = time.perf_counter()
-        data.sum().item()
-        best = min(best, time.perf_counter() - started)
-    return data.nbytes / best
-
-
 def bytes_per_decoded_token(model: Any) -> int:
     """Bytes of weights that a decode step at one request reads: all of the decoder's but a separate embedding."""
     decoder = getattr(model, "language_model", None) or getattr(getattr(model, "model", None), "language_model", None)
@@ -259,22 +249,6 @@ def load_peer(folder: Path, engine: Engine) -> Any:
     return model.eval()
 
 
-def make_picture(folder: Path) -> ImageInput:
-    """Coloured noise, as this checkpoint's own preprocessing hands it to the vision tower."""
-    from PIL import Image
-
-    from vlmserve.frontend.requests import RequestPreparer
-
-    noise = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3)).resize((336, 336))
-    part = {"type": "image", "image": noise}
-    return (
-        RequestPreparer(folder, MediaConfig())
-        .chat([{"role": "user", "content": [part]}], allow_local=True)
-        .images[0]
-        .image
-    )
-
-
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     config = EngineConfig(
         model=str(folder), device=options.device, dtype=options.dtype, num_threads=options.threads,
@@ -282,7 +256,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
     )  # fmt: skip
     engine = Engine(config, folder)
     peer = load_peer(folder, engine)
-    picture = make_picture(folder) if options.pictures else None
+    picture = noise_picture(folder) if options.pictures else None
     image_token_id = getattr(peer.config, "image_token_id", None)
     rows = []
     for concurrency in options.concurrency:

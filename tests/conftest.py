@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from vlmserve.cache.costs import CostModel
-from vlmserve.kernels.cpu_native import VARIABLE, supported_isas
+from vlmserve.kernels.extension import VARIABLE, supported_isas
 
 
 @pytest.fixture(params=["torch", *(["native"] if supported_isas() else [])])

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama, make_llava
-from vlmserve.bench import bench, measure_limits
+from vlmserve.bench import bench, memory_bandwidth, product_rate
 from vlmserve.cli import app
 from vlmserve.config import EngineConfig
 
@@ -33,20 +33,27 @@ def test_figures_count_what_is_moved_and_multiplied(tmp_path: Path) -> None:
     folder = make_llama(tmp_path, tie_word_embeddings=True, vocab_size=384, **shape)
     config = EngineConfig(model=str(folder), device="cpu", dtype="float32", kv_cache_memory="16MiB")
     report = bench(config, folder, schemes=("none",), at_once=(2,), prompt_len=9, long_prompt_len=40, steps=2)
-    decode = report.figures[1]
+    prefill, decode = report.figures
     seconds = decode.milliseconds / 1e3
     assert decode.rate == pytest.approx(2 / seconds)
     # A tied table is read once, as the output head; norms and products are all that multiplies.
     moved = decode.of_bandwidth * report.limits.bytes_per_s * seconds
     keys_and_values = 2 * 9 * 2 * 3 * 2 * 16 * 4
     assert moved == pytest.approx(4 * report.num_parameters + keys_and_values, rel=0.05)
+    # Queries with keys, and weights with values: 4 heads of 16 in 3 layers.
+    pair = 2 * 2 * 4 * 16 * 3
     multiplied = decode.of_flops * report.limits.flops_per_s * seconds
-    assert multiplied == pytest.approx(2 * 2 * report.num_parameters, rel=0.05)
+    assert multiplied == pytest.approx(2 * 2 * report.num_parameters + 2 * 9 * pair, rel=0.02)
+    # Of a prompt, only the last row meets the output head.
+    head = 384 * 64
+    multiplied = prefill.of_flops * report.limits.flops_per_s * prefill.milliseconds / 1e3
+    expected = 2 * (40 * (report.num_parameters - head) + head) + 40 * 41 / 2 * pair
+    assert multiplied == pytest.approx(expected, rel=0.02)
 
 
-def test_limits_are_measured_in_the_models_type() -> None:
-    limits = measure_limits(torch.device("cpu"), torch.float32, num_bytes=2**20)
-    assert min(limits.bytes_per_s, limits.flops_per_s) > 0
+def test_limits_are_measured() -> None:
+    assert memory_bandwidth(torch.device("cpu"), num_bytes=2**20) > 0
+    assert product_rate(torch.device("cpu"), torch.float32) > 0
 
 
 def test_the_command_shows_a_table_and_keeps_the_figures(tmp_path: Path) -> None:

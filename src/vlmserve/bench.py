@@ -20,6 +20,7 @@ from torch import nn
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.engine import Engine, choose_device
 from vlmserve.layers.linear import Embedding, Weight
+from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.types import EngineRequest, ImageInput, Prompt, SamplingParams
@@ -40,7 +41,8 @@ class Figure(msgspec.Struct, frozen=True):
     """One measurement.
 
     what: "prefill", "decode" or "vision". rate: tokens or pictures a second. of_bandwidth, of_flops: the share of the
-    limits that moving the weights and keys and values, and multiplying, make up at that rate.
+    limits that moving the weights and keys and values, and multiplying, make up at that rate; in a vision tower,
+    attention's own products are not counted.
     """
 
     weights: str
@@ -65,14 +67,16 @@ class Report(msgspec.Struct, frozen=True):
     figures: list[Figure]
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype, num_bytes: int = 2**28) -> Limits:
-    """The best of a few tries of each."""
+def memory_bandwidth(device: torch.device, num_bytes: int = 2**28) -> float:
+    """Bytes a second that a sum over a large tensor reads; the best of a few tries."""
     data = torch.ones(num_bytes // 4, device=device)
+    return data.nbytes / _best(lambda: data.sum().item())
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating point operations a second of a large product; the best of a few tries."""
     matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=dtype)
-    return Limits(
-        num_bytes / _best(lambda: data.sum().item()),
-        2 * PRODUCT_SIZE**3 / _best(lambda: (matrix @ matrix)[0, 0].item()),
-    )
+    return 2 * PRODUCT_SIZE**3 / _best(lambda: (matrix @ matrix)[0, 0].item())
 
 
 def _best(work: Callable[[], object]) -> float:
@@ -110,7 +114,7 @@ def bench(
         model = load_model(
             folder, device=device, dtype=dtype, kernels=config.kernels, quantization=settings.quantization
         )
-        limits = limits or measure_limits(model.device, model.dtype)
+        limits = limits or Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
         engine = Engine.from_model(settings, model)
         info = engine.info
         rounds = _Rounds(engine, model, limits, scheme, steps)
@@ -122,7 +126,7 @@ def bench(
             figures.append(rounds.decode(count, min(prompt_len, longest - steps - WARM_UP_STEPS)))
         if model.vision is not None:
             progress(f"{scheme}: a picture")
-            figures.append(rounds.vision(_picture(folder)))
+            figures.append(rounds.vision(noise_picture(folder)))
     if limits is None or info is None:
         raise ValueError("nothing to measure: no schemes")
     return Report(
@@ -138,8 +142,15 @@ class _Rounds:
         self._engine, self._model, self._limits, self._scheme, self._steps = engine, model, limits, scheme, steps
         self._random = random.Random(0)
         language_model = model.language_model
-        assert isinstance(language_model, nn.Module)
-        self._weight_bytes, self._products = _sizes(language_model)
+        assert isinstance(language_model, Decoder)
+        self._weight_bytes, products = _sizes(language_model)
+        # The output head meets only the rows after which a token is sampled.
+        head = language_model.lm_head or language_model.embed_tokens
+        assert isinstance(head, Weight)
+        self._head_products = head.in_features * head.out_features
+        self._layer_products = products - self._head_products
+        # Of a query with a key, and of its weight with a value.
+        self._pair_products = 2 * sum(spec.num_heads * spec.head_size for spec in language_model.spec.attention)
         self._kv_bytes_per_token = language_model.cache_bytes_per_block(16) / 16
 
     def prefill(self, length: int) -> Figure:
@@ -151,7 +162,8 @@ class _Rounds:
             for _ in self._outputs():
                 pass
             seconds.append(time.perf_counter() - started)
-        return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length)
+        pairs = length * (length + 1) // 2
+        return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length, pairs)
 
     def decode(self, count: int, length: int) -> Figure:
         """Steps in which all of `count` requests generate a token behind `length` tokens and more."""
@@ -164,7 +176,8 @@ class _Rounds:
                 seconds.append(now - before)
             before = now
         moved = self._weight_bytes + count * length * self._kv_bytes_per_token
-        return self._figure("decode", count, count, statistics.median(seconds[WARM_UP_STEPS:]), moved, count)
+        pairs = count * length
+        return self._figure("decode", count, count, statistics.median(seconds[WARM_UP_STEPS:]), moved, count, pairs)
 
     def vision(self, picture: ImageInput) -> Figure:
         """One picture at a time through tower and projector."""
@@ -199,15 +212,19 @@ class _Rounds:
         while self._engine.has_work():
             yield len(self._engine.step())
 
-    def _figure(self, what: str, at_once: int, units: int, seconds: float, moved: float, tokens: int) -> Figure:
+    def _figure(
+        self, what: str, at_once: int, units: int, seconds: float, moved: float, tokens: int, pairs: int
+    ) -> Figure:
+        """pairs: of queries and keys that meet."""
+        products = self._layer_products * tokens + self._head_products * at_once + self._pair_products * pairs
         return Figure(
             self._scheme, what, at_once, units / seconds, 1e3 * seconds, moved / seconds / self._limits.bytes_per_s,
-            2 * self._products * tokens / seconds / self._limits.flops_per_s,
+            2 * products / seconds / self._limits.flops_per_s,
         )  # fmt: skip
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of weights that a step reads, and multiplications for each token; attention's own are not counted."""
+    """Bytes of weights that a step reads, and multiplications with weights for each token."""
     num_bytes = products = 0
     for module in model.modules():
         if isinstance(module, Weight):
@@ -218,8 +235,8 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
     return num_bytes, products
 
 
-def _picture(folder: Path) -> ImageInput:
-    """Noise, as the checkpoint's own preprocessing hands it to the tower."""
+def noise_picture(folder: Path) -> ImageInput:
+    """Coloured noise, as the checkpoint's own preprocessing hands it to the tower."""
     from PIL import Image
 
     from vlmserve.frontend.requests import RequestPreparer

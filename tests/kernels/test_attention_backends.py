@@ -12,7 +12,7 @@ from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs, naive_a
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention
-from vlmserve.kernels.cpu_native import supported_isas
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 
 BACKENDS = {

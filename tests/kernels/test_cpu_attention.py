@@ -13,7 +13,7 @@ from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.cpu_attention import CpuAttention, unserved
-from vlmserve.kernels.cpu_native import choose_kernels, supported_isas
+from vlmserve.kernels.extension import choose_kernels, supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.rope import RopeTables, apply_rope
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vlmserve.errors import ConfigurationError
-from vlmserve.kernels import cpu_native
-from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, choose_kernels, supported_isas
+from vlmserve.kernels import extension
+from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear
+from vlmserve.kernels.extension import choose_kernels, supported_isas
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.activation import ACTIVATIONS
 
@@ -158,6 +159,25 @@ def test_rows_of_a_weight_in_8_bits_are_the_dequantized_ones(product: Product, d
 
 
 @built
+@given(products, st.data(), st.booleans())
+@settings(max_examples=40, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_a_rows_product_is_the_same_whatever_else_is_in_the_batch(
+    product: Product, data: st.DataObject, quantized: bool
+) -> None:
+    x, weight, bias, residual = product.tensors()
+    if quantized:
+        drawn = data.draw(quantized_weights(product.out_features, product.in_features))
+        packed = PackedLinear(drawn, bias, dtype=product.dtype)
+    else:
+        packed = PackedLinear(weight, bias)
+    together = packed(x, residual)
+    for row in range(product.rows):
+        alone = packed(x[row : row + 1], residual[row : row + 1])
+        assert torch.equal(alone[0], together[row]), row
+
+
+@built
 @pytest.mark.usefixtures("isa")
 def test_quantized_products_of_no_numbers_and_of_zeros() -> None:
     weight = QuantizedWeight(
@@ -218,22 +238,22 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("isa", supported_isas())
 def test_each_instruction_set_can_be_chosen(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels(isa, CPU, torch.float32)
-    monkeypatch.setenv(cpu_native.VARIABLE, isa)
+    monkeypatch.setenv(extension.VARIABLE, isa)
     assert choose_kernels("auto", CPU, torch.bfloat16)
     choose_kernels(supported_isas()[0], CPU, torch.float32)
 
 
 def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not choose_kernels("torch", CPU, torch.float32)
-    monkeypatch.setenv(cpu_native.VARIABLE, "torch")
+    monkeypatch.setenv(extension.VARIABLE, "torch")
     assert not choose_kernels("auto", CPU, torch.float32)
 
 
 def test_without_the_extension_torch_serves_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cpu_native, "_native", None)
-    monkeypatch.delenv(cpu_native.VARIABLE, raising=False)
+    monkeypatch.setattr(extension, "_native", None)
+    monkeypatch.delenv(extension.VARIABLE, raising=False)
     with caplog.at_level(logging.INFO):
         assert not choose_kernels("auto", CPU, torch.float32)
     assert [record.message for record in caplog.records] == [

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vlmserve.kernels.cpu_native import choose_kernels, encoder_attention, supported_isas
+from vlmserve.kernels.cpu_native import encoder_attention
+from vlmserve.kernels.extension import choose_kernels, supported_isas
 from vlmserve.layers.encoder_attention import EncoderAttention
 
 CPU = torch.device("cpu")

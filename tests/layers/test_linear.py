@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.kernels.cpu_native import supported_isas
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, TiedEmbedding, can_reorder
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from tests.checkpoints import change_tensors, make_llama, make_llava
 from tests.paged import PagedRun
 from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.errors import ConfigurationError
-from vlmserve.kernels.cpu_native import supported_isas
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.models.registry import load_model
 from vlmserve.quant.model import quantize

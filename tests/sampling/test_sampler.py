@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vlmserve.sampling.sampler import SamplingRow, draw_seed, filter_logits, sample, uniform
+from vlmserve.kernels.extension import supported_isas
+from vlmserve.sampling import sampler
+from vlmserve.sampling.sampler import SamplingRow, draw_seed, filter_logits, uniform
 from vlmserve.types import SamplingParams
 
 
@@ -20,11 +24,17 @@ def row(seed=0, index=0, banned=frozenset(), **params) -> SamplingRow:
     return SamplingRow(SamplingParams(**params), seed, index, banned)
 
 
+@pytest.fixture(params=["torch", *(["native"] if supported_isas() else [])])
+def sample(request):
+    """The function under test, with each kind of kernels."""
+    return functools.partial(sampler.sample, native=request.param == "native")
+
+
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def test_greedy_takes_the_most_likely_token():
+def test_greedy_takes_the_most_likely_token(sample):
     logits = random_logits(5, 1000)
     assert sample(logits.clone(), [row(temperature=0)] * 5) == logits.argmax(-1).tolist()
 
@@ -50,7 +60,7 @@ def test_filters_agree_with_transformers(vocabulary, temperature, top_k, top_p, 
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_rows_with_other_parameters_do_not_change_a_row():
+def test_rows_with_other_parameters_do_not_change_a_row(sample):
     logits = random_logits(4, 300)
     rows = [
         row(seed=1, temperature=0.8), row(seed=2, top_k=5), row(seed=3, top_p=0.4), row(temperature=0),
@@ -60,7 +70,7 @@ def test_rows_with_other_parameters_do_not_change_a_row():
     assert sample(logits.flip(0).clone(), rows[::-1]) == alone[::-1]
 
 
-def test_the_same_seed_and_index_draw_the_same_token_and_others_do_not():
+def test_the_same_seed_and_index_draw_the_same_token_and_others_do_not(sample):
     logits = torch.zeros(200, 500)
     same = sample(logits.clone(), [row(seed=5, index=3)] * 200)
     assert len(set(same)) == 1
@@ -69,7 +79,7 @@ def test_the_same_seed_and_index_draw_the_same_token_and_others_do_not():
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"temperature": 0.5}])
-def test_tokens_come_as_often_as_their_probability_says(params):
+def test_tokens_come_as_often_as_their_probability_says(sample, params):
     draws = 20_000
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0, -torch.inf, 0.7]])
     expected = filter_logits(logits.clone(), [SamplingParams(**params)]).softmax(-1)[0]
@@ -80,7 +90,7 @@ def test_tokens_come_as_often_as_their_probability_says(params):
 
 
 @pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 5000])
-def test_only_possible_tokens_are_drawn_whatever_the_vocabulary(vocabulary):
+def test_only_possible_tokens_are_drawn_whatever_the_vocabulary(sample, vocabulary):
     logits = torch.full((300, vocabulary), -torch.inf)
     possible = {0, vocabulary // 2, vocabulary - 1}
     for token in possible:
@@ -89,7 +99,7 @@ def test_only_possible_tokens_are_drawn_whatever_the_vocabulary(vocabulary):
     assert set(drawn) == possible
 
 
-def test_banned_tokens_never_come():
+def test_banned_tokens_never_come(sample):
     logits = torch.tensor([[5.0, 1.0, 0.0]])
     assert sample(logits.clone(), [row(temperature=0, banned=frozenset({0}))]) == [1]
     assert sample(logits.clone(), [row(seed=1, banned=frozenset({0, 1}))]) == [2]
@@ -97,7 +107,7 @@ def test_banned_tokens_never_come():
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("unusable", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_fails_alone(temperature, unusable):
+def test_a_row_that_is_not_finite_fails_alone(sample, temperature, unusable):
     logits = random_logits(5, 50)
     logits[1, 7:] = unusable
     logits[1, :7] = -torch.inf
@@ -106,7 +116,7 @@ def test_a_row_that_is_not_finite_fails_alone(temperature, unusable):
     assert [token is None for token in tokens] == [False, True, False, True, False]
 
 
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow(sample):
     logits = random_logits(1, 100)
     assert sample(logits.clone() * 1e4, [row(temperature=1e-6)]) == [int(logits.argmax())]
 
@@ -117,5 +127,5 @@ def test_random_numbers_lie_in_the_unit_interval(seed, index):
     assert 0 <= draw_seed(seed, index) < 2**63
 
 
-def test_a_step_in_which_nothing_is_sampled_gives_no_tokens():
+def test_a_step_in_which_nothing_is_sampled_gives_no_tokens(sample):
     assert sample(torch.empty(0, 8), []) == []

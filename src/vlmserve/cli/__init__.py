@@ -24,6 +24,8 @@ LOCAL_FIELDS = (
 )  # fmt: skip
 """Settings that matter where one person asks one thing at a time."""
 
+QUANTIZATION_DETAILS = tuple(name for name in EngineConfig.model_fields if name.startswith("quantize_"))
+
 Url = Annotated[str | None, typer.Option(help="Ask the server at this URL instead of loading a model.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer; default: as long as it gets.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")]
@@ -94,7 +96,7 @@ def chat(
 
 
 @app.command()
-@command((*LOCAL_FIELDS, "kernels"))
+@command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "num_threads"))
 def bench(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or Hugging Face repository id.")] = (
@@ -108,6 +110,22 @@ def bench(
     from vlmserve.cli.bench import run_bench
 
     run_bench(engine, tuple(scheme or ("none", "int8", "int4")), tuple(at_once or (1, 16, 64)), json)
+
+
+@app.command()
+@command(("revision", "quantize", *QUANTIZATION_DETAILS))
+def quantize(
+    engine: EngineConfig,
+    model: Annotated[str, typer.Argument(help="Local folder or Hugging Face repository id.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+) -> None:
+    """Write a checkpoint with its weights in 8 or 4 bits: vlmserve quantize MODEL OUT --quantize int4
+
+    The folder has the format of compressed-tensors; serve, ask and the others load it like any other.
+    """
+    from vlmserve.cli.quantize import run_quantize
+
+    run_quantize(engine, out)
 
 
 @app.command()
@@ -144,7 +162,7 @@ def models() -> None:
 
 
 @evaluations.command("pixie")
-@command((*LOCAL_FIELDS, *(name for name in EngineConfig.model_fields if name.startswith("quantize_")), "kernels"))
+@command((*LOCAL_FIELDS, *QUANTIZATION_DETAILS, "kernels"))
 def eval_pixie(
     engine: EngineConfig,
     media: MediaConfig,
@@ -185,3 +203,21 @@ def eval_pixie(
     if write:
         write_card(card, report)
         typer.echo(f"Written into {card}")
+
+
+@evaluations.command("perplexity")
+@command(("revision", "device", "dtype", "kernels", "num_threads", *QUANTIZATION_DETAILS))
+def eval_perplexity(
+    engine: EngineConfig,
+    model: Annotated[str, typer.Argument(help="Built-in name, local folder or Hugging Face repository id.")],
+    scheme: Annotated[
+        list[str] | None, typer.Option(help="none, int8, int4; may be repeated. Changes are against the first.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A text file; default: the manual inside Python.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How many of its tokens.")] = 32768,
+    window: Annotated[int, typer.Option(min=2, help="Tokens that are read at a time.")] = 1024,
+) -> None:
+    """How well a model foretells a text, and what quantizing it costs."""
+    from vlmserve.cli.perplexity import run_perplexity
+
+    run_perplexity(engine, scheme or ["none", "int8", "int4"], text, tokens, window)

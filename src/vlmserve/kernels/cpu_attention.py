@@ -6,14 +6,13 @@ in memory is told in csrc/attention.h.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
-from vlmserve.kernels.cpu_native import DTYPES, extension, supported_isas
+from vlmserve.kernels.cpu_program import ATTENTION, CpuPlan, Recorded, RecordedRope
+from vlmserve.kernels.extension import DTYPES, extension, supported_isas
 
 LANES = 16
 """Tokens of a tile: a block takes whole ones, so its size had better be a multiple of this."""
@@ -35,19 +34,6 @@ def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> s
     if spec.num_heads % spec.num_kv_heads:
         return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class CpuPlan:
-    """What all layers of a step pass to the kernel. tensors: keeps the memory behind `addresses`, which are those of
-    the query starts, context lengths, block tables and slots."""
-
-    tensors: tuple[Tensor, ...]
-    addresses: tuple[int, int, int, int]
-    num_sequences: int
-    num_tokens: int
-    table_stride: int
-    threads: int
 
 
 class CpuAttention:
@@ -113,10 +99,7 @@ class CpuAttention:
         metadata: BatchMetadata,
         plan: object,
     ) -> Tensor:
-        """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
-
-        query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
-        """
+        """See `AttentionBackend.attend`."""
         query, key, value = _heads_together(query), _heads_together(key), _heads_together(value)
         addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0)
         strides = (query.stride(0), key.stride(0), value.stride(0), 0)
@@ -131,12 +114,9 @@ class CpuAttention:
         metadata: BatchMetadata,
         plan: object,
     ) -> Tensor:
-        """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
-        queries and keys are still to be turned.
-
-        rope: cosines and sines, float32 ``[tokens, size / 2]``; element ``i`` of a head pairs with ``i + size / 2``,
-        and what lies behind ``size`` stays as it is.
-        """
+        """See `RotatingBackend.attend_rotated`."""
+        if isinstance(qkv, Recorded):
+            return _record(qkv, rope, cache, spec)
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
         cos, sin = rope
@@ -180,6 +160,27 @@ class CpuAttention:
             plan.threads,
         )
         return output
+
+
+def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec) -> Tensor:
+    assert isinstance(rope, RecordedRope)
+    qkv.expect((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, cache.keys.dtype)
+    return qkv.recording.add(
+        ATTENTION,
+        qkv,
+        spec.num_heads * spec.head_size,
+        keys=cache.keys,
+        values=cache.values,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        block_size=cache.block_size,
+        rope_size=rope.size,
+        window=spec.window or 0,
+        scale=spec.scale,
+        soft_cap=spec.soft_cap or 0.0,
+        rope=rope.number,
+    )
 
 
 def _heads_together(x: Tensor) -> Tensor:

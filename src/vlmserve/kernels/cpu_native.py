@@ -1,33 +1,14 @@
-"""The native kernels for a CPU: products with packed weights, and norms.
-
-The extension is optional: where it was not built, or cannot serve a type, layers use torch. Its functions take
-addresses and sizes, which costs a call less than torch's dispatcher would; shapes are checked here.
-"""
+"""Products with packed weights, norms and the attention of vision towers by the native kernels for a CPU."""
 
 from __future__ import annotations
-
-import importlib
-import logging
-import os
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.cpu_program import LINEAR, NORM, Recorded
+from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.quantized import QuantizedWeight
 
-_native: ModuleType | None
-try:
-    _native = importlib.import_module("vlmserve.kernels._native")
-except ImportError:
-    _native = None
-
-logger = logging.getLogger(__name__)
-
-VARIABLE = "VLMSERVE_KERNELS"
-CHOICES = ("auto", "torch", "native")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {
     "silu": 1,
     "swish": 1,
@@ -40,46 +21,9 @@ ACTIVATIONS = {
 """Activations that a product applies on its way out, by their Hugging Face names."""
 
 
-def supported_isas() -> tuple[str, ...]:
-    """Instruction sets that this processor and this build have, the best first; empty without the extension."""
-    return () if _native is None else tuple(_native.supported_isas())
-
-
-def choose_kernels(choice: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether to run native kernels, and which.
-
-    choice: "torch", "native", one of `supported_isas`, or "auto", which asks the environment (``VLMSERVE_KERNELS``) and
-    else takes the best there is. Raises ConfigurationError for kernels that this machine does not have.
-    """
-    if choice == "auto":
-        choice = os.environ.get(VARIABLE) or "auto"
-    isas = supported_isas()
-    if choice not in (*CHOICES, *isas):
-        known = ", ".join((*CHOICES, *isas))
-        raise ConfigurationError(f"kernels {choice!r} are not there on this machine; choose one of {known}")
-    if choice == "native" and not isas:
-        raise ConfigurationError("the native kernels were not built: install vlmserve where there is a C++ compiler")
-    if choice == "torch" or device.type != "cpu" or dtype not in DTYPES:
-        return False
-    if not isas:
-        logger.info("kernels: torch (no native ones: vlmserve was installed without a C++ compiler)")
-        return False
-    isa = isas[0] if choice in CHOICES else choice
-    extension().select_isa(isa)
-    logger.info("kernels: native, %s", isa)
-    return True
-
-
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:
     """Whether a weight with so many input features can be packed: bfloat16 comes in pairs."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and in_features % 2 == 0)
-
-
-def extension() -> ModuleType:
-    """The compiled module. Raises RuntimeError where it was not built."""
-    if _native is None:
-        raise RuntimeError("the native kernels were not built")
-    return _native
 
 
 TILE = 32
@@ -167,15 +111,23 @@ class PackedLinear:
         """Memory of the packed weight."""
         return self._packed.nbytes
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``[..., in_features]`` to ``[..., output_features]``; `residual`, shaped like the output, is added to it."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """``[..., in_features]`` to ``[..., output_features]``; `residual`, shaped like the output, is added to it.
+
+        out: contiguous memory for the output, which is then returned.
+        """
+        if isinstance(x, Recorded):
+            return self._record(x, residual)
         shape = x.shape
         if shape[-1] != self.in_features or x.dtype != self.dtype:
             raise ValueError(f"{tuple(shape)} of {x.dtype} does not fit a weight for {self.in_features} {self.dtype}")
         if len(shape) != 2 or x.stride(1) != 1:
             x = x.reshape(-1, self.in_features).contiguous()
         rows = x.shape[0]
-        output = torch.empty((*shape[:-1], self.output_features), dtype=self.output_dtype)
+        output_shape = (*shape[:-1], self.output_features)
+        output = torch.empty(output_shape, dtype=self.output_dtype) if out is None else out
+        if output.shape != output_shape or output.dtype != self.output_dtype or not output.is_contiguous():
+            raise ValueError(f"{tuple(output.shape)} of {output.dtype} cannot take {output_shape} {self.output_dtype}")
         if rows == 0:
             return output
         if residual is not None:
@@ -202,6 +154,26 @@ class PackedLinear:
             self._group_size,
         )
         return output
+
+    def _record(self, x: Recorded, residual: Tensor | None) -> Tensor:
+        x.expect(self.in_features, self.dtype)
+        if residual is not None:
+            assert isinstance(residual, Recorded)
+            residual.expect(self.output_features, self.output_dtype)
+        return x.recording.add(
+            LINEAR,
+            x,
+            self.output_features,
+            residual=residual,
+            weight=self._packed,
+            bias=self._bias,
+            in_features=self.in_features,
+            out_features=self.out_features,
+            activation=self._activation,
+            gated=self._gated,
+            weight_bits=self._bits,
+            group=self._group_size,
+        )
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the weight, ``[count, in_features]``, by int64 indices ``[count]``; not of one in 4 bits."""
@@ -234,6 +206,9 @@ class NativeNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., size]`` to the same."""
         size = self._weight.shape[0]
+        if isinstance(x, Recorded):
+            x.expect(size, self._weight.dtype)
+            return x.recording.add(NORM, x, size, weight=self._weight, bias=self._bias, in_features=size, eps=self._eps)
         if x.shape[-1] != size or x.dtype != self._weight.dtype:
             raise ValueError(f"{tuple(x.shape)} of {x.dtype} does not fit a norm over {size} {self._weight.dtype}")
         x = x.contiguous()
@@ -244,7 +219,6 @@ class NativeNorm:
             0 if self._bias is None else self._bias.data_ptr(),
             output.data_ptr(),
             x.numel() // size,
-            size,
             size,
             self._eps,
             self._dtype,

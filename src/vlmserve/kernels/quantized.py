@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,16 @@ class QuantizedWeight:
             tensor.repeat_interleave(self.group_size, 1)[:, :width] for tensor in (self.scales, self.shifts)
         )
         return torch.addcmul(shifts, scales, self.values.float())
+
+    @classmethod
+    def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Weights for the same inputs as one, their outputs side by side; raises ValueError if they are not alike."""
+        if len({(weight.bits, weight.group_size) for weight in weights}) != 1:
+            raise ValueError("weights of several kinds cannot be one")
+        values, scales, shifts = (
+            torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales", "shifts")
+        )
+        return cls(weights[0].bits, weights[0].group_size, values, scales, shifts)
 
     def __getitem__(self, rows: Tensor | slice) -> QuantizedWeight:
         """The weight of some outputs."""

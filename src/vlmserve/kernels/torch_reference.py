@@ -122,10 +122,7 @@ class TorchReference:
         metadata: BatchMetadata,
         plan: object,
     ) -> Tensor:
-        """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
-
-        query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
-        """
+        """See `AttentionBackend.attend`."""
         assert isinstance(plan, StepPlan)
         layer = plan.layers.get((spec, query.dtype))
         if layer is None:

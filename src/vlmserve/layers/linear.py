@@ -146,7 +146,8 @@ class MergedLinear(Linear):
         """Where each part's tensors go: ``("q_proj.weight", rows of the merged weight)``…"""
         start = 0
         for name, size in self.parts.items():
-            yield f"{name}.weight", self.weight[start : start + size]
+            if self._quantized is None:
+                yield f"{name}.weight", self.weight[start : start + size]
             if self.bias is not None:
                 yield f"{name}.bias", self.bias[start : start + size]
             start += size
@@ -185,6 +186,10 @@ class GatedLinear(MergedLinear):
 class OutputLinear(Linear):
     """The output head: ``[rows, in_features]`` to float32 ``[rows, out_features]``."""
 
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `forward`; out: contiguous memory that the result may take."""
+        return self(hidden) if self._native is None else self._native(hidden, out=out)
+
     def _activated(self, x: Tensor) -> Tensor:
         return x.float()
 
@@ -216,9 +221,9 @@ class TiedEmbedding(Weight):
             return self._quantized[indices].dequantize().to(self.dtype)
         return F.embedding(indices, self.weight)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, size]`` to float32 ``[rows, count]``."""
-        return F.linear(hidden, self._matrix).float() if self._native is None else self._native(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[rows, size]`` to float32 ``[rows, count]``; out: contiguous memory that the result may take."""
+        return F.linear(hidden, self._matrix).float() if self._native is None else self._native(hidden, out=out)
 
     def pack(self, *, native: bool) -> None:
         """As `Linear.pack`. oneDNN cannot give back single rows, so that for it the table stays as it is."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.kernels.cpu_attention import CpuAttention
+from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
 from vlmserve.layers.attention import Attention, StepContext
 from vlmserve.layers.linear import Embedding, GatedLinear, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.rope import RopeTables
 from vlmserve.models.spec import ArchSpec
+
+logger = logging.getLogger(__name__)
 
 
 class GatedMLP(nn.Module):
@@ -81,6 +88,7 @@ class Decoder(nn.Module):
             else OutputLinear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype, device=device)
         )
         self.frequencies = spec.rope.frequencies(device)
+        self._recorded: tuple[list[LayerCache], Program | None] | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -121,16 +129,38 @@ class Decoder(nn.Module):
             RopeTables(positions, self.frequencies, self.dtype),
             self.backend.prepare(metadata, caches[0].block_size),
         )
-        x = embeddings
+        program = self._program(caches)
+        if program is not None:
+            return program.run(embeddings, [step.rope.halves], step.plan)
+        return self._through_layers(embeddings, caches, step)
+
+    def _through_layers(self, x: Tensor, caches: list[LayerCache], step: StepContext) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache, step)
         output: Tensor = self.norm(x)
         return output
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``."""
+    def _program(self, caches: list[LayerCache]) -> Program | None:
+        """All layers over these caches in one call, where native kernels can do all that they do."""
+        if not isinstance(self.backend, CpuAttention):
+            return None
+        if self._recorded is None or self._recorded[0] is not caches:
+            self._recorded = caches, self._record(caches)
+        return self._recorded[1]
+
+    def _record(self, caches: list[LayerCache]) -> Program | None:
+        recording = Recording(self.hidden_size, self.dtype)
+        nothing: Any = None
+        step = StepContext(nothing, cast(Any, recording.rope(2 * len(self.frequencies))), nothing)
+        try:
+            return recording.finish(self._through_layers(recording.input, caches, step))
+        except NotRecordable as error:
+            logger.info("layers: a call for each kernel, because of %s", error)
+            return None
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""
         if isinstance(self.embed_tokens, TiedEmbedding):
-            return self.embed_tokens.logits(hidden)
+            return self.embed_tokens.logits(hidden, out)
         assert self.lm_head is not None
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head.logits(hidden, out)

@@ -62,8 +62,8 @@ class LanguageModel(Protocol):
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""
         ...
 
 
@@ -73,6 +73,7 @@ class LoadedModel:
 
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model sees. max_position: the longest context its positions allow.
+    native: whether native kernels compute what they can.
     """
 
     architecture: str
@@ -85,3 +86,4 @@ class LoadedModel:
     device: torch.device
     backend: AttentionBackend
     num_parameters: int
+    native: bool

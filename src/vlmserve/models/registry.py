@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from vlmserve.config import QuantizationConfig
-from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.kernels.cpu_attention import CpuAttention, unserved
-from vlmserve.kernels.cpu_native import choose_kernels
+from vlmserve.kernels.extension import choose_kernels
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
+from vlmserve.models.packed import load_packed
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.spec import FAMILIES, ArchSpec, decoder_spec
 from vlmserve.models.weights import Checkpoint
+from vlmserve.quant.compressed_tensors import read_group_sizes
 from vlmserve.quant.model import quantize
 
 logger = logging.getLogger(__name__)
@@ -53,37 +56,31 @@ def load_model(
 
     dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
     bfloat16 if it has instructions for it, else float32. kernels: see `choose_kernels`.
-    quantization: None takes the weights as they are.
+    quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors.
     """
-    config = read_json(folder / "config.json")
-    architecture = _architecture(config)
-    if config.get("quantization_config"):
-        raise UnsupportedModelError("the checkpoint is quantized (quantization_config); load the original one")
-    text_config = _text_config(config) if architecture == LLAVA else config
-    try:
-        checkpoint = Checkpoint(folder)
-        spec = _tie_as_stored(_spec(config, text_config), text_config, checkpoint)
+    description = Description.read(folder)
+    config, text_config = description.config, description.text_config
+    checkpoint = Checkpoint(folder)
+    packed = config.get("quantization_config")
+    if packed and quantization is not None and quantization.wanted:
+        raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
+    with description.errors():
+        spec = description.spec(checkpoint)
+        group_sizes = read_group_sizes(packed) if packed else []
         wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
         native = choose_kernels(kernels, device, wanted)
         backend = _attention_backend(spec, wanted, device) if native else TorchReference()
-        model = nn.Module()
-        model.language_model = decoder = Decoder(spec, backend, dtype=wanted, device=device)
-        vision = None
-        if architecture == LLAVA:
-            vision = LlavaVision(config, spec.hidden_size, dtype=wanted, device=device)
-            model.vision_tower = vision.vision_tower
-            model.multi_modal_projector = vision.multi_modal_projector
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelLoadError(f"{folder / 'config.json'} does not describe a model: {error!r}") from error
-    checkpoint.load(model)
+        model, decoder, vision = description.build(spec, backend, dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    filled = load_packed(checkpoint, model, group_sizes) if packed else set()
+    checkpoint.load(model, filled=filled)
     if quantization is not None and quantization.wanted:
         quantize(model, quantization)
     _choose_arrangement(model, native=native)
     return LoadedModel(
-        architecture=architecture,
+        architecture=description.architecture,
         language_model=decoder,
         vision=vision,
         image_token_id=None if vision is None else _image_token_id(config),
@@ -93,7 +90,56 @@ def load_model(
         device=device,
         backend=backend,
         num_parameters=num_parameters,
+        native=native,
     )
+
+
+class Parts(NamedTuple):
+    """A model: all modules under the names that weights have, and what they are."""
+
+    modules: nn.Module
+    language_model: Decoder
+    vision: LlavaVision | None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint's config.json says. text_config: of its language model."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    text_config: Mapping[str, Any]
+    architecture: str
+
+    @classmethod
+    def read(cls, folder: Path) -> Description:
+        """Raises ModelLoadError for a broken configuration, UnsupportedModelError for an unknown architecture."""
+        config = read_json(folder / "config.json")
+        architecture = _architecture(config)
+        return cls(folder, config, _text_config(config) if architecture == LLAVA else config, architecture)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """What goes wrong in here is the fault of the configuration."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ModelLoadError(f"{self.folder / 'config.json'} does not describe a model: {error!r}") from error
+
+    def spec(self, checkpoint: Checkpoint) -> ArchSpec:
+        """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
+        return _tie_as_stored(_spec(self.config, self.text_config), self.text_config, checkpoint)
+
+    def build(self, spec: ArchSpec, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> Parts:
+        """The model without its weights."""
+        modules = nn.Module()
+        modules.language_model = decoder = Decoder(spec, backend, dtype=dtype, device=device)
+        vision = None
+        if self.architecture == LLAVA:
+            vision = LlavaVision(self.config, spec.hidden_size, dtype=dtype, device=device)
+            modules.vision_tower = vision.vision_tower
+            modules.multi_modal_projector = vision.multi_modal_projector
+        return Parts(modules, decoder, vision)
 
 
 def _attention_backend(spec: ArchSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:

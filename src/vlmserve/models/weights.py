@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,21 @@ class Checkpoint:
                 return tensor.dtype
         return torch.float32
 
-    def load(self, model: nn.Module) -> None:
+    def files(self) -> dict[Path, list[str]]:
+        """The names of all tensors as the files have them, by file."""
+        names: dict[Path, list[str]] = {}
+        for path, key in self._keys.values():
+            names.setdefault(path, []).append(key)
+        return names
+
+    def load(self, model: nn.Module, *, filled: Collection[str] = ()) -> None:
         """Fill the model's parameters, converting to their type and device.
 
-        Peak memory is the model and a small window of the file. Raises MissingWeightsError naming tensors
-        that the model needs and no file has, ModelLoadError for one of another shape.
+        filled: names of those that have their values already. Peak memory is the model and a small window of the file.
+        Raises MissingWeightsError naming tensors that the model needs and no file has, ModelLoadError for one of
+        another shape.
         """
-        slots = dict(weight_slots(model))
+        slots = {name: slot for name, slot in weight_slots(model) if name not in filled}
         missing = [name for name in slots if name not in self._keys]
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""

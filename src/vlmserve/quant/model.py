@@ -22,33 +22,34 @@ HEADS = ("lm_head", "embed_tokens")
 def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
     """Quantize a loaded model's linear layers in place. Returns how many bits each of them has now.
 
-    The output head, tied or not, takes 8 bits at least: it is where rounding costs most. Raises ConfigurationError for
-    an override that fits no layer.
+    Raises ConfigurationError for an override that fits no layer.
     """
-    chosen = {name: (module, scheme) for name, module, scheme in _chosen_layers(model, config)}
+    chosen = {name: (module, bits) for name, module, bits in choose_layers(model, config)}
     rest = sum(_num_bytes(module) for name, module in model.named_modules() if name not in chosen)
     before = after = 0
-    bits = {}
-    for name, (module, scheme) in chosen.items():
+    for module, bits in chosen.values():
         before += _num_bytes(module)
-        bits[name] = 8 if name.endswith(HEADS) else BITS[scheme]
         # A patch embedding has the shape of a convolution.
         weight = module.weight.data.flatten(1)
-        module.quantize(
-            round_to_nearest(weight, bits=bits[name], group_size=config.group_size, symmetric=config.symmetric)
-        )
+        module.quantize(round_to_nearest(weight, bits=bits, group_size=config.group_size, symmetric=config.symmetric))
         after += _num_bytes(module)
+    widths = {name: bits for name, (_, bits) in chosen.items()}
     logger.info(
         "weights: %.1f MB before quantization, %.1f MB after; %d layers have 8 bits, %d have 4",
         (before + rest) / 1e6,
         (after + rest) / 1e6,
-        sum(width == 8 for width in bits.values()),
-        sum(width == 4 for width in bits.values()),
+        sum(width == 8 for width in widths.values()),
+        sum(width == 4 for width in widths.values()),
     )
-    return bits
+    return widths
 
 
-def _chosen_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, str]]:
+def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, int]]:
+    """The layers that are to be quantized, with their names and how many bits each is to have.
+
+    The output head, tied or not, takes 8 bits at least: it is where rounding costs most. Raises ConfigurationError for
+    an override that fits no layer.
+    """
     unused = set(config.overrides)
     for name, module in model.named_modules():
         if not isinstance(module, Linear | TiedEmbedding):
@@ -58,7 +59,7 @@ def _chosen_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tup
         usual = config.scheme if config.vision or name.startswith("language_model.") else "none"
         scheme = config.overrides[fitting[-1]] if fitting else usual
         if scheme != "none":
-            yield name, module, scheme
+            yield name, module, 8 if name.endswith(HEADS) else BITS[scheme]
     if unused:
         raise ConfigurationError(f"no layer of this model has a name like {', '.join(sorted(unused))}")
 

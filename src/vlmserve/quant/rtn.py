@@ -16,7 +16,7 @@ def round_to_nearest(weight: Tensor, *, bits: int, group_size: int, symmetric: b
     (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range is fitted to the
     group, but always holds zero.
     """
-    weight = weight.detach().float().cpu()
+    weight = weight.detach().float()
     if bits == 8:
         scales = _nonzero(weight.abs().amax(1, keepdim=True) / 127)
         values = (weight / scales).round_().clamp_(-127, 127).add_(128).to(torch.uint8)

@@ -39,6 +39,7 @@ class ModelRunner:
         self._block_size = block_size
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         self._embeddings: dict[bytes, Tensor] = {}
+        self._logits_memory = torch.empty(0, model.language_model.vocab_size, device=model.device)
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[int | None]:
@@ -56,7 +57,8 @@ class ModelRunner:
         clock.append(time.perf_counter())
         logits = self._logits(batch)
         clock.append(time.perf_counter())
-        tokens = sample(logits, [_sampling_row(chunk) for chunk in step.chunks if chunk.samples])
+        rows = [_sampling_row(chunk) for chunk in step.chunks if chunk.samples]
+        tokens = sample(logits, rows, native=self.model.native)
         clock.append(time.perf_counter())
         transfer, vision, build, model, sampling = (after - before for before, after in itertools.pairwise(clock))
         self.timings = RunTimings(transfer=transfer, build=build, vision=vision, model=model, sample=sampling)
@@ -76,14 +78,18 @@ class ModelRunner:
             self._embeddings[image.key] = embeddings.clone()
 
     def _logits(self, batch: Batch) -> Tensor:
-        """float32 ``[sampled rows, vocabulary]``."""
+        """float32 ``[sampled rows, vocabulary]``, in memory that the next step writes over: pages of fresh memory would
+        cost more than all of sampling."""
         language_model = self.model.language_model
         embeddings = language_model.embed(batch.token_ids)
         for rows in batch.image_rows:
             picture = self._embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
             embeddings[rows.first : rows.last] = picture
         hidden = language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers)
-        return language_model.logits(hidden[batch.sampled_rows])
+        count = len(batch.sampled_rows)
+        if count > len(self._logits_memory):
+            self._logits_memory = torch.empty(count, language_model.vocab_size, device=self.model.device)
+        return language_model.logits(hidden[batch.sampled_rows], self._logits_memory[:count])
 
 
 def _sampling_row(chunk: ScheduledChunk) -> SamplingRow:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vlmserve.kernels import cpu_sampling
 from vlmserve.types import SamplingParams
 
 _CDF_CHUNK = 256
@@ -40,15 +41,17 @@ def draw_seed(seed: int, number: int) -> int:
     return int(uniform(seed, number) * 2**52)
 
 
-def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
+def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> list[int | None]:
     """One token for each row of float32 ``[rows, vocabulary]`` logits; None where they hold a NaN or only -inf.
 
-    Overwrites `logits`. Filters apply in the order temperature, top-k, top-p, min-p, each on what the one before has
-    left; tokens that tie with the last one kept are kept, too.
+    native: draw by the native kernel, which sorts nothing. Overwrites `logits`. Filters apply in the order temperature,
+    top-k, top-p, min-p, each on what the one before has left; tokens that tie with the last one kept are kept, too.
     """
     for number, row in enumerate(rows):
         if row.banned:
             logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
+    if native:
+        return _draw_natively(logits, rows)
     greedy = [number for number, row in enumerate(rows) if row.params.temperature == 0]
     random = [number for number, row in enumerate(rows) if row.params.temperature > 0]
     tokens: list[int | None] = [None] * len(rows)
@@ -146,3 +149,15 @@ def _draw(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     inside = torch.minimum(inside, last_possible.amax(-1, keepdim=True))
     # What was filtered has a largest weight of 1, or a NaN where the logits are unusable.
     return _unless_unusable((chunk * _CDF_CHUNK + inside).squeeze(1).tolist(), chunk_ends[:, -1:])
+
+
+def _draw_natively(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
+    tokens = cpu_sampling.draw(
+        logits,
+        temperatures=[row.params.temperature for row in rows],
+        top_ks=[row.params.top_k for row in rows],
+        top_ps=[row.params.top_p for row in rows],
+        min_ps=[row.params.min_p for row in rows],
+        numbers=[uniform(row.seed, row.num_generated) if row.params.temperature else 0.0 for row in rows],
+    )
+    return [None if token < 0 else token for token in tokens]

@@ -11,18 +11,14 @@
 // the pieces are merged by their maxima and sums. Scores carry a factor of log2(e), so that weights are powers of two.
 #pragma once
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "attention_plan.h"
 #include "linear.h"
+#include "threads.h"
 
 namespace {
 
 constexpr long CHUNK_TILES = 16;
 constexpr long CHUNK = CHUNK_TILES * LANES;
-constexpr float LOG2_E = 1.44269504f;
 constexpr float LOWEST = -3.0e38f;
 
 INLINE void keep_first_of_pair(Float32::Weights&) {}
@@ -43,38 +39,6 @@ INLINE void store_probabilities(BFloat16::Input* to, f32x16 p) {
 INLINE void store_probabilities(BFloat16::Input* to, f32x16 p) { __builtin_memcpy(to, &p, sizeof p); }
 #endif
 
-// 2^x for x <= 0, to about one unit in the last place; 0 below -126; NaN stays NaN.
-INLINE f32x16 power_of_two(f32x16 x) {
-    f32x16 shifted = x + 12582912.0f;
-    f32x16 r = x - (shifted - 12582912.0f);
-    f32x16 p = broadcast(1.535336188e-4f);
-    p = p * r + 1.339887440e-3f;
-    p = p * r + 9.618437357e-3f;
-    p = p * r + 5.550332471e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472028e-1f;
-    p = p * r + 1.0f;
-    p = bit_cast<f32x16>(bit_cast<i32x16>(p) + (bit_cast<i32x16>(shifted) << 23));
-    return choose(x < -126.0f, f32x16{}, p);
-}
-
-INLINE float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
-
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef float f32x4 __attribute__((vector_size(16)));
-
-INLINE float largest(f32x16 value) {
-    struct Eights {
-        f32x8 low, high;
-    } eights = bit_cast<Eights>(value);
-    struct Fours {
-        f32x4 low, high;
-    } fours = bit_cast<Fours>(eights.low > eights.high ? eights.low : eights.high);
-    f32x4 four = fours.low > fours.high ? fours.low : fours.high;
-    float first = four[0] > four[1] ? four[0] : four[1], second = four[2] > four[3] ? four[2] : four[3];
-    return first > second ? first : second;
-}
-
 // One thread's part of the scratch.
 template <class Format>
 struct Workspace {
@@ -88,27 +52,26 @@ struct Workspace {
         return inputs * static_cast<long>(sizeof(typename Format::Input)) + floats * static_cast<long>(sizeof(float));
     }
 
-    Workspace(const AttentionArgs& args, const Geometry& at, char* memory) {
+    Workspace(const Geometry& at, char* memory) {
         totals = reinterpret_cast<float*>(memory);
         sums = totals + ITEM_ROWS * at.columns;
         highest = sums + ITEM_ROWS * LANES;
         query = reinterpret_cast<typename Format::Input*>(highest + ITEM_ROWS);
-        (void)args;
     }
 };
 
-INLINE long cache_lines(long bytes) { return (bytes + 63) / 64 * 64; }
+INLINE long item_bytes(const Plan& plan) { return cache_lines(plan.items * static_cast<long>(sizeof(Item))); }
 
-template <class Format>
-long scratch_bytes(const AttentionArgs& args, const Plan& plan) {
-    return cache_lines(plan.items * static_cast<long>(sizeof(Item))) + plan.partials * static_cast<long>(sizeof(float)) +
-           args.threads * cache_lines(Workspace<Format>::bytes(args));
+// What the threads need beside the items.
+long attention_memory(const AttentionArgs& args, const Plan& plan) {
+    long own = args.dtype == FLOAT32 ? Workspace<Float32>::bytes(args) : Workspace<BFloat16>::bytes(args);
+    return plan.partials * static_cast<long>(sizeof(float)) + args.threads * cache_lines(own);
 }
 
 long attention_scratch(const AttentionArgs& args, long* work) {
     Plan plan = plan_items(args, Geometry(args), nullptr);
     *work = plan.cost * args.head_size * 2;
-    return args.dtype == FLOAT32 ? scratch_bytes<Float32>(args, plan) : scratch_bytes<BFloat16>(args, plan);
+    return item_bytes(plan) + attention_memory(args, plan);
 }
 
 // One head of a token with its rotary position applied: `row` itself if there is none, else `buffer`.
@@ -319,21 +282,6 @@ void meet(const Meeting<Format>& with) {
         add_values<Format, ROWS, 1>(with, probabilities, decays, column, seen);
 }
 
-template <class Format>
-void meet_rows(const Meeting<Format>& with, long rows) {
-    switch (rows) {
-#define CASE(n) \
-    case n: return meet<Format, n>(with);
-        CASE(1) CASE(2) CASE(3)
-#if defined(__AVX512F__)
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#elif !defined(__AVX2__)
-        CASE(4)
-#endif
-#undef CASE
-    }
-}
-
 // An item's queries of one head of keys, turned, as [units][rows of the block] for each block of rows.
 template <class Format>
 void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& item, long kv_head,
@@ -379,10 +327,10 @@ void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& ite
         long from = larger(chunk, at.tile_of(args, oldest)), to = smaller(end, at.tile_of(args, newest) + 1);
         if (from >= to) continue;
         long place = row + first;
-        meet_rows(Meeting<Format>{args, at, space.query + place * units, tiles + (from - chunk), to - from, later, num_later,
-                                  before, item.first_row + first, space.totals + place * at.columns,
-                                  space.sums + place * LANES, space.highest + place},
-                  rows);
+        Meeting<Format> meeting{args, at, space.query + place * units, tiles + (from - chunk), to - from, later, num_later,
+                                before, item.first_row + first, space.totals + place * at.columns,
+                                space.sums + place * LANES, space.highest + place};
+        with_rows<BLOCK>(rows, [&](auto count) { meet<Format, decltype(count)::value>(meeting); });
     }
 }
 
@@ -448,53 +396,47 @@ void merge_pieces(const AttentionArgs& args, const Geometry& at, const Item& ite
     }
 }
 
-INLINE long thread_index() {
-#if defined(_OPENMP)
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-
+// By the team of threads that calls it. memory: `attention_memory` bytes.
 template <class Format>
-void attend(const AttentionArgs& args) {
+void attend(const AttentionArgs& args, const Plan& plan, const Item* items, char* memory) {
     Geometry at(args);
-    auto* items = static_cast<Item*>(args.scratch);
-    Plan plan = plan_items(args, at, items);
-    char* memory = static_cast<char*>(args.scratch) + cache_lines(plan.items * static_cast<long>(sizeof(Item)));
     auto* partials = reinterpret_cast<float*>(memory);
     char* spaces = memory + plan.partials * static_cast<long>(sizeof(float));
-    // Either all threads or one: a team that shrinks ends its threads, and the next call would start them anew.
-    int threads = plan.cost < PIECE_COST && args.tokens < 64 ? 1 : args.threads;
-#pragma omp parallel num_threads(threads)
-    {
 #pragma omp for schedule(static)
-        for (long i = 0; i < args.tokens * args.kv_heads; ++i)
-            append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
+    for (long i = 0; i < args.tokens * args.kv_heads; ++i) append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
 
-        Workspace<Format> space(args, at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
+    Workspace<Format> space(at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
 #pragma omp for schedule(dynamic)
-        for (long i = 0; i < plan.items; ++i)
-            attend_item<Format>(args, at, items[i], space, items[i].pieces > 1 ? partials + items[i].partial : nullptr);
+    for (long i = 0; i < plan.items; ++i)
+        attend_item<Format>(args, at, items[i], space, items[i].pieces > 1 ? partials + items[i].partial : nullptr);
 
-        if (plan.split) {
+    if (plan.split) {
 #pragma omp for schedule(static)
-            for (long i = 0; i < plan.items; ++i) {
-                // The first piece of an item is the one that does not follow another of the same rows.
-                const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
-                bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
-                             item.first_row != other.first_row;
-                if (item.pieces > 1 && first) merge_pieces<typename Format::Element>(args, at, item, partials);
-            }
+        for (long i = 0; i < plan.items; ++i) {
+            // The first piece of an item is the one that does not follow another of the same rows.
+            const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
+            bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
+                         item.first_row != other.first_row;
+            if (item.pieces > 1 && first) merge_pieces<typename Format::Element>(args, at, item, partials);
         }
     }
 }
 
-void attention(const AttentionArgs& args) {
+void attention_by_team(const AttentionArgs& args, const Plan& plan, const Item* items, char* memory) {
     if (args.dtype == FLOAT32)
-        attend<Float32>(args);
+        attend<Float32>(args, plan, items, memory);
     else
-        attend<BFloat16>(args);
+        attend<BFloat16>(args, plan, items, memory);
+}
+
+void attention(const AttentionArgs& args) {
+    auto* items = static_cast<Item*>(args.scratch);
+    Plan plan = plan_items(args, Geometry(args), items);
+    char* memory = static_cast<char*>(args.scratch) + item_bytes(plan);
+    // Either all threads or one: a team that shrinks ends its threads, and the next call would start them anew.
+    int threads = plan.cost < PIECE_COST && args.tokens < 64 ? 1 : args.threads;
+#pragma omp parallel num_threads(threads)
+    attention_by_team(args, plan, items, memory);
 }
 
 }  // namespace

@@ -10,27 +10,6 @@
 
 namespace {
 
-template <int N>
-struct Count {
-    static constexpr int value = N;
-};
-
-// Calls `work` with a number of rows as a constant.
-template <class Work>
-INLINE void with_rows(long rows, Work work) {
-    switch (rows) {
-#define CASE(n) \
-    case n: return work(Count<n>{});
-        CASE(1) CASE(2) CASE(3)
-#if defined(__AVX512F__)
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#elif !defined(__AVX2__)
-        CASE(4)
-#endif
-#undef CASE
-    }
-}
-
 // One thread's part of the scratch: keys and values of a head, and what a tile of queries needs.
 template <class Format>
 struct EncoderScratch {
@@ -69,20 +48,6 @@ private:
         return end;
     }
 };
-
-// 2^x for x <= 0, to 2e-7 of it; 2^-126 for anything below. NaN stays NaN.
-INLINE f32x16 falling_power_of_two(f32x16 x) {
-    x = choose(x < -126.0f, broadcast(-126.0f), x);
-    f32x16 shifted = x + 12582912.0f;
-    f32x16 r = x - (shifted - 12582912.0f);
-    f32x16 p = broadcast(1.3264724e-3f);
-    p = p * r + 9.6715130e-3f;
-    p = p * r + 5.5507336e-2f;
-    p = p * r + 2.4022242e-1f;
-    p = p * r + 6.9314700e-1f;
-    p = p * r + 1.0f;
-    return bit_cast<f32x16>(bit_cast<i32x16>(p) + (bit_cast<i32x16>(shifted) << 23));
-}
 
 INLINE void store_weights(float* to, const f32x16 (&p)[1]) { store(to, p[0]); }
 INLINE void store_weights(bf16* to, const f32x16 (&p)[2]) {
@@ -173,7 +138,7 @@ struct EncoderAttention {
         highest[0] = highest[1] = broadcast(-__builtin_inff());
         for (long block = 0; block < num_blocks(args.length); ++block) {
             long first = block_start(args.length, block);
-            with_rows(block_start(args.length, block + 1) - first, [&](auto rows) {
+            with_rows<BLOCK>(block_start(args.length, block + 1) - first, [&](auto rows) {
                 constexpr int ROWS = decltype(rows)::value;
                 f32x16 sums[ROWS][2];
                 multiply_block<Format, ROWS>(own.keys + first * (args.head_size / PAIR), own.queries, args.head_size, sums);
@@ -187,15 +152,15 @@ struct EncoderAttention {
     }
 
     void weigh(const f32x16 (&highest)[2], f32x16 (&totals)[2]) {
-        float scale = args.scale * 1.44269504f;
+        float scale = args.scale * LOG2_E;
         f32x16 most[2] = {highest[0] * scale, highest[1] * scale};
         totals[0] = totals[1] = f32x16{};
         for (long unit = 0; unit < token_units; ++unit)
             for (int half = 0; half < 2; ++half) {
                 const float* scores = own.scores + unit * PAIR * TILE + half * LANES;
-                f32x16 p[PAIR] = {falling_power_of_two(load(scores) * scale - most[half])};
+                f32x16 p[PAIR] = {power_of_two(load(scores) * scale - most[half])};
                 if (PAIR > 1 && unit * PAIR + 1 < args.length)
-                    p[PAIR - 1] = falling_power_of_two(load(scores + (PAIR - 1) * TILE) * scale - most[half]);
+                    p[PAIR - 1] = power_of_two(load(scores + (PAIR - 1) * TILE) * scale - most[half]);
                 for (long i = 0; i < PAIR; ++i) totals[half] += p[i];
                 store_weights(own.weights + (unit * TILE + half * LANES) * PAIR, p);
             }
@@ -205,7 +170,7 @@ struct EncoderAttention {
         f32x16 shares[2] = {1.0f / totals[0], 1.0f / totals[1]};
         for (long block = 0; block < num_blocks(args.head_size); ++block) {
             long first = block_start(args.head_size, block);
-            with_rows(block_start(args.head_size, block + 1) - first, [&](auto rows) {
+            with_rows<BLOCK>(block_start(args.head_size, block + 1) - first, [&](auto rows) {
                 constexpr int ROWS = decltype(rows)::value;
                 f32x16 sums[ROWS][2];
                 multiply_block<Format, ROWS>(own.values + first * token_units, own.weights, token_units * PAIR, sums);

@@ -1,15 +1,17 @@
 // All kernels for one instruction set: compiled once for each, with VLMSERVE_ISA as its name.
 #include "attention.h"
 #include "encoder_attention.h"
-#include "linear.h"
 #include "norm.h"
+#include "program.h"
 #include "quantized.h"
+#include "sampling.h"
 
 namespace {
 
-void linear(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
-
-long linear_scratch(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
+void linear(const LinearArgs& args) {
+#pragma omp parallel num_threads(args.threads)
+    linear_by_team(args);
+}
 
 template <class Format>
 void gather_as(const void* packed, const std::int64_t* ids, void* y, long count, long in, int bits) {
@@ -37,5 +39,6 @@ void gather(const void* packed, const std::int64_t* ids, void* y, long count, lo
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
     NAME_OF(VLMSERVE_ISA), pack, pack_quantized, gather, linear_scratch, linear, norm,
-    attention_scratch, attention, encoder_attention_scratch, encoder_attention,
+    attention_scratch, attention, encoder_attention_scratch, encoder_attention, program_scratch, program,
+    sampling_scratch, sampling,
 };

@@ -83,6 +83,19 @@ INLINE long num_tiles(long out, bool gated) {
 INLINE long num_blocks(long rows, int most = BLOCK) { return (rows + most - 1) / most; }
 INLINE long block_start(long rows, long block, int most = BLOCK) { return rows * block / num_blocks(rows, most); }
 
+template <int N>
+struct Count {
+    static constexpr int value = N;
+};
+
+// Calls `work` with a number of rows, 1 to MOST, as a constant.
+template <int MOST, class Work>
+INLINE void with_rows(long rows, Work work) {
+    if constexpr (MOST > 1)
+        if (rows < MOST) return with_rows<MOST - 1>(rows, work);
+    work(Count<MOST>{});
+}
+
 template <class Format>
 void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long block) {
     const auto* x = static_cast<const typename Format::Element*>(args.x);
@@ -149,43 +162,37 @@ void run_block(const LinearArgs& args, const typename Format::Input* x, long row
     finish_block<Out, Element>(args, row, tile, sums);
 }
 
-template <class Format, class Out>
-void choose_rows(const LinearArgs& args, const typename Format::Input* x, long row, long rows, long tile) {
-    switch (rows) {
-#define CASE(n) \
-    case n: return run_block<Format, Out, n>(args, x, row, tile);
-        CASE(1) CASE(2) CASE(3)
-#if defined(__AVX512F__)
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#elif !defined(__AVX2__)
-        CASE(4)
-#endif
-#undef CASE
+// A product, by the team of threads that calls it: `prepare(block)` for each block of rows (of at most MOST), then
+// `multiply(rows, row, tile)` for each tile with each block, `rows` being a `Count`. row_bytes: what a prepared row takes.
+template <int MOST, class Prepare, class Multiply>
+INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, Multiply multiply) {
+    long blocks = num_blocks(args.rows, MOST), tiles = num_tiles(args.out, args.gated);
+    long cached_blocks = larger(1, CACHED_BYTES / (row_bytes * MOST));
+#pragma omp for schedule(static)
+    for (long block = 0; block < blocks; ++block) prepare(block);
+    // Every thread has its own tiles, so that each weight is read by one core.
+    for (long first = 0; first < blocks; first += cached_blocks) {
+        long last = smaller(blocks, first + cached_blocks);
+#pragma omp for schedule(static) nowait
+        for (long tile = 0; tile < tiles; ++tile)
+            for (long block = first; block < last; ++block) {
+                long row = block_start(args.rows, block, MOST), end = block_start(args.rows, block + 1, MOST);
+                with_rows<MOST>(end - row, [&](auto rows) { multiply(rows, row, tile); });
+            }
     }
+#pragma omp barrier
 }
 
 template <class Format, class Out>
 void multiply(const LinearArgs& args) {
     auto* inputs = static_cast<typename Format::Input*>(args.scratch);
-    long blocks = num_blocks(args.rows), units = args.in / Format::PAIR;
-    long tiles = num_tiles(args.out, args.gated);
-    long row_bytes = units * static_cast<long>(sizeof(typename Format::Input));
-    long cached_blocks = larger(1, CACHED_BYTES / (row_bytes * BLOCK));
-#pragma omp parallel num_threads(args.threads)
-    {
-#pragma omp for schedule(static)
-        for (long block = 0; block < blocks; ++block) rearrange_rows<Format>(args, inputs, block);
-        // Every thread has its own tiles, so that each weight is read by one core.
-        for (long first = 0; first < blocks; first += cached_blocks) {
-            long last = smaller(blocks, first + cached_blocks);
-#pragma omp for schedule(static) nowait
-            for (long tile = 0; tile < tiles; ++tile)
-                for (long block = first; block < last; ++block) {
-                    long row = block_start(args.rows, block), end = block_start(args.rows, block + 1);
-                    choose_rows<Format, Out>(args, inputs + row * units, row, end - row, tile);
-                }
-        }
-    }
+    long units = args.in / Format::PAIR;
+    each_tile<BLOCK>(
+        args, units * static_cast<long>(sizeof(typename Format::Input)),
+        [&](long block) { rearrange_rows<Format>(args, inputs, block); },
+        [&](auto rows, long row, long tile) {
+            run_block<Format, Out, decltype(rows)::value>(args, inputs + row * units, row, tile);
+        });
 }
 
 void linear_plain(const LinearArgs& args) {

@@ -17,6 +17,9 @@ DECLARE(avx2)
 #if defined(VLMSERVE_WITH_avx512)
 DECLARE(avx512)
 #endif
+#if defined(VLMSERVE_WITH_avx512_vnni)
+DECLARE(avx512_vnni)
+#endif
 #if defined(VLMSERVE_WITH_avx512_bf16)
 DECLARE(avx512_bf16)
 #endif
@@ -28,6 +31,8 @@ const Kernels* selected = &kernels_portable;
 // Calls with less work than this keep Python's lock: taking it back could take longer than the work.
 constexpr long LONG_WORK = 1L << 24;
 
+constexpr int MOST_ISAS = 5;
+
 // What this processor can run and this build has, the best first.
 int supported(const Kernels** found) {
     int count = 0;
@@ -36,9 +41,13 @@ int supported(const Kernels** found) {
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    (void)avx512;
+    bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    (void)vnni;
 #if defined(VLMSERVE_WITH_avx512_bf16)
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) found[count++] = &kernels_avx512_bf16;
+    if (vnni && __builtin_cpu_supports("avx512bf16")) found[count++] = &kernels_avx512_bf16;
+#endif
+#if defined(VLMSERVE_WITH_avx512_vnni)
+    if (vnni) found[count++] = &kernels_avx512_vnni;
 #endif
 #if defined(VLMSERVE_WITH_avx512)
     if (avx512) found[count++] = &kernels_avx512;
@@ -116,7 +125,7 @@ PyObject* run(const Arguments& arguments, long work, Work call) {
 }
 
 PyObject* supported_isas(PyObject*, PyObject*) {
-    const Kernels* found[4];
+    const Kernels* found[MOST_ISAS];
     int count = supported(found);
     PyObject* names = PyTuple_New(count);
     if (!names) return nullptr;
@@ -127,7 +136,7 @@ PyObject* supported_isas(PyObject*, PyObject*) {
 PyObject* select_isa(PyObject*, PyObject* name) {
     PyObject* bytes = PyUnicode_AsUTF8String(name);
     if (!bytes) return nullptr;
-    const Kernels* found[4];
+    const Kernels* found[MOST_ISAS];
     int count = supported(found);
     for (int i = 0; i < count; ++i) {
         if (std::strcmp(PyBytes_AsString(bytes), found[i]->isa) == 0) {
@@ -201,7 +210,7 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 10);
+    Arguments from(values, count, 9);
     NormArgs args;
     args.x = from.address();
     args.weight = from.address();
@@ -209,7 +218,6 @@ PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.y = from.address();
     args.rows = from.integer();
     args.size = from.integer();
-    args.x_stride = from.integer();
     args.eps = from.number();
     args.dtype = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());
@@ -247,6 +255,49 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, work, [&] { selected->attention(args); });
 }
 
+PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 16);
+    ProgramArgs args;
+    args.operations = static_cast<const Operation*>(from.address());
+    args.widths = static_cast<const long*>(from.address());
+    args.input = from.address();
+    args.output = from.address();
+    args.ropes = static_cast<const float* const*>(from.address());
+    args.query_starts = static_cast<const std::int32_t*>(from.address());
+    args.context_lens = static_cast<const std::int32_t*>(from.address());
+    args.block_tables = static_cast<const std::int32_t*>(from.address());
+    args.slots = static_cast<const std::int64_t*>(from.address());
+    for (long* size : {&args.count, &args.buffers, &args.sequences, &args.tokens, &args.table_stride}) *size = from.integer();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    long work = 0;
+    if (from.ok()) {
+        args.scratch = scratch(selected->program_scratch(args, &work));
+        if (!args.scratch) return PyErr_NoMemory();
+    }
+    return run(from, work, [&] { selected->program(args); });
+}
+
+PyObject* sampling(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 10);
+    SamplingArgs args;
+    args.logits = static_cast<const float*>(from.address());
+    args.temperatures = static_cast<const float*>(from.address());
+    args.top_ps = static_cast<const float*>(from.address());
+    args.min_ps = static_cast<const float*>(from.address());
+    args.top_ks = static_cast<const long*>(from.address());
+    args.numbers = static_cast<const double*>(from.address());
+    args.tokens = static_cast<std::int64_t*>(from.address());
+    args.rows = from.integer();
+    args.vocabulary = from.integer();
+    args.threads = static_cast<int>(from.integer());
+    if (from.ok()) {
+        args.scratch = scratch(selected->sampling_scratch(args));
+        if (!args.scratch) return PyErr_NoMemory();
+    }
+    return run(from, args.rows * args.vocabulary * 16, [&] { selected->sampling(args); });
+}
+
 PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments from(values, count, 9);
     EncoderAttentionArgs args;
@@ -279,6 +330,8 @@ PyMethodDef methods[] = {
     FAST(linear, "The fields of LinearArgs in order, without scratch."),
     FAST(norm, "The fields of NormArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),
+    FAST(program, "The fields of ProgramArgs in order, without scratch."),
+    FAST(sampling, "The fields of SamplingArgs in order, without scratch."),
     FAST(encoder_attention, "The fields of EncoderAttentionArgs in order, without scratch."),
     {nullptr, nullptr, 0, nullptr},
 };
@@ -288,7 +341,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Kernels for a CPU."
 }  // namespace
 
 PyMODINIT_FUNC PyInit__native() {
-    const Kernels* found[4];
+    const Kernels* found[MOST_ISAS];
     supported(found);
     selected = found[0];
     return PyModule_Create(&definition);

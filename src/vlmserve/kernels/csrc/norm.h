@@ -8,7 +8,7 @@ namespace {
 
 template <class T>
 void norm_row(const NormArgs& args, long row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    const T* x = static_cast<const T*>(args.x) + row * args.size;
     T* y = static_cast<T*>(args.y) + row * args.size;
     const T* weight = static_cast<const T*>(args.weight);
     const T* bias = static_cast<const T*>(args.bias);
@@ -41,13 +41,19 @@ void norm_row(const NormArgs& args, long row) {
     }
 }
 
-void norm(const NormArgs& args) {
-#pragma omp parallel for num_threads(args.threads) schedule(static) if (args.rows > 8)
+// By the team of threads that calls it, all of whom wait for each other at the end.
+void norm_by_team(const NormArgs& args) {
+#pragma omp for schedule(static)
     for (long row = 0; row < args.rows; ++row)
         if (args.dtype == FLOAT32)
             norm_row<float>(args, row);
         else
             norm_row<bf16>(args, row);
+}
+
+void norm(const NormArgs& args) {
+#pragma omp parallel num_threads(args.threads) if (args.rows > 8)
+    norm_by_team(args);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Products with weights of 8 or 4 bits, for any number of rows.
+// Products with weights of 8 or 4 bits, for any number of rows, and the choice between them and plain ones.
 //
 // Weights are unsigned: in 8 bits w = scale * (u - 128) with a scale for each output, in 4 bits w = scale * u + shift with
 // both for each group of inputs of each output. Tiles hold 32 outputs, as those of linear.h do, and four inputs in turn:
@@ -48,8 +48,9 @@ INLINE i32x16 dot_bytes(i32x16 sum, __m512i weights, std::int32_t inputs) {
     return bit_cast<i32x16>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), weights, _mm512_set1_epi32(inputs)));
 }
 
+// Of the elements' sizes; NaN if one is not finite.
 template <class T>
-INLINE float largest(const T* x, long count) {
+INLINE float largest_size(const T* x, long count) {
     f32x16 most{};
     i32x16 fine = broadcast(0) == broadcast(0);
     for (long i = 0; i < count; i += LANES) {
@@ -58,11 +59,9 @@ INLINE float largest(const T* x, long count) {
         fine &= size < __builtin_inff();
         most = maximum(most, size);
     }
-    float result = 0;
-    for (int i = 0; i < LANES; ++i) result = result > most[i] ? result : most[i];
     for (int i = 0; i < LANES; ++i)
-        if (!fine[i]) result = __builtin_nanf("");
-    return result;
+        if (!fine[i]) return __builtin_nanf("");
+    return largest(most);
 }
 
 // Row `place` of a block of `count` rows, whose quads lie side by side. group_sums: of each group, likewise; or null.
@@ -70,7 +69,7 @@ template <class T>
 void split_row(const T* x, long in, long padded, long group, Quad* quads, RowScale* scale, float* group_sums, long place,
                long count) {
     constexpr float MOST = 127 * 256 + 127;
-    float most = largest(x, in);
+    float most = largest_size(x, in);
     float factor = most > 0 ? MOST / most : 0.0f;
     RowScale result = {most == most ? most / MOST : most, 0, 0};
     for (long start = 0; start < padded; start += group) {
@@ -287,29 +286,12 @@ void run_quantized(const LinearArgs& args, const Prepared& from, long row, long 
 template <class T, class Out>
 void multiply_quantized(const LinearArgs& args) {
     Prepared prepared(args);
-    long blocks = num_blocks(args.rows, QUANTIZED_BLOCK), tiles = num_tiles(args.out, args.gated);
-    long cached_blocks = larger(1, CACHED_BYTES / (prepared.padded / 4 * static_cast<long>(sizeof(Quad)) * QUANTIZED_BLOCK));
-#pragma omp parallel num_threads(args.threads)
-    {
-#pragma omp for schedule(static)
-        for (long block = 0; block < blocks; ++block) prepare_block<T>(args, prepared, block);
-        for (long first = 0; first < blocks; first += cached_blocks) {
-            long last = smaller(blocks, first + cached_blocks);
-#pragma omp for schedule(static) nowait
-            for (long tile = 0; tile < tiles; ++tile)
-                for (long block = first; block < last; ++block) {
-                    long row = block_start(args.rows, block, QUANTIZED_BLOCK);
-                    switch (block_start(args.rows, block + 1, QUANTIZED_BLOCK) - row) {
-                        case 1: run_quantized<T, Out, 1>(args, prepared, row, tile); break;
-                        case 2: run_quantized<T, Out, 2>(args, prepared, row, tile); break;
-#if defined(__AVX512F__)
-                        case 3: run_quantized<T, Out, 3>(args, prepared, row, tile); break;
-                        case 4: run_quantized<T, Out, 4>(args, prepared, row, tile); break;
-#endif
-                    }
-                }
-        }
-    }
+    each_tile<QUANTIZED_BLOCK>(
+        args, prepared.padded / 4 * static_cast<long>(sizeof(Quad)),
+        [&](long block) { prepare_block<T>(args, prepared, block); },
+        [&](auto rows, long row, long tile) {
+            run_quantized<T, Out, decltype(rows)::value>(args, prepared, row, tile);
+        });
 }
 
 void linear_quantized(const LinearArgs& args) {
@@ -384,5 +366,9 @@ void gather_int8(const u8* packed, const std::int64_t* ids, T* y, long count, lo
         }
     }
 }
+
+void linear_by_team(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
+
+long linear_scratch(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
 
 }  // namespace

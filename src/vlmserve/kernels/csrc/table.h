@@ -20,11 +20,11 @@ struct LinearArgs {
 };
 
 struct NormArgs {
-    const void* x;       // [rows, size], `x_stride` elements from row to row
+    const void* x;       // [rows, size] contiguous
     const void* weight;  // [size]
     const void* bias;    // [size] for LayerNorm, null for RMSNorm
     void* y;             // [rows, size] contiguous
-    long rows, size, x_stride;
+    long rows, size;
     float eps;
     int dtype, threads;
 };
@@ -56,6 +56,43 @@ struct AttentionArgs {
     int dtype, threads;
 };
 
+enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2 };
+
+// One operation of a program, in words of eight bytes. Operands are numbers of buffers.
+struct Operation {
+    long kind, source, target;
+    long residual;                          // of products; -1: none. It may be the target
+    const void *weight, *bias;              // of norms and products, as their arguments have them
+    long in, out;                           // of products; of norms, `in` is the size
+    long activation, gated, weight_bits, group;
+    double eps;                             // of norms
+    void *keys, *values;                    // of attention, as the rest
+    long heads, kv_heads, head_size, block_size, rope_size, window;
+    double scale, soft_cap;
+    long rope;  // which cosines and sines
+    long plan;  // operations of equal shapes share one; numbered in order of first use
+};
+
+// Operations over buffers of a row a token, one behind the other. Sources are not targets; all is of `dtype`. The source
+// of attention is queries, keys and values side by side.
+struct ProgramArgs {
+    const Operation* operations;
+    const long* widths;         // of buffers, in elements; the first is the input, the second the output
+    const void* input;          // [tokens, width] contiguous
+    void* output;
+    const float* const* ropes;  // cosines and sines of each kind, [tokens, rope_size / 2]
+    const std::int32_t* query_starts;  // these as in AttentionArgs
+    const std::int32_t* context_lens;
+    const std::int32_t* block_tables;
+    const std::int64_t* slots;
+    void* scratch;  // `program_scratch(args)` bytes
+    long count, buffers, sequences, tokens, table_stride;
+    int dtype, threads;
+};
+
+// What a program has at most.
+constexpr long MAX_BUFFERS = 16, MAX_PLANS = 8;
+
 struct EncoderAttentionArgs {
     const void* qkv;  // [pictures, length, 3, heads, head_size] contiguous
     void* y;          // [pictures, length, heads, head_size] contiguous
@@ -63,6 +100,20 @@ struct EncoderAttentionArgs {
     long pictures, length, heads, head_size;
     float scale;  // of scores, above 0
     int dtype, threads;
+};
+
+// How to draw a token from each row of logits; all arrays but `logits` have an element a row.
+struct SamplingArgs {
+    const float* logits;  // [rows, vocabulary] contiguous
+    const float* temperatures;  // 0: the first of the highest
+    const float* top_ps;
+    const float* min_ps;
+    const long* top_ks;     // 0: all
+    const double* numbers;  // uniform in [0, 1)
+    std::int64_t* tokens;   // what is drawn, -1 where there is a NaN or no finite maximum
+    void* scratch;          // `sampling_scratch` bytes
+    long rows, vocabulary;
+    int threads;
 };
 
 struct Kernels {
@@ -79,4 +130,8 @@ struct Kernels {
     void (*attention)(const AttentionArgs&);
     long (*encoder_attention_scratch)(const EncoderAttentionArgs&);
     void (*encoder_attention)(const EncoderAttentionArgs&);
+    long (*program_scratch)(const ProgramArgs&, long* work);
+    void (*program)(const ProgramArgs&);
+    long (*sampling_scratch)(const SamplingArgs&);
+    void (*sampling)(const SamplingArgs&);
 };

@@ -6,16 +6,20 @@
 
 #include <cstddef>
 #include <cstdint>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef std::int32_t i32x16 __attribute__((vector_size(64)));
 typedef std::uint32_t u32x16 __attribute__((vector_size(64)));
 typedef std::uint16_t u16x16 __attribute__((vector_size(32)));
+
+constexpr float LOG2_E = 1.44269504f;
 
 // How a bfloat16 number is stored: the upper half of a float.
 struct bf16 {
@@ -101,11 +105,23 @@ INLINE f32x16 choose(i32x16 mask, f32x16 one, f32x16 other) {
 INLINE f32x16 minimum(f32x16 a, f32x16 b) { return choose(a < b, a, b); }
 INLINE f32x16 maximum(f32x16 a, f32x16 b) { return choose(a > b, a, b); }
 
+INLINE float largest(f32x16 value) {
+    struct Eights {
+        f32x8 low, high;
+    } eights = bit_cast<Eights>(value);
+    struct Fours {
+        f32x4 low, high;
+    } fours = bit_cast<Fours>(eights.low > eights.high ? eights.low : eights.high);
+    f32x4 four = fours.low > fours.high ? fours.low : fours.high;
+    float first = four[0] > four[1] ? four[0] : four[1], second = four[2] > four[3] ? four[2] : four[3];
+    return first > second ? first : second;
+}
+
 // e^x to about one unit in the last place: 2^n times a polynomial of the rest (Cody and Waite's reduction). 0 below
 // -87.3, where results would be denormal; infinity above 88.7; NaN stays NaN.
 INLINE f32x16 exponential(f32x16 x) {
     f32x16 clamped = minimum(maximum(x, broadcast(-87.33654f)), broadcast(88.72283f));
-    f32x16 shifted = clamped * 1.44269504f + 12582912.0f;
+    f32x16 shifted = clamped * LOG2_E + 12582912.0f;
     f32x16 n = shifted - 12582912.0f;
     f32x16 r = clamped - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
@@ -124,6 +140,23 @@ INLINE f32x16 exponential(f32x16 x) {
     p = choose(x > 88.72283f, broadcast(__builtin_inff()), p);
     return choose(x == x, p, x);
 }
+
+// 2^x for x <= 0, to about one unit in the last place; 0 below -126; NaN stays NaN.
+INLINE f32x16 power_of_two(f32x16 x) {
+    f32x16 shifted = x + 12582912.0f;
+    f32x16 r = x - (shifted - 12582912.0f);
+    f32x16 p = broadcast(1.535336188e-4f);
+    p = p * r + 1.339887440e-3f;
+    p = p * r + 9.618437357e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472028e-1f;
+    p = p * r + 1.0f;
+    p = bit_cast<f32x16>(bit_cast<i32x16>(p) + (bit_cast<i32x16>(shifted) << 23));
+    return choose(x < -126.0f, f32x16{}, p);
+}
+
+INLINE float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
 
 INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exponential(-x)); }
 

@@ -1,0 +1,57 @@
+"""Perplexities on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from vlmserve.config import EngineConfig
+from vlmserve.engine.engine import choose_device
+from vlmserve.models.hub import resolve_model
+from vlmserve.models.registry import load_model
+from vlmserve.perplexity import perplexity, python_manual
+from vlmserve.prompt.tokenizer import Tokenizer
+
+
+def run_perplexity(
+    config: EngineConfig, schemes: Sequence[str], text: Path | None, num_tokens: int | None, window: int
+) -> None:
+    """Measure a model with each way of quantizing it, and show how much each loses against the first."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    folder = resolve_model(config.model, config.revision)
+    words = python_manual() if text is None else text.read_text("utf-8")
+    token_ids = Tokenizer.from_folder(folder).encode(words)[:num_tokens]
+    table = Table("weights", "perplexity", "change")
+    losses: list[float] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        for scheme in schemes:
+            bar = progress.add_task(scheme, total=len(token_ids))
+            show = partial(_show, progress, bar)
+            model = load_model(
+                folder,
+                device=choose_device(config.device),
+                dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+                kernels=config.kernels,
+                quantization=config.model_copy(update={"quantize": scheme}).quantization,
+            )
+            result = perplexity(model, token_ids, window=window, progress=show)
+            losses.append(result.value)
+            change = f"{losses[-1] / losses[0] - 1:+.2%}" if len(losses) > 1 else ""
+            table.add_row("plain" if scheme == "none" else scheme, f"{result.value:.4f}", change)
+    console = Console()
+    source = "Python's manual" if text is None else text.name
+    console.print(
+        f"[bold]{config.model}[/]: {result.num_tokens} tokens of {source}, {window} at a time", highlight=False
+    )
+    console.print(table)
+
+
+def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
+    progress.update(bar, completed=done, total=total)

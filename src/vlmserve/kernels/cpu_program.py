@@ -1,0 +1,238 @@
+"""All layers of a decoder as one call of the native kernels (csrc/program.h).
+
+A decoder's layers run once with a `Recorded` value in place of a tensor: native kernels that meet one note down what
+they would compute. The notes are a `Program`, which does the same for any batch. Whatever else touches a recorded
+value, like an operation of torch, raises `NotRecordable`: such layers go on as they are, one call a kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.extension import DTYPES, extension
+
+NORM, LINEAR, ATTENTION = range(3)
+INPUT, OUTPUT = range(2)
+"""The buffers that are tensors of the caller."""
+MAX_BUFFERS, MAX_PLANS = 16, 8
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """What all layers of a step pass to the kernels. tensors: keeps the memory behind `addresses`, which are those of
+    the query starts, context lengths, block tables and slots. table_stride: columns of the block tables."""
+
+    tensors: tuple[Tensor, ...]
+    addresses: tuple[int, int, int, int]
+    num_sequences: int
+    num_tokens: int
+    table_stride: int
+    threads: int
+
+
+class NotRecordable(Exception):
+    """Something that no program can do."""
+
+
+@dataclass(slots=True)
+class Operation:
+    """One step of a program: the fields of csrc/table.h's `Operation`, in order. Operands are numbers of values."""
+
+    kind: int
+    source: int
+    target: int
+    residual: int = -1
+    weight: int = 0
+    bias: int = 0
+    in_features: int = 0
+    out_features: int = 0
+    activation: int = 0
+    gated: int = 0
+    weight_bits: int = 0
+    group: int = 0
+    eps: float = 0.0
+    keys: int = 0
+    values: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_size: int = 0
+    block_size: int = 0
+    rope_size: int = 0
+    window: int = 0
+    scale: float = 0.0
+    soft_cap: float = 0.0
+    rope: int = 0
+    plan: int = 0
+
+    LAYOUT = struct.Struct("12qd8q2d2q")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRope:
+    """Cosines and sines that a program will get. size: elements of a head that turn."""
+
+    number: int
+    size: int
+
+    @property
+    def halves(self) -> RecordedRope:
+        """Where a kernel looks for them."""
+        return self
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise NotRecordable("an operation of torch")
+
+
+class Recorded:
+    """Stands for a ``[tokens, width]`` tensor that a program will compute."""
+
+    def __init__(self, recording: Recording, number: int, width: int) -> None:
+        self.recording, self.number, self.width = recording, number, width
+
+    def expect(self, width: int, dtype: torch.dtype) -> None:
+        """Check that a kernel for so many features of a type can take this."""
+        if width != self.width or dtype != self.recording.dtype:
+            raise NotRecordable(f"{self.width} features of {self.recording.dtype} where {width} of {dtype} are taken")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotRecordable(f"an access to {name!r}")
+
+    __torch_function__: Any = classmethod(_refuse)
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __truediv__ = __getitem__ = __neg__ = _refuse
+
+
+class Recording:
+    """Notes of what native kernels do with `input`, ``[tokens, width]``."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._operations: list[Operation] = []
+        self._widths = [width]
+        self._kept: list[Tensor] = []
+        self._plans: dict[tuple[int, ...], int] = {}
+        self._num_ropes = 0
+        self.input = cast(Tensor, Recorded(self, 0, width))
+
+    def rope(self, size: int) -> RecordedRope:
+        """Another kind of cosines and sines, in the order in which `Program.run` gets them."""
+        self._num_ropes += 1
+        return RecordedRope(self._num_ropes - 1, size)
+
+    def add(
+        self, kind: int, source: Recorded, width: int, *, residual: Recorded | None = None, **fields: Any
+    ) -> Tensor:
+        """Note an operation; fields: those of `Operation`, tensors where it has addresses. Returns its result."""
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                self._kept.append(value)
+                fields[name] = value.data_ptr()
+            elif value is None:
+                fields[name] = 0
+        operation = Operation(kind, source.number, len(self._widths), **fields)
+        if residual is not None:
+            operation.residual = residual.number
+        if kind == ATTENTION:
+            shape = operation.heads, operation.kv_heads, operation.head_size, operation.block_size, operation.window
+            operation.plan = self._plans.setdefault(shape, len(self._plans))
+        self._operations.append(operation)
+        self._widths.append(width)
+        return cast(Tensor, Recorded(self, operation.target, width))
+
+    def finish(self, output: Tensor) -> Program:
+        """The program that computes `output`. Raises NotRecordable where it would be larger than programs can be."""
+        assert isinstance(output, Recorded)
+        operations, widths = assign_buffers(self._operations, self._widths, output.number)
+        if len(widths) > MAX_BUFFERS or len(self._plans) > MAX_PLANS or not operations:
+            raise NotRecordable(f"{len(widths)} buffers and {len(self._plans)} kinds of attention")
+        return Program(operations, widths, self.dtype, self._kept)
+
+
+def assign_buffers(
+    operations: Sequence[Operation], widths: Sequence[int], output: int
+) -> tuple[list[Operation], list[int]]:
+    """Operations on buffers instead of values, and the buffers' widths: a value's place is free after its last use."""
+    last_use = {}
+    for index, operation in enumerate(operations):
+        last_use[operation.source] = last_use[operation.residual] = index
+    buffer_widths = [widths[0], widths[output]]
+    places = {-1: -1, 0: INPUT}
+    free: list[int] = []
+    assigned = []
+    for index, operation in enumerate(operations):
+        width = widths[operation.target]
+        over = {value for value in (operation.source, operation.residual) if last_use[value] == index}
+        if operation.target == output:
+            place = OUTPUT
+        elif operation.residual in over - {operation.source} and places[operation.residual] > OUTPUT:
+            # A product may be written over what is added to it.
+            place = places[operation.residual]
+            over.remove(operation.residual)
+        else:
+            place = next((number for number in free if buffer_widths[number] == width), len(buffer_widths))
+            if place == len(buffer_widths):
+                buffer_widths.append(width)
+            else:
+                free.remove(place)
+        places[operation.target] = place
+        free += [places[value] for value in over if places[value] > OUTPUT]
+        fields = astuple(operation)
+        assigned.append(Operation(fields[0], places[operation.source], place, places[operation.residual], *fields[4:]))
+    return assigned, buffer_widths
+
+
+class Program:
+    """Operations that run over a batch in one call."""
+
+    def __init__(
+        self, operations: Sequence[Operation], widths: Sequence[int], dtype: torch.dtype, kept: Sequence[Tensor]
+    ) -> None:
+        """kept: the tensors behind the operations' addresses."""
+        self._program: Callable[..., None] = extension().program
+        self._operations = b"".join(Operation.LAYOUT.pack(*astuple(operation)) for operation in operations)
+        self._table = array("q", self._operations)
+        self._widths = array("q", widths)
+        self._count = len(operations)
+        self._dtype = dtype
+        self._kept = kept
+
+    def run(
+        self,
+        x: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        plan: object,
+    ) -> Tensor:
+        """``[tokens, width]`` through all operations.
+
+        ropes: cosines and sines of each kind that was recorded, float32 ``[tokens, size / 2]``. plan: a `CpuPlan`.
+        """
+        assert isinstance(plan, CpuPlan)
+        expected = plan.num_tokens, self._widths[INPUT]
+        if x.shape != expected or x.dtype != self._dtype:
+            raise ValueError(f"{tuple(x.shape)} of {x.dtype} does not fit a program for {expected} of {self._dtype}")
+        x = x.contiguous()
+        output = torch.empty(plan.num_tokens, self._widths[OUTPUT], dtype=self._dtype)
+        tables = array("q", [tensor.data_ptr() for pair in ropes for tensor in pair])
+        self._program(
+            self._table.buffer_info()[0],
+            self._widths.buffer_info()[0],
+            x.data_ptr(),
+            output.data_ptr(),
+            tables.buffer_info()[0],
+            *plan.addresses,
+            self._count,
+            len(self._widths),
+            plan.num_sequences,
+            plan.num_tokens,
+            plan.table_stride,
+            DTYPES[self._dtype],
+            plan.threads,
+        )
+        return output

@@ -1,0 +1,45 @@
+"""Drawing tokens by the native kernel for a CPU, without sorting logits (csrc/sampling.h)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.extension import extension
+
+
+def draw(
+    logits: Tensor,
+    *,
+    temperatures: Sequence[float],
+    top_ks: Sequence[int],
+    top_ps: Sequence[float],
+    min_ps: Sequence[float],
+    numbers: Sequence[float],
+) -> list[int]:
+    """A token for each row of float32 ``[rows, vocabulary]`` logits; -1 where they hold a NaN or no finite maximum.
+
+    Temperature (0 takes the first of the likeliest), top-k (0: all), top-p and min-p apply in this order, each to what
+    the one before has left; tokens that tie with the last one kept are kept, too. numbers: uniform in [0, 1), which
+    decide the draw.
+    """
+    rows, vocabulary = logits.shape
+    logits = logits.contiguous()
+    tokens = array("q", bytes(8 * rows))
+    arrays = (
+        array("f", temperatures),
+        array("f", top_ps),
+        array("f", min_ps),
+        array("q", top_ks),
+        array("d", numbers),
+        tokens,
+    )
+    if any(len(values) != rows for values in arrays) or logits.dtype != torch.float32:
+        raise ValueError(f"{rows} rows of {logits.dtype} logits need as many parameters, and float32")
+    if rows:
+        addresses = [values.buffer_info()[0] for values in arrays]
+        extension().sampling(logits.data_ptr(), *addresses, rows, vocabulary, torch.get_num_threads())
+    return tokens.tolist()

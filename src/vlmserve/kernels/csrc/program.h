@@ -1,0 +1,164 @@
+// All layers of a model in one call: one team of threads goes through a list of operations.
+//
+// What a call costs outside its kernels (a language's objects, waking threads) is paid once a step, which for a few tokens
+// of a small model is more than the kernels take.
+#pragma once
+
+#include "attention.h"
+#include "norm.h"
+#include "quantized.h"
+
+namespace {
+
+class Program {
+public:
+    // Finds how much memory each part needs.
+    explicit Program(const ProgramArgs& args) : args_(args) {
+        // Only the output is written to. Places of the others are not known yet.
+        for (char*& buffer : buffers_) buffer = static_cast<char*>(const_cast<void*>(args.input));
+        buffers_[1] = static_cast<char*>(args.output);
+        for (long i = 0; i < args.count; ++i) {
+            const Operation& op = args.operations[i];
+            if (op.kind == LINEAR) {
+                shared_ = larger(shared_, linear_scratch(linear_args(op)));
+                work += args.tokens * op.in * op.out / 16;
+            } else if (op.kind == ATTENTION && op.plan == num_plans_) {
+                AttentionArgs shape = attention_args(op);
+                Plan plan = plan_items(shape, Geometry(shape), nullptr);
+                shared_ = larger(shared_, attention_memory(shape, plan));
+                items_[num_plans_++] = item_bytes(plan);
+            }
+        }
+        shared_ = cache_lines(shared_);
+    }
+
+    long bytes() const {
+        long total = shared_;
+        for (long plan = 0; plan < num_plans_; ++plan) total += items_[plan];
+        for (long buffer = 2; buffer < args_.buffers; ++buffer) total += buffer_bytes(buffer);
+        return total;
+    }
+
+    void run() {
+        char* memory = static_cast<char*>(args_.scratch);
+        char* end = memory + shared_;
+        Item* items[MAX_PLANS];
+        for (long plan = 0; plan < num_plans_; end += items_[plan++]) items[plan] = reinterpret_cast<Item*>(end);
+        for (long buffer = 2; buffer < args_.buffers; end += buffer_bytes(buffer++)) buffers_[buffer] = end;
+
+        Plan plans[MAX_PLANS];
+        for (long i = 0, next = 0; i < args_.count && next < num_plans_; ++i) {
+            const Operation& op = args_.operations[i];
+            if (op.kind != ATTENTION || op.plan != next) continue;
+            AttentionArgs shape = attention_args(op);
+            plans[next] = plan_items(shape, Geometry(shape), items[next]);
+            ++next;
+        }
+#pragma omp parallel num_threads(args_.threads)
+        for (long i = 0; i < args_.count; ++i) {
+            const Operation& op = args_.operations[i];
+            if (op.kind == NORM) {
+                norm_by_team(norm_args(op));
+            } else if (op.kind == LINEAR) {
+                LinearArgs product = linear_args(op);
+                product.scratch = memory;
+                linear_by_team(product);
+            } else {
+                attention_by_team(attention_args(op), plans[op.plan], items[op.plan], memory);
+            }
+        }
+    }
+
+    long work = 0;  // multiplications with weights, as a product counts them
+
+private:
+    long buffer_bytes(long buffer) const {
+        long element = args_.dtype == FLOAT32 ? 4 : 2;
+        return cache_lines(args_.tokens * args_.widths[buffer] * element);
+    }
+
+    NormArgs norm_args(const Operation& op) const {
+        NormArgs args;
+        args.x = buffers_[op.source];
+        args.weight = op.weight;
+        args.bias = op.bias;
+        args.y = buffers_[op.target];
+        args.rows = args_.tokens;
+        args.size = op.in;
+        args.eps = static_cast<float>(op.eps);
+        args.dtype = args_.dtype;
+        args.threads = args_.threads;
+        return args;
+    }
+
+    LinearArgs linear_args(const Operation& op) const {
+        LinearArgs args;
+        args.x = buffers_[op.source];
+        args.weight = op.weight;
+        args.bias = op.bias;
+        args.residual = op.residual < 0 ? nullptr : buffers_[op.residual];
+        args.y = buffers_[op.target];
+        args.scratch = nullptr;
+        args.rows = args_.tokens;
+        args.in = op.in;
+        args.out = op.out;
+        args.x_stride = op.in;
+        args.y_stride = op.gated ? op.out / 2 : op.out;
+        args.dtype = args_.dtype;
+        args.activation = static_cast<int>(op.activation);
+        args.gated = static_cast<int>(op.gated);
+        args.float_output = 0;
+        args.threads = args_.threads;
+        args.weight_bits = static_cast<int>(op.weight_bits);
+        args.group = static_cast<int>(op.group);
+        return args;
+    }
+
+    AttentionArgs attention_args(const Operation& op) const {
+        long element = args_.dtype == FLOAT32 ? 4 : 2;
+        AttentionArgs args;
+        const char* qkv = buffers_[op.source];
+        args.query = qkv;
+        args.key = qkv + op.heads * op.head_size * element;
+        args.value = qkv + (op.heads + op.kv_heads) * op.head_size * element;
+        args.cos = args_.ropes[2 * op.rope];
+        args.sin = args_.ropes[2 * op.rope + 1];
+        args.keys = op.keys;
+        args.values = op.values;
+        args.output = buffers_[op.target];
+        args.query_starts = args_.query_starts;
+        args.context_lens = args_.context_lens;
+        args.block_tables = args_.block_tables;
+        args.slots = args_.slots;
+        args.scratch = nullptr;
+        args.sequences = args_.sequences;
+        args.tokens = args_.tokens;
+        args.heads = op.heads;
+        args.kv_heads = op.kv_heads;
+        args.head_size = op.head_size;
+        args.block_size = op.block_size;
+        args.table_stride = args_.table_stride;
+        args.query_stride = args.key_stride = args.value_stride = (op.heads + 2 * op.kv_heads) * op.head_size;
+        args.rope_size = op.rope_size;
+        args.window = op.window;
+        args.scale = static_cast<float>(op.scale);
+        args.soft_cap = static_cast<float>(op.soft_cap);
+        args.dtype = args_.dtype;
+        args.threads = args_.threads;
+        return args;
+    }
+
+    const ProgramArgs& args_;
+    char* buffers_[MAX_BUFFERS];
+    long shared_ = 0, num_plans_ = 0, items_[MAX_PLANS];  // bytes of what operations share, and of each plan's items
+};
+
+long program_scratch(const ProgramArgs& args, long* work) {
+    Program program(args);
+    *work = program.work;
+    return program.bytes();
+}
+
+void program(const ProgramArgs& args) { Program(args).run(); }
+
+}  // namespace

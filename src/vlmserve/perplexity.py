@@ -1,0 +1,90 @@
+"""How well a model foretells a text, which is what quantizing it may cost: perplexity, e to the mean loss of a token.
+
+The text is cut into windows, and each token is foretold from those before it in its window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+import msgspec
+import torch
+from torch import Tensor
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.models.protocols import LoadedModel
+
+BLOCK_SIZE = 16
+ROWS_AT_ONCE = 256
+"""Rows of logits in memory: there may be as many columns as a vocabulary has tokens."""
+
+
+class Perplexity(msgspec.Struct, frozen=True):
+    """What came of a text: tokens that were foretold, and the mean of -log(probability)."""
+
+    num_tokens: int
+    loss: float
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.loss)
+
+
+def python_manual() -> str:
+    """A long English text that every Python brings along: the topics of ``help()``, of this Python's version."""
+    topics: dict[str, str] = import_module("pydoc_data.topics").topics
+    return "\n\n".join(topics[name].strip() for name in sorted(topics))
+
+
+@torch.inference_mode()
+def perplexity(
+    model: LoadedModel,
+    token_ids: Sequence[int],
+    *,
+    window: int = 1024,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Perplexity:
+    """Measure a model on a text. window: tokens of a window, at most what the model's positions allow.
+
+    progress: is told the tokens done and how many there are. Raises InvalidRequestError for less than two tokens.
+    """
+    window = min(window, model.max_position)
+    if len(token_ids) < 2:
+        raise InvalidRequestError("a text of less than two tokens leaves nothing to foretell")
+    decoder = model.language_model
+    num_blocks = -(-window // BLOCK_SIZE)
+    caches = decoder.allocate_cache(num_blocks, BLOCK_SIZE)
+    total, count = 0.0, 0
+    for start in range(0, len(token_ids) - 1, window):
+        tokens = torch.tensor(token_ids[start : start + window], device=model.device)
+        if len(tokens) < 2:
+            break
+        positions = torch.arange(len(tokens) - 1, device=model.device)
+        hidden = decoder.forward(decoder.embed(tokens[:-1]), positions, _one_sequence(positions, num_blocks), caches)
+        for first in range(0, len(hidden), ROWS_AT_ONCE):
+            targets = tokens[1 + first : 1 + first + ROWS_AT_ONCE]
+            total += _loss(decoder.logits(hidden[first : first + ROWS_AT_ONCE]), targets)
+        count += len(tokens) - 1
+        progress(start + len(tokens), len(token_ids))
+    return Perplexity(count, total / count)
+
+
+def _loss(logits: Tensor, targets: Tensor) -> float:
+    losses = logits.logsumexp(-1) - logits.gather(1, targets[:, None]).squeeze(1)
+    return float(losses.double().sum()) if losses.device.type == "cpu" else float(losses.sum())
+
+
+def _one_sequence(positions: Tensor, num_blocks: int) -> BatchMetadata:
+    length, device = len(positions), positions.device
+    return BatchMetadata(
+        query_starts=torch.tensor([0, length], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device)[None],
+        slot_mapping=positions,
+        query_lens=[length],
+        host_context_lens=[length],
+        num_decodes=int(length == 1),
+    )

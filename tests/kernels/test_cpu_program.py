@@ -1,0 +1,142 @@
+"""Programs of native kernels: the same numbers as call by call, and no value written over before its last use."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vlmserve
+from tests.checkpoints import make_llama
+from tests.paged import PagedRun
+from vlmserve.config import QuantizationConfig
+from vlmserve.kernels import cpu_program
+from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear
+from vlmserve.kernels.cpu_program import INPUT, LINEAR, OUTPUT, NotRecordable, Operation, Recording, assign_buffers
+from vlmserve.kernels.extension import supported_isas
+from vlmserve.models.decoder import Decoder
+from vlmserve.models.registry import load_model
+
+built = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
+
+
+def load_decoder(folder: Path, dtype: torch.dtype, quantize: str = "none") -> Decoder:
+    quantization = QuantizationConfig(scheme=quantize, group_size=32)
+    model = load_model(
+        folder, device=torch.device("cpu"), dtype=dtype, kernels="native", quantization=quantization
+    ).language_model
+    assert isinstance(model, Decoder)
+    return model
+
+
+def logits(decoder: Decoder, counts: list[list[int]]) -> torch.Tensor:
+    """Of three sequences, computed in batches that take so many tokens of each."""
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, 300, (length,), generator=generator) for length in (61, 1, 23)]
+    run = PagedRun(decoder, [decoder.embed(sequence) for sequence in sequences], block_size=16)
+    for count in counts:
+        run.step(count)
+    return torch.cat(run.finish([1, 1, 1]))
+
+
+@built
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "num_key_value_heads": 6}], ids=["plain", "biases"])
+def test_a_program_gives_what_its_kernels_give_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, quantize: str, overrides: dict[str, Any]
+) -> None:
+    folder = make_llama(tmp_path, **overrides)
+    counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
+    programs = []
+    record = Decoder._record
+    monkeypatch.setattr(Decoder, "_record", lambda *args: programs.append(record(*args)) or programs[-1])
+    at_once = logits(load_decoder(folder, dtype, quantize), counts)
+    assert len(programs) == 1
+    assert programs[0] is not None
+    monkeypatch.setattr(Decoder, "_record", lambda *args: None)
+    assert torch.equal(logits(load_decoder(folder, dtype, quantize), counts), at_once)
+
+
+@built
+def test_layers_that_need_torch_go_on_without_a_program(tmp_path: Path) -> None:
+    decoder = load_decoder(make_llama(tmp_path, mlp_bias=True), torch.float32)
+    assert decoder._record(decoder.allocate_cache(3, 16)) is None
+    assert logits(decoder, [[40, 1, 5]]).isfinite().all()
+
+
+@built
+def test_new_caches_are_recorded_anew(tmp_path: Path) -> None:
+    decoder = load_decoder(make_llama(tmp_path), torch.float32)
+    assert torch.equal(logits(decoder, [[61, 1, 23]]), logits(decoder, [[61, 1, 23]]))
+    first, second = decoder.allocate_cache(3, 16), decoder.allocate_cache(3, 16)
+    program = decoder._program(first)
+    assert decoder._program(first) is program
+    assert decoder._program(second) is not program
+
+
+@built
+def test_what_does_not_fit_a_kernel_is_not_recorded() -> None:
+    recording = Recording(8, torch.float32)
+    with pytest.raises(NotRecordable, match="8 features"):
+        NativeNorm(torch.ones(9), None, 1e-5)(recording.input)
+    with pytest.raises(NotRecordable, match="bfloat16"):
+        PackedLinear(torch.ones(4, 8).bfloat16())(recording.input)
+    for operation in (torch.relu, lambda x: x + 1, lambda x: x.float(), lambda x: x[0]):
+        with pytest.raises(NotRecordable):
+            operation(recording.input)
+    with pytest.raises(NotRecordable):
+        recording.finish(recording.input)
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[list[Operation], list[int]]:
+    """Products over values of two widths, the last of which is the result."""
+    widths = [draw(st.sampled_from([8, 16]))]
+    operations = []
+    for target in range(1, draw(st.integers(2, 20))):
+        # A value that nobody reads would have no last use; kernels leave none.
+        source = draw(st.integers(max(0, target - 4), target - 1))
+        width = draw(st.sampled_from([8, 16]))
+        alike = [value for value in range(target) if widths[value] == width]
+        residual = draw(st.sampled_from([-1, *alike]))
+        operations.append(Operation(LINEAR, source, target, residual))
+        widths.append(width)
+    return operations, widths
+
+
+@given(networks())
+@settings(max_examples=300, deadline=None)
+def test_no_value_is_written_over_before_its_last_use(network: tuple[list[Operation], list[int]]) -> None:
+    operations, widths = network
+    assigned, buffer_widths = assign_buffers(operations, widths, len(widths) - 1)
+    held = {INPUT: 0, -1: -1}
+    for wanted, operation in zip(operations, assigned, strict=True):
+        assert held[operation.source] == wanted.source
+        assert held[operation.residual] == wanted.residual
+        assert operation.target not in (INPUT, operation.source)
+        assert buffer_widths[operation.target] == widths[wanted.target]
+        held[operation.target] = wanted.target
+    assert held[OUTPUT] == len(widths) - 1
+
+
+def test_operations_are_laid_out_as_the_kernels_read_them() -> None:
+    table = (Path(vlmserve.__file__).parent / "kernels/csrc/table.h").read_text()
+    body = re.search(r"struct Operation \{(.*?)\n\};", table, re.DOTALL)
+    assert body is not None
+    names = []
+    for line in body.group(1).splitlines():
+        declaration = line.split("//")[0].strip().rstrip(";")
+        names += [name.split()[-1].lstrip("*") for name in declaration.split(",") if name]
+    renamed = {"in": "in_features", "out": "out_features"}
+    assert [renamed.get(name, name) for name in names] == list(Operation.__dataclass_fields__)
+    assert Operation.LAYOUT.size == 8 * len(names)
+    for limit in ("MAX_BUFFERS", "MAX_PLANS"):
+        stated = re.search(rf"{limit} = (\d+)", table)
+        assert stated is not None
+        assert int(stated.group(1)) == getattr(cpu_program, limit)

@@ -1,0 +1,217 @@
+"""Quantized checkpoints: written, read again, and read as the library whose format they have reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import make_llama, make_llava
+from tests.paged import PagedRun
+from vlmserve.config import QuantizationConfig
+from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.linear import Linear
+from vlmserve.models.decoder import Decoder
+from vlmserve.models.quantized import save_quantized
+from vlmserve.models.registry import load_model
+from vlmserve.quant.compressed_tensors import from_tensors, pack, to_tensors, unpack
+from vlmserve.quant.rtn import round_to_nearest
+
+CPU = torch.device("cpu")
+KERNELS = ["torch", *(["native"] if supported_isas() else [])]
+GROUPS_FIT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+TOKENS = torch.randint(0, 50, (19,), generator=torch.Generator().manual_seed(0))
+
+
+def logits(folder: Path, **options: Any) -> Tensor:
+    model = load_model(folder, device=CPU, dtype=torch.float32, **options).language_model
+    with torch.inference_mode():
+        return PagedRun(model, [model.embed(TOKENS)]).finish([len(TOKENS)])[0]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        QuantizationConfig(scheme="int8"),
+        QuantizationConfig(scheme="int4"),
+        QuantizationConfig(scheme="int4", symmetric=True, overrides={"*.layers.1.*": "int8", "*.down_proj": "none"}),
+    ],
+    ids=["int8", "int4", "mixed"],
+)
+def test_a_saved_model_computes_what_one_that_is_quantized_at_load_does(
+    tmp_path: Path, config: QuantizationConfig, tied: bool, kernels: str
+) -> None:
+    folder = make_llama(
+        tmp_path / "plain", **GROUPS_FIT, tie_word_embeddings=tied, attention_bias=True, shard_size="60KB"
+    )
+    done = []
+    saving = save_quantized(folder, tmp_path / "saved", config, lambda *progress: done.append(progress))
+    assert saving.after < saving.before
+    assert done[-1][0] == done[-1][1] == len(done)
+    actual = logits(tmp_path / "saved", kernels=kernels)
+    assert torch.equal(actual, logits(folder, kernels=kernels, quantization=config))
+    assert not torch.allclose(actual, logits(folder, kernels=kernels), atol=1e-2)
+    assert sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors")) >= saving.after
+
+
+def test_a_saved_model_that_sees_keeps_its_tower_and_all_other_files(tmp_path: Path) -> None:
+    folder = make_llava(tmp_path / "plain", text=GROUPS_FIT, published_names=True)
+    save_quantized(folder, tmp_path / "saved", QuantizationConfig(scheme="int8", vision=True))
+    files = {path.name for path in folder.iterdir()}
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == files
+    pixels = torch.randn(1, 3, 42, 42, generator=torch.Generator().manual_seed(0))
+    config = QuantizationConfig(scheme="int8", vision=True)
+    saved, at_load = (
+        load_model(place, device=CPU, dtype=torch.float32, quantization=choice).vision
+        for place, choice in ((tmp_path / "saved", None), (folder, config))
+    )
+    assert saved is not None
+    assert at_load is not None
+    with torch.inference_mode():
+        assert torch.equal(saved.encode([pixels])[0], at_load.encode([pixels])[0])
+
+
+# transformers 5 cannot load packed zero points, whoever wrote them.
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_transformers_reads_a_saved_model(tmp_path: Path, scheme: str) -> None:
+    folder = make_llama(tmp_path / "plain", **GROUPS_FIT, tie_word_embeddings=False)
+    save_quantized(folder, tmp_path / "saved", QuantizationConfig(scheme=scheme, symmetric=True))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(input_ids=TOKENS[None]).logits[0]
+    torch.testing.assert_close(logits(tmp_path / "saved", kernels="torch"), expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "columns"), [(4, 64), (4, 36), (8, 64), (8, 37)])
+def test_packed_tensors_are_those_of_the_library(bits: int, columns: int, symmetric: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = round_to_nearest(
+        torch.randn(21, columns, generator=generator), bits=bits, group_size=columns // 2, symmetric=symmetric
+    )
+    tensors = to_tensors(weight, symmetric=symmetric or bits == 8)
+    args = QuantizationArgs(
+        num_bits=bits,
+        symmetric=symmetric or bits == 8,
+        strategy="channel" if bits == 8 else "group",
+        group_size=None if bits == 8 else columns // 2,
+    )
+    unpacked = PackedQuantizationCompressor.decompress(dict(tensors), QuantizationScheme(targets=["X"], weights=args))
+    # Sums of bfloat16 scales times integers: the library rounds them once more.
+    torch.testing.assert_close(unpacked["weight"].float(), weight.dequantize(), atol=2e-2, rtol=1e-2)
+    again = from_tensors(tensors, [columns // 2])
+    assert torch.equal(again.dequantize(), weight.dequantize())
+    assert torch.equal(unpack(pack(weight.values, bits), bits, columns), weight.values)
+
+
+def quantized_llama(folder: Path, change: Any) -> Path:
+    """An int8 checkpoint whose tensors and quantization_config went through `change`."""
+    plain = make_llama(folder / "plain", **GROUPS_FIT)
+    save_quantized(plain, folder / "saved", QuantizationConfig(scheme="int8"))
+    weights, config_file = folder / "saved/model.safetensors", folder / "saved/config.json"
+    config, tensors = json.loads(config_file.read_text()), load_file(weights)
+    change(tensors, config["quantization_config"])
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config_file.write_text(json.dumps(config))
+    return folder / "saved"
+
+
+def test_bits_in_groups_that_no_kernel_knows_become_plain_weights(tmp_path: Path) -> None:
+    layer = "model.layers.0.mlp.down_proj"
+    expected = {}
+
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randint(0, 256, (64, 96), generator=generator, dtype=torch.uint8)
+        scales = torch.rand(64, 3, generator=generator) / 100
+        tensors[f"{layer}.weight_packed"], tensors[f"{layer}.weight_scale"] = pack(values, 8), scales
+        config["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 32}
+        expected["weight"] = QuantizedWeight(8, 32, values, scales, -128 * scales).dequantize()
+
+    folder = quantized_llama(tmp_path, change)
+    decoder = load_model(folder, device=CPU, dtype=torch.float32, kernels="torch").language_model
+    assert isinstance(decoder, Decoder)
+    down = decoder.get_submodule("layers.0.mlp.down_proj")
+    assert isinstance(down, Linear)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(down(x), x @ expected["weight"].T, atol=1e-4, rtol=1e-4)
+
+
+def _other_method(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["quant_method"] = "awq"
+
+
+def _floats(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["config_groups"]["group_0"]["weights"]["type"] = "float"
+
+
+def _inputs(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+
+
+def _no_scale(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    del tensors["model.layers.0.mlp.down_proj.weight_scale"]
+
+
+def _short_scale(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    tensors["model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(3, 1)
+
+
+def _other_shape(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for part, tensor in to_tensors(
+        round_to_nearest(torch.ones(64, 64), bits=8, group_size=64, symmetric=True), symmetric=True
+    ).items():
+        tensors[f"model.layers.0.mlp.down_proj.{part}"] = tensor
+
+
+def _partly(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for part in ("packed", "scale", "shape"):
+        del tensors[f"model.layers.0.self_attn.k_proj.weight_{part}"]
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.ones(32, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (_other_method, UnsupportedModelError, "awq"),
+        (_floats, UnsupportedModelError, "float"),
+        (_inputs, UnsupportedModelError, "input_activations"),
+        (_no_scale, MissingWeightsError, "down_proj.weight_scale"),
+        (_short_scale, ModelLoadError, "do not make a weight"),
+        (_other_shape, ModelLoadError, "down_proj"),
+        (_partly, UnsupportedModelError, "alike"),
+    ],
+)
+def test_what_cannot_be_loaded_is_an_error_that_says_why(
+    tmp_path: Path, change: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        logits(quantized_llama(tmp_path, change))
+
+
+def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
+    int8 = QuantizationConfig(scheme="int8")
+    with pytest.raises(ConfigurationError, match="not an empty folder"):
+        save_quantized(folder, folder, int8)
+    with pytest.raises(ConfigurationError, match="nothing to quantize"):
+        save_quantized(folder, tmp_path / "none", QuantizationConfig())
+    with pytest.raises(ConfigurationError, match="groups of 128"):
+        save_quantized(folder, tmp_path / "groups", QuantizationConfig(scheme="int4", group_size=128))
+    save_quantized(folder, tmp_path / "saved", int8)
+    with pytest.raises(ConfigurationError, match="already"):
+        save_quantized(tmp_path / "saved", tmp_path / "again", int8)
+    with pytest.raises(ConfigurationError, match="already"):
+        logits(tmp_path / "saved", quantization=int8)
