@@ -42,7 +42,7 @@ _PROCESSOR: Final[dict[str, Any]] = {
 
 
 def pixie_config() -> LlavaConfig:
-    """Return the architecture: a 6 x 192 CLIP ViT, a two-layer projector, a 4 x 256 Llama with 8 heads on 2."""
+    """Return the architecture: a 6 x 192 CLIP ViT, a two-layer projector, a 4 x 256 Llama with 8 heads on 4."""
     vision = CLIPVisionConfig(
         hidden_size=192,
         intermediate_size=768,
