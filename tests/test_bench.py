@@ -51,6 +51,16 @@ def test_figures_count_what_is_moved_and_multiplied(tmp_path: Path) -> None:
     assert multiplied == pytest.approx(expected, rel=0.02)
 
 
+def test_it_runs_on_the_threads_that_are_asked_for(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    config = EngineConfig(model="", device="cpu", kv_cache_memory="16MiB", num_threads=2 if before == 1 else 1)
+    try:
+        report = bench(config, make_llama(tmp_path), schemes=("none",), at_once=(1,), long_prompt_len=40, steps=2)
+        assert report.threads == config.num_threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_limits_are_measured() -> None:
     assert memory_bandwidth(torch.device("cpu"), num_bytes=2**20) > 0
     assert product_rate(torch.device("cpu"), torch.float32) > 0

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
-from vlmserve.engine.engine import Engine, choose_device
+from vlmserve.engine.engine import Engine, load
 from vlmserve.layers.linear import Embedding, Weight
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.models.registry import load_model
 from vlmserve.types import EngineRequest, ImageInput, Prompt, SamplingParams
 
 WARM_UP_STEPS = 3
@@ -104,16 +103,12 @@ def bench(
     prompt_len: tokens in the cache of each request that decodes. long_prompt_len: of the prompt that is prefilled, at
     most what the context holds. steps: how many are measured of each kind; medians are reported.
     """
-    device = choose_device(config.device)
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     figures: list[Figure] = []
     limits = info = None
     for scheme in schemes:
         progress(f"{scheme}: loading")
         settings = config.model_copy(update={"quantize": scheme, "enable_prefix_caching": False})
-        model = load_model(
-            folder, device=device, dtype=dtype, kernels=config.kernels, quantization=settings.quantization
-        )
+        model = load(settings, folder)
         limits = limits or Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
         engine = Engine.from_model(settings, model)
         info = engine.info

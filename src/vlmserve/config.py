@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from vlmserve.cores import media_threads
 from vlmserve.errors import ConfigurationError
 
 BUILT_IN_MODEL = "pixie"
@@ -68,7 +69,7 @@ Scheme = Literal["none", "int8", "int4"]
 class QuantizationConfig(Settings):
     """How weights are quantized at load.
 
-    scheme: int8 has a scale for each output, int4 a scale and a zero point for each group of inputs of an output.
+    scheme: int8 has a scale for each output, int4 a scale and a least value for each group of inputs of an output.
     overrides: schemes of layers by a pattern of their names, like ``{"language_model.layers.0.*": "int8"}``; the last
     one that fits counts. vision: whether the layers outside the language model are quantized as well.
     """
@@ -100,7 +101,7 @@ class EngineConfig(Settings):
     )
     quantize: Scheme = Field("none", description="Weights in 8 or 4 bits: int8, int4.")
     quantize_group_size: Literal[32, 64, 128] = Field(32, description="int4: inputs that share a scale.")
-    quantize_symmetric: bool = Field(False, description="int4: no zero points.")
+    quantize_symmetric: bool = Field(False, description="int4: zero in the middle of each range.")
     quantize_vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
     quantize_overrides: tuple[str, ...] = Field(
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
@@ -119,7 +120,9 @@ class EngineConfig(Settings):
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for embeddings of pictures seen before.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
     seed: int = Field(0, ge=0, description="Where the seeds of requests without one come from.")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores.")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of the engine; default: by the number of cores."
+    )
     mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
     mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")
 
@@ -150,7 +153,14 @@ class MediaConfig(Settings):
     )
     picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for prepared pictures seen before.")
     exact_pixels: bool = Field(False, description="Decode large JPEGs in full although few of their pixels are used.")
-    num_workers: int = Field(2, ge=1, description="Threads that decode and resize pictures.")
+    num_workers: int | None = Field(
+        None, ge=1, description="Threads that decode and resize pictures; default: 2 to 8, by the number of cores."
+    )
+
+    @property
+    def threads(self) -> int:
+        """Threads that decode and resize pictures."""
+        return self.num_workers or media_threads()
 
 
 class ServerConfig(Settings):

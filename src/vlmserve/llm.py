@@ -251,7 +251,7 @@ class LLM:
         if len(items) == 1:
             return [prepare(items[0])]
         prompts = []
-        with ThreadPoolExecutor(self._media.num_workers) as executor:
+        with ThreadPoolExecutor(self._media.threads) as executor:
             futures = [executor.submit(prepare, item) for item in items]
             for number, future in enumerate(futures):
                 try:

@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 
 import vlmserve
 from tests.checkpoints import make_llama
+from tests.native import built
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.kernels import cpu_program
 from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear
 from vlmserve.kernels.cpu_program import INPUT, LINEAR, OUTPUT, NotRecordable, Operation, Recording, assign_buffers
-from vlmserve.kernels.extension import supported_isas
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.registry import load_model
-
-built = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
 
 
 def load_decoder(folder: Path, dtype: torch.dtype, quantize: str = "none") -> Decoder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -10,19 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.native import built
 from vlmserve.kernels.cpu_sampling import draw
-from vlmserve.kernels.extension import choose_kernels, supported_isas
 
 CPU = torch.device("cpu")
-built = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
-
-
-@pytest.fixture(params=supported_isas() or ("none",))
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in turn; afterwards the best one is chosen again."""
-    choose_kernels(request.param, CPU, torch.float32)
-    yield request.param
-    choose_kernels(supported_isas()[0], CPU, torch.float32)
 
 
 class Row(NamedTuple):

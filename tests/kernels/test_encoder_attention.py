@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,23 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.native import built
 from vlmserve.kernels.cpu_native import encoder_attention
-from vlmserve.kernels.extension import choose_kernels, supported_isas
 from vlmserve.layers.encoder_attention import EncoderAttention
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 """Of values that are drawn from a normal distribution. bfloat16 has 8 bits, as queries, weights and results do."""
 
-pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
-
-
-@pytest.fixture(params=supported_isas() or ("none",))
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in turn; afterwards the best one is chosen again."""
-    choose_kernels(request.param, CPU, torch.float32)
-    yield request.param
-    choose_kernels(supported_isas()[0], CPU, torch.float32)
+pytestmark = built
 
 
 def random_qkv(pictures: int, length: int, heads: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.layers.rope import RopeSpec, RopeTables, apply_rope
+from vlmserve.layers.rope import Rope, RopeSpec, RopeTables, apply_rope
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -34,8 +34,18 @@ def test_queries_and_keys_turn_as_in_transformers(scaling: dict[str, Any]) -> No
     expected, _ = apply_rotary_pos_emb(query.transpose(0, 1)[None], query.transpose(0, 1)[None], cos, sin)
 
     frequencies = RopeSpec.from_config(32, 5e4, scaling, 2048).frequencies(torch.device("cpu"))
-    turned = apply_rope(query, RopeTables(positions, frequencies, torch.float32))
+    turned = apply_rope(query, RopeTables(Rope(frequencies), positions, 8192, torch.float32))
     torch.testing.assert_close(turned, expected[0].transpose(0, 1), atol=2e-5, rtol=0)
+
+
+def test_tables_grow_and_stay_what_they_were() -> None:
+    rope = Rope(torch.rand(4))
+    first = rope.upto(10)
+    assert rope.upto(len(first[0])) is first
+    for before, after in zip(first, rope.upto(len(first[0]) + 1), strict=True):
+        assert len(after) == 2 * len(before)
+        assert torch.equal(after[: len(before)], before)
+    assert len(rope.upto(100_000)[0]) == 100_000
 
 
 def test_parameters_of_transformers_5_carry_the_base() -> None:

@@ -13,9 +13,11 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama, make_llava
 from tests.paged import PagedRun
+from vlmserve.cli import app
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.extension import supported_isas
@@ -94,26 +96,49 @@ def test_transformers_reads_a_saved_model(tmp_path: Path, scheme: str) -> None:
     torch.testing.assert_close(logits(tmp_path / "saved", kernels="torch"), expected, atol=2e-2, rtol=0)
 
 
+def scheme_of(bits: int, columns: int, *, symmetric: bool) -> QuantizationScheme:
+    groups = {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": columns // 2}
+    return QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=bits, symmetric=symmetric, **groups)
+    )
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "columns"), [(4, 64), (4, 36), (8, 64), (8, 37)])
-def test_packed_tensors_are_those_of_the_library(bits: int, columns: int, symmetric: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_packed_tensors_come_back_as_they_were(bits: int, columns: int, symmetric: bool) -> None:
     weight = round_to_nearest(
-        torch.randn(21, columns, generator=generator), bits=bits, group_size=columns // 2, symmetric=symmetric
+        torch.randn(21, columns, generator=torch.Generator().manual_seed(0)),
+        bits=bits,
+        group_size=columns // 2,
+        symmetric=symmetric,
     )
-    tensors = to_tensors(weight, symmetric=symmetric or bits == 8)
-    args = QuantizationArgs(
-        num_bits=bits,
-        symmetric=symmetric or bits == 8,
-        strategy="channel" if bits == 8 else "group",
-        group_size=None if bits == 8 else columns // 2,
-    )
-    unpacked = PackedQuantizationCompressor.decompress(dict(tensors), QuantizationScheme(targets=["X"], weights=args))
-    # Sums of bfloat16 scales times integers: the library rounds them once more.
-    torch.testing.assert_close(unpacked["weight"].float(), weight.dequantize(), atol=2e-2, rtol=1e-2)
-    again = from_tensors(tensors, [columns // 2])
-    assert torch.equal(again.dequantize(), weight.dequantize())
     assert torch.equal(unpack(pack(weight.values, bits), bits, columns), weight.values)
+    tensors = to_tensors(weight, symmetric=symmetric)
+    assert torch.equal(from_tensors(tensors, [columns // 2]).dequantize(), weight.dequantize())
+    if symmetric:
+        unpacked = PackedQuantizationCompressor.decompress(tensors, scheme_of(bits, columns, symmetric=True))
+        # The library computes in the scales' type.
+        torch.testing.assert_close(unpacked["weight"].float(), weight.dequantize(), atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("bits", "columns", "symmetric"), [(4, 64, False), (4, 32, True), (8, 37, True), (8, 64, False)]
+)
+def test_tensors_that_the_library_packed_are_read(bits: int, columns: int, symmetric: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    groups = 2 if bits == 4 else 1
+    state = {
+        "weight": torch.randn(21, columns, generator=generator),
+        "weight_scale": torch.rand(21, groups, generator=generator) + 0.1,
+        "weight_zero_point": torch.zeros(21, groups, dtype=torch.int8),
+    }
+    if not symmetric:
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+        state["weight_zero_point"] = torch.randint(low, high, (21, groups), generator=generator).to(torch.int8)
+    scheme = scheme_of(bits, columns, symmetric=symmetric)
+    packed = PackedQuantizationCompressor.compress(state, scheme)
+    expected = PackedQuantizationCompressor.decompress(packed, scheme)["weight"]
+    torch.testing.assert_close(from_tensors(packed, [columns // 2]).dequantize(), expected, atol=1e-5, rtol=1e-5)
 
 
 def quantized_llama(folder: Path, change: Any) -> Path:
@@ -215,3 +240,14 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path: Path) -> None:
         save_quantized(tmp_path / "saved", tmp_path / "again", int8)
     with pytest.raises(ConfigurationError, match="already"):
         logits(tmp_path / "saved", quantization=int8)
+
+
+def test_the_command_writes_what_can_be_loaded(tmp_path: Path) -> None:
+    folder, out = make_llama(tmp_path / "plain", **GROUPS_FIT), tmp_path / "saved"
+    result = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--quantize", "int4"])
+    assert result.exit_code == 0, result.output
+    assert "MB" in result.output
+    assert torch.equal(logits(out), logits(folder, quantization=QuantizationConfig(scheme="int4")))
+    again = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--quantize", "int4"])
+    assert again.exit_code == 2
+    assert "not an empty folder" in again.output

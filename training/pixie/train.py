@@ -220,9 +220,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.pixie.train", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "runs", help="folder for state and result")
     parser.add_argument("--tower-steps", type=int, default=1200, help=f"steps of {TOWER_BATCH} pictures")
-    parser.add_argument("--model-steps", type=int, default=6500, help=f"steps of {MODEL_BATCH} rows of questions")
+    parser.add_argument("--model-steps", type=int, default=5800, help=f"steps of {MODEL_BATCH} rows of questions")
     parser.add_argument(
-        "--focus-steps", type=int, default=2500, help="the last of them, with mostly the questions that take longest"
+        "--focus-steps", type=int, default=2400, help="the last of them, with mostly the questions that take longest"
     )
     parser.add_argument(
         "--decay", type=float, default=0.7, help="last share of a stage in which its learning rate falls"

@@ -121,7 +121,8 @@ def quantize(
 ) -> None:
     """Write a checkpoint with its weights in 8 or 4 bits: vlmserve quantize MODEL OUT --quantize int4
 
-    The folder has the format of compressed-tensors; serve, ask and the others load it like any other.
+    serve, ask and the others load the folder like any other. With int8, or with --quantize-symmetric, it has the format
+    of compressed-tensors, which other servers read as well.
     """
     from vlmserve.cli.quantize import run_quantize
 

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vlmserve.config import EngineConfig
-from vlmserve.engine.engine import choose_device
+from vlmserve.engine.engine import load
 from vlmserve.models.hub import resolve_model
-from vlmserve.models.registry import load_model
 from vlmserve.perplexity import perplexity, python_manual
 from vlmserve.prompt.tokenizer import Tokenizer
 
@@ -23,8 +21,6 @@ def run_perplexity(
     config: EngineConfig, schemes: Sequence[str], text: Path | None, num_tokens: int | None, window: int
 ) -> None:
     """Measure a model with each way of quantizing it, and show how much each loses against the first."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     folder = resolve_model(config.model, config.revision)
     words = python_manual() if text is None else text.read_text("utf-8")
     token_ids = Tokenizer.from_folder(folder).encode(words)[:num_tokens]
@@ -34,13 +30,7 @@ def run_perplexity(
         for scheme in schemes:
             bar = progress.add_task(scheme, total=len(token_ids))
             show = partial(_show, progress, bar)
-            model = load_model(
-                folder,
-                device=choose_device(config.device),
-                dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
-                kernels=config.kernels,
-                quantization=config.model_copy(update={"quantize": scheme}).quantization,
-            )
+            model = load(config.model_copy(update={"quantize": scheme}), folder)
             result = perplexity(model, token_ids, window=window, progress=show)
             losses.append(result.value)
             change = f"{losses[-1] / losses[0] - 1:+.2%}" if len(losses) > 1 else ""

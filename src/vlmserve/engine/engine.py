@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
+from vlmserve.cores import engine_threads
 from vlmserve.engine.admission import check_request
 from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError
 from vlmserve.models.protocols import LoadedModel
@@ -57,16 +59,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
-        from vlmserve.models.hub import resolve_model
-        from vlmserve.models.registry import load_model
-
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        folder = resolve_model(config.model, config.revision) if folder is None else folder
-        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-        device = choose_device(config.device)
-        model = load_model(folder, device=device, dtype=dtype, kernels=config.kernels, quantization=config.quantization)
-        self._setup(config, model)
+        self._setup(config, load(config, folder))
 
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
@@ -265,6 +258,29 @@ def _snapshot(sequence: Sequence, *, runs: bool) -> RequestSnapshot:
         num_images=len(sequence.image_spans),
         num_blocks=len(sequence.block_table) - sequence.first_block,
     )
+
+
+def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
+    """The model that the settings name, on their device, with their threads; folder: where it is, if that is known."""
+    from vlmserve.models.hub import resolve_model
+    from vlmserve.models.registry import load_model
+
+    _set_threads(config.num_threads)
+    return load_model(
+        resolve_model(config.model, config.revision) if folder is None else folder,
+        device=choose_device(config.device),
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        kernels=config.kernels,
+        quantization=config.quantization,
+    )
+
+
+def _set_threads(wanted: int | None) -> None:
+    """As many threads as the settings say. Without any, what somebody else set stays, unless it is more than helps."""
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), engine_threads()))
 
 
 def choose_device(name: str) -> torch.device:

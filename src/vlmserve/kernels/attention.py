@@ -9,7 +9,7 @@ token ``t`` is in slot ``block_tables[s, t // block_size] * block_size + t % blo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,6 +54,17 @@ class LayerCache:
     keys: Tensor
     values: Tensor
     block_size: int
+
+
+class RotaryRows(NamedTuple):
+    """How tokens turn.
+
+    cos, sin: float32 ``[rows, size / 2]``. positions: int64 ``[tokens]``, the row of each token; None: its own number.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
 
 
 class AttentionBackend(Protocol):
@@ -110,7 +121,7 @@ class RotatingBackend(AttentionBackend, Protocol):
     def attend_rotated(
         self,
         qkv: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: RotaryRows,
         cache: LayerCache,
         spec: AttentionSpec,
         metadata: BatchMetadata,
@@ -119,7 +130,6 @@ class RotatingBackend(AttentionBackend, Protocol):
         """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
         queries and keys are still to be turned.
 
-        rope: cosines and sines, float32 ``[tokens, size / 2]``; element ``i`` of a head pairs with ``i + size / 2``,
-        and what lies behind ``size`` stays as it is.
+        Element ``i`` of a head pairs with ``i + size / 2`` of those that turn; what lies behind them stays as it is.
         """
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 from vlmserve.kernels.cpu_program import ATTENTION, CpuPlan, Recorded, RecordedRope
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
@@ -73,19 +73,20 @@ class CpuAttention:
 
     def prepare(self, metadata: BatchMetadata, block_size: int) -> CpuPlan:
         """Addresses and sizes of the batch."""
+        tables = metadata.block_tables.to(torch.int32)
         tensors = (
             metadata.query_starts.to(torch.int32).contiguous(),
             metadata.context_lens.to(torch.int32).contiguous(),
-            metadata.block_tables.to(torch.int32).contiguous(),
+            tables if tables.stride(1) == 1 else tables.contiguous(),
             metadata.slot_mapping.to(torch.int64).contiguous(),
         )
-        starts, contexts, tables, slots = (tensor.data_ptr() for tensor in tensors)
+        starts, contexts, blocks, slots = (tensor.data_ptr() for tensor in tensors)
         return CpuPlan(
             tensors=tensors,
-            addresses=(starts, contexts, tables, slots),
+            addresses=(starts, contexts, blocks, slots),
             num_sequences=len(metadata.query_lens),
             num_tokens=tensors[3].shape[0],
-            table_stride=tensors[2].shape[1],
+            table_stride=tensors[2].stride(0),
             threads=torch.get_num_threads(),
         )
 
@@ -101,14 +102,14 @@ class CpuAttention:
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         query, key, value = _heads_together(query), _heads_together(key), _heads_together(value)
-        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0)
+        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0, 0)
         strides = (query.stride(0), key.stride(0), value.stride(0), 0)
         return self._run(addresses, strides, query.dtype, cache, spec, plan)
 
     def attend_rotated(
         self,
         qkv: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: RotaryRows,
         cache: LayerCache,
         spec: AttentionSpec,
         metadata: BatchMetadata,
@@ -119,16 +120,17 @@ class CpuAttention:
             return _record(qkv, rope, cache, spec)
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
-        cos, sin = rope
+        cos, sin, positions = rope
         query, stride, size = qkv.data_ptr(), qkv.stride(0), qkv.element_size()
         key = query + spec.num_heads * spec.head_size * size
         value = key + spec.num_kv_heads * spec.head_size * size
-        addresses = (query, key, value, cos.data_ptr(), sin.data_ptr())
+        places = 0 if positions is None else positions.data_ptr()
+        addresses = (query, key, value, cos.data_ptr(), sin.data_ptr(), places)
         return self._run(addresses, (stride, stride, stride, 2 * cos.shape[1]), qkv.dtype, cache, spec, plan)
 
     def _run(
         self,
-        addresses: tuple[int, int, int, int, int],
+        addresses: tuple[int, int, int, int, int, int],
         strides: tuple[int, int, int, int],
         dtype: torch.dtype,
         cache: LayerCache,

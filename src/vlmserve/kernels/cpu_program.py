@@ -10,12 +10,13 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.attention import RotaryRows
 from vlmserve.kernels.extension import DTYPES, extension
 
 NORM, LINEAR, ATTENTION = range(3)
@@ -27,7 +28,8 @@ MAX_BUFFERS, MAX_PLANS = 16, 8
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
     """What all layers of a step pass to the kernels. tensors: keeps the memory behind `addresses`, which are those of
-    the query starts, context lengths, block tables and slots. table_stride: columns of the block tables."""
+    the query starts, context lengths, block tables and slots. table_stride: elements from one block table to the next.
+    """
 
     tensors: tuple[Tensor, ...]
     addresses: tuple[int, int, int, int]
@@ -82,7 +84,7 @@ class RecordedRope:
     size: int
 
     @property
-    def halves(self) -> RecordedRope:
+    def rows(self) -> RecordedRope:
         """Where a kernel looks for them."""
         return self
 
@@ -183,8 +185,8 @@ def assign_buffers(
                 free.remove(place)
         places[operation.target] = place
         free += [places[value] for value in over if places[value] > OUTPUT]
-        fields = astuple(operation)
-        assigned.append(Operation(fields[0], places[operation.source], place, places[operation.residual], *fields[4:]))
+        source, residual = places[operation.source], places[operation.residual]
+        assigned.append(replace(operation, source=source, target=place, residual=residual))
     return assigned, buffer_widths
 
 
@@ -196,8 +198,7 @@ class Program:
     ) -> None:
         """kept: the tensors behind the operations' addresses."""
         self._program: Callable[..., None] = extension().program
-        self._operations = b"".join(Operation.LAYOUT.pack(*astuple(operation)) for operation in operations)
-        self._table = array("q", self._operations)
+        self._table = array("q", b"".join(Operation.LAYOUT.pack(*astuple(operation)) for operation in operations))
         self._widths = array("q", widths)
         self._count = len(operations)
         self._dtype = dtype
@@ -206,12 +207,12 @@ class Program:
     def run(
         self,
         x: Tensor,
-        ropes: Sequence[tuple[Tensor, Tensor]],
+        ropes: Sequence[RotaryRows],
         plan: object,
     ) -> Tensor:
         """``[tokens, width]`` through all operations.
 
-        ropes: cosines and sines of each kind that was recorded, float32 ``[tokens, size / 2]``. plan: a `CpuPlan`.
+        ropes: of each kind that was recorded. plan: a `CpuPlan`.
         """
         assert isinstance(plan, CpuPlan)
         expected = plan.num_tokens, self._widths[INPUT]
@@ -219,7 +220,7 @@ class Program:
             raise ValueError(f"{tuple(x.shape)} of {x.dtype} does not fit a program for {expected} of {self._dtype}")
         x = x.contiguous()
         output = torch.empty(plan.num_tokens, self._widths[OUTPUT], dtype=self._dtype)
-        tables = array("q", [tensor.data_ptr() for pair in ropes for tensor in pair])
+        tables = array("q", [0 if tensor is None else tensor.data_ptr() for rows in ropes for tensor in rows])
         self._program(
             self._table.buffer_info()[0],
             self._widths.buffer_info()[0],

@@ -50,8 +50,7 @@ class Attention(nn.Module):
         if self._rotating is None:
             attended = self._attend(qkv, cache, step)
         else:
-            rope = step.rope.halves
-            attended = self._rotating.attend_rotated(qkv, rope, cache, self.spec, step.metadata, step.plan)
+            attended = self._rotating.attend_rotated(qkv, step.rope.rows, cache, self.spec, step.metadata, step.plan)
         output: Tensor = self.o_proj(attended, residual)
         return output
 

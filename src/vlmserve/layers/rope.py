@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.attention import RotaryRows
 
+FIRST_POSITIONS = 1024
 SCALINGS = ("default", "linear", "llama3")
 
 
@@ -78,25 +80,51 @@ class RopeSpec:
         return frequencies
 
 
-class RopeTables:
-    """Cosines and sines of a step's positions, for all layers; each form is made when it is first asked for."""
+class Rope:
+    """Cosines and sines of all positions so far, float32 ``[positions, size / 2]``, made as they are asked for."""
 
-    def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
-        """positions: int64 ``[tokens]``. frequencies: float32 ``[size / 2]``. dtype: of `signed`."""
+    def __init__(self, frequencies: Tensor) -> None:
+        """frequencies: float32 ``[size / 2]``."""
+        self.frequencies = frequencies
+        self._halves = self._compute(FIRST_POSITIONS)
+
+    @property
+    def size(self) -> int:
+        """Elements of a head that turn."""
+        return 2 * len(self.frequencies)
+
+    def upto(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of so many positions or more."""
+        known = len(self._halves[0])
+        if length > known:
+            self._halves = self._compute(max(length, 2 * known))
+        return self._halves
+
+    def _compute(self, length: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(length, device=self.frequencies.device)
+        angles = positions[:, None].float() * self.frequencies
+        return angles.cos(), angles.sin()
+
+
+class RopeTables:
+    """A step's positions and what belongs to them, for all layers; each form is made when it is first asked for."""
+
+    def __init__(self, rope: Rope, positions: Tensor, length: int, dtype: torch.dtype) -> None:
+        """positions: int64 ``[tokens]``, all below `length`. dtype: of `signed`."""
+        self._rope = rope
         self._positions = positions
-        self._frequencies = frequencies
+        self._length = length
         self._dtype = dtype
 
     @cached_property
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float32 ``[tokens, size / 2]``."""
-        angles = self._positions[:, None].float() * self._frequencies
-        return angles.cos(), angles.sin()
+    def rows(self) -> RotaryRows:
+        """For kernels that look up the positions by themselves."""
+        return RotaryRows(*self._rope.upto(self._length), self._positions)
 
     @cached_property
     def signed(self) -> tuple[Tensor, Tensor]:
         """For `apply_rope`: cosines twice, sines with the sign of each half, ``[tokens, 1, size]``."""
-        cos, sin = self.halves
+        cos, sin = (half[self._positions] for half in self._rope.upto(self._length))
         return torch.cat((cos, cos), -1)[:, None].to(self._dtype), torch.cat((-sin, sin), -1)[:, None].to(self._dtype)
 
 

@@ -14,7 +14,7 @@ from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
 from vlmserve.layers.attention import Attention, StepContext
 from vlmserve.layers.linear import Embedding, GatedLinear, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import RMSNorm
-from vlmserve.layers.rope import RopeTables
+from vlmserve.layers.rope import Rope, RopeTables
 from vlmserve.models.spec import ArchSpec
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
             if spec.tied_embeddings
             else OutputLinear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype, device=device)
         )
-        self.frequencies = spec.rope.frequencies(device)
+        self.rope = Rope(spec.rope.frequencies(device))
         self._recorded: tuple[list[LayerCache], Program | None] | None = None
 
     @property
@@ -126,12 +126,12 @@ class Decoder(nn.Module):
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
         step = StepContext(
             metadata,
-            RopeTables(positions, self.frequencies, self.dtype),
+            RopeTables(self.rope, positions, max(metadata.host_context_lens), self.dtype),
             self.backend.prepare(metadata, caches[0].block_size),
         )
         program = self._program(caches)
         if program is not None:
-            return program.run(embeddings, [step.rope.halves], step.plan)
+            return program.run(embeddings, [step.rope.rows], step.plan)
         return self._through_layers(embeddings, caches, step)
 
     def _through_layers(self, x: Tensor, caches: list[LayerCache], step: StepContext) -> Tensor:
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
     def _record(self, caches: list[LayerCache]) -> Program | None:
         recording = Recording(self.hidden_size, self.dtype)
         nothing: Any = None
-        step = StepContext(nothing, cast(Any, recording.rope(2 * len(self.frequencies))), nothing)
+        step = StepContext(nothing, cast(Any, recording.rope(self.rope.size)), nothing)
         try:
             return recording.finish(self._through_layers(recording.input, caches, step))
         except NotRecordable as error:

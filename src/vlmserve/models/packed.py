@@ -9,17 +9,9 @@ from torch import nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.linear import Linear, MergedLinear, TiedEmbedding
-from vlmserve.models.weights import Checkpoint
-from vlmserve.quant.compressed_tensors import PACKED, SCALE, SHAPE, ZERO_POINT, from_tensors
-
-
-def weight_names(path: str, module: nn.Module) -> list[str]:
-    """What a checkpoint calls the weight of a layer, or the weights that it is merged of: canonical, ``….weight``."""
-    if isinstance(module, MergedLinear):
-        parent = path.rpartition(".")[0]
-        return [f"{parent}.{part}.weight" for part in module.parts]
-    return [f"{path}.weight"]
+from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.models.weights import Checkpoint, weight_names
+from vlmserve.quant.compressed_tensors import PACKED, SCALE, SHAPE, SHIFT, ZERO_POINT, from_tensors
 
 
 def load_packed(checkpoint: Checkpoint, model: nn.Module, group_sizes: Sequence[int]) -> set[str]:
@@ -61,7 +53,7 @@ def _packed(name: str) -> str:
 
 def _read(checkpoint: Checkpoint, name: str, group_sizes: Sequence[int], device: torch.device) -> QuantizedWeight:
     layer = name.removesuffix("weight")
-    parts = (PACKED, SCALE, ZERO_POINT, SHAPE)
+    parts = (PACKED, SCALE, SHIFT, ZERO_POINT, SHAPE)
     tensors = {part: checkpoint.read(layer + part).to(device) for part in parts if layer + part in checkpoint.names}
     if missing := {PACKED, SCALE, SHAPE} - tensors.keys():
         raise MissingWeightsError(f"{checkpoint.folder} lacks {', '.join(layer + part for part in sorted(missing))}")

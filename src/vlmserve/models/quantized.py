@@ -16,9 +16,8 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.linear import Linear
-from vlmserve.models.packed import weight_names
 from vlmserve.models.registry import Description
-from vlmserve.models.weights import INDEX_NAME, Checkpoint, canonical_name
+from vlmserve.models.weights import INDEX_NAME, Checkpoint, canonical_name, weight_names
 from vlmserve.quant.compressed_tensors import describe, to_tensors
 from vlmserve.quant.model import choose_layers
 from vlmserve.quant.rtn import round_to_nearest

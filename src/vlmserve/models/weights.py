@@ -110,12 +110,23 @@ def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a checkpoint must have, under its canonical name, with the memory it goes to."""
     for path, module in model.named_modules():
         if isinstance(module, MergedLinear):
-            parent = path.rpartition(".")[0]
             for name, slot in module.slots():
-                yield f"{parent}.{name}", slot
+                yield _beside(path, name), slot
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path}.{name}", parameter
+
+
+def weight_names(path: str, module: nn.Module) -> list[str]:
+    """The canonical name of a layer's weight, or those of the weights that it is merged of."""
+    if isinstance(module, MergedLinear):
+        return [_beside(path, f"{part}.weight") for part in module.parts]
+    return [f"{path}.weight"]
+
+
+def _beside(path: str, name: str) -> str:
+    """The parts of a merged layer have names of their own where it stands."""
+    return f"{path.rpartition('.')[0]}.{name}"
 
 
 def _copy_file(path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor]) -> None:

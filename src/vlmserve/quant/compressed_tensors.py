@@ -3,6 +3,10 @@
 Of a layer ``X`` there are ``X.weight_packed``, unsigned values in the bits of int32 words, the first one lowest;
 ``X.weight_scale`` ``[out_features, groups]``; ``X.weight_shape``; and, unless the middle of the range stands for zero,
 ``X.weight_zero_point``, packed along the outputs. A weight is ``scale * (value - zero point)``.
+
+A zero point is a whole number, which a range from the least weight of a group to its largest does not have in general.
+For such weights there is a format of our own, which differs in one thing: instead of zero points it has
+``X.weight_shift`` ``[out_features, groups]``, and a weight is ``scale * value + shift``.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from torch import Tensor
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.quantized import QuantizedWeight
 
-METHOD = "compressed-tensors"
+METHOD, OWN_METHOD = "compressed-tensors", "vlmserve"
 FORMAT = "pack-quantized"
-PACKED, SCALE, ZERO_POINT, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
+PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
+ZERO_POINT, SHIFT = "weight_zero_point", "weight_shift"
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -39,13 +44,12 @@ def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool) -> dict[str, Tensor]:
-    """A weight as the tensors that a checkpoint holds of it; symmetric: the zero points are left out."""
-    # Scales of 4 bits are bfloat16 numbers already.
+    """A weight as the tensors that a checkpoint holds of it; symmetric: the middle of the range stands for zero."""
+    # Scales and shifts of 4 bits are bfloat16 numbers already.
     scales = weight.scales.bfloat16() if weight.bits == 4 else weight.scales
     tensors = {PACKED: pack(weight.values, weight.bits), SCALE: scales, SHAPE: torch.tensor(weight.shape)}
     if not symmetric:
-        zero_points = (-weight.shifts / weight.scales).round_().to(torch.uint8)
-        tensors[ZERO_POINT] = pack(zero_points.T.contiguous(), weight.bits).T.contiguous()
+        tensors[SHIFT] = weight.shifts.bfloat16() if weight.bits == 4 else weight.shifts
     return tensors
 
 
@@ -65,13 +69,13 @@ def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> Q
             f"{out_features} x {in_features}"
         )
     values = unpack(packed, bits, in_features)
-    if ZERO_POINT in tensors:
-        zero_points = unpack(tensors[ZERO_POINT].T, bits, out_features).T.float()
+    if SHIFT in tensors:
+        shifts = tensors[SHIFT].float()
+    elif ZERO_POINT in tensors:
+        shifts = unpack(tensors[ZERO_POINT].T, bits, out_features).T * -scales
     else:
-        zero_points = torch.full_like(scales, 2 ** (bits - 1))
-    shifts = -zero_points * scales
-    # With 4 bits the kernel keeps them in bfloat16, and what was saved was fitted to that.
-    return QuantizedWeight(bits, sizes[0], values, scales, shifts if bits == 8 else shifts.bfloat16().float())
+        shifts = -(2 ** (bits - 1)) * scales
+    return QuantizedWeight(bits, sizes[0], values, scales, shifts)
 
 
 def describe(targets: Mapping[int, Sequence[str]], ignore: Sequence[str], *, group_size: int, symmetric: bool) -> Any:
@@ -93,7 +97,7 @@ def describe(targets: Mapping[int, Sequence[str]], ignore: Sequence[str], *, gro
         for number, (bits, names) in enumerate(targets.items())
     }
     return {
-        "quant_method": METHOD,
+        "quant_method": METHOD if symmetric or 4 not in targets else OWN_METHOD,
         "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,
@@ -104,7 +108,7 @@ def describe(targets: Mapping[int, Sequence[str]], ignore: Sequence[str], *, gro
 def read_group_sizes(config: Mapping[str, Any]) -> list[int]:
     """The group sizes in a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
     method = config.get("quant_method")
-    if method != METHOD:
+    if method not in (METHOD, OWN_METHOD):
         raise UnsupportedModelError(
             f"the checkpoint is quantized by {method!r}, which is not supported ({METHOD!r} is); load the original one"
         )

@@ -13,8 +13,8 @@ def round_to_nearest(weight: Tensor, *, bits: int, group_size: int, symmetric: b
     """Quantize ``[out_features, in_features]``.
 
     bits: 8 takes one symmetric scale for each output, whatever the rest says; 4 takes groups of `group_size` inputs
-    (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range is fitted to the
-    group, but always holds zero.
+    (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range goes from the least
+    weight of a group to its largest.
     """
     weight = weight.detach().float()
     if bits == 8:
@@ -29,12 +29,11 @@ def round_to_nearest(weight: Tensor, *, bits: int, group_size: int, symmetric: b
     # The kernel keeps scales and shifts in bfloat16: values are fitted to the rounded ones.
     if symmetric:
         scales = _nonzero((grouped.abs().amax(2) / 7.5).bfloat16().float())
-        zero_points = torch.full_like(scales, 8)
+        shifts = -8 * scales
     else:
-        low, high = grouped.amin(2).clamp_(max=0), grouped.amax(2).clamp_(min=0)
+        low, high = grouped.amin(2), grouped.amax(2)
         scales = _nonzero(((high - low) / 15).bfloat16().float())
-        zero_points = (-low / scales).round_().clamp_(0, 15)
-    shifts = (-zero_points * scales).bfloat16().float()
+        shifts = low.bfloat16().float()
     values = ((grouped - shifts[..., None]) / scales[..., None]).round_().clamp_(0, 15).to(torch.uint8)
     values = values.view(out_features, -1)[:, :in_features].contiguous()
     return QuantizedWeight(4, group_size, values, scales, shifts)

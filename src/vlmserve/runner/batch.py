@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,60 +38,93 @@ class Batch:
     sampled_rows: Tensor
 
 
-def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
-    """Pack the chunks of a step, which has at least one, into one batch."""
-    num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
-    width = max(len(chunk.sequence.block_table) for chunk in step.chunks)
-    token_ids = np.empty(num_tokens, np.int64)
-    positions = np.empty(num_tokens, np.int64)
-    slots = np.empty(num_tokens, np.int64)
-    block_tables = np.zeros((len(step.chunks), width), np.int32)
-    image_rows: list[ImageRows] = []
-    sampled_rows: list[int] = []
-    row = 0
-    for index, chunk in enumerate(step.chunks):
-        sequence, count = chunk.sequence, chunk.num_tokens
-        start = sequence.num_computed
-        table = np.frombuffer(sequence.block_table, np.int32)
-        block_tables[index, : len(table)] = table
-        if count == 1:
-            token_ids[row] = sequence.token_ids[start]
-            positions[row] = start
-            slots[row] = sequence.block_table[start // block_size] * block_size + start % block_size
-        else:
-            place = np.arange(start, start + count)
-            token_ids[row : row + count] = sequence.token_ids[start : start + count]
-            positions[row : row + count] = place
-            slots[row : row + count] = table[place // block_size].astype(np.int64) * block_size + place % block_size
-        if sequence.image_spans:
-            for span in sequence.spans_between(start, start + count):
-                first, last = max(span.start, start), min(span.end, start + count)
-                image_rows.append(
-                    ImageRows(span.image.key, row + first - start, row + last - start, first - span.start)
-                )
-                token_ids[row + first - start : row + last - start] = 0
-        row += count
-        if chunk.samples:
-            sampled_rows.append(row - 1)
-    query_lens = [chunk.num_tokens for chunk in step.chunks]
-    context_lens = [chunk.sequence.num_computed + chunk.num_tokens for chunk in step.chunks]
-    metadata = BatchMetadata(
-        query_starts=_tensor(np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32), device),
-        context_lens=_tensor(np.asarray(context_lens, np.int32), device),
-        block_tables=_tensor(block_tables, device),
-        slot_mapping=_tensor(slots, device),
-        query_lens=query_lens,
-        host_context_lens=context_lens,
-        num_decodes=sum(length == 1 for length in query_lens),
-    )
-    return Batch(
-        token_ids=_tensor(token_ids, device),
-        positions=_tensor(positions, device),
-        metadata=metadata,
-        image_rows=image_rows,
-        sampled_rows=_tensor(np.asarray(sampled_rows, np.int64), device),
-    )
+class BatchBuilder:
+    """Packs the chunks of a step into one batch, in memory that it keeps: a batch is valid until the next is built.
 
+    Block tables stay where they are from step to step: while a sequence keeps its row, only its new blocks are written.
+    """
 
-def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._token_ids, self._positions, self._slots = np.empty((3, 0), np.int64)
+        self._tables = np.zeros((0, 0), np.int32)
+        # Which table each row holds, and how many blocks of it.
+        self._rows: list[tuple[array[int] | None, int]] = []
+
+    def build(self, step: Step) -> Batch:
+        """The batch of a step that has at least one chunk."""
+        counts = [chunk.num_tokens for chunk in step.chunks]
+        starts = [chunk.sequence.num_computed for chunk in step.chunks]
+        context_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+        num_tokens = sum(counts)
+        self._reserve(num_tokens, len(counts), max(len(chunk.sequence.block_table) for chunk in step.chunks))
+        for row, chunk in enumerate(step.chunks):
+            self._keep_table(row, chunk.sequence.block_table)
+        ends = np.cumsum(counts)
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
+        np.subtract(np.arange(num_tokens), (ends - context_lens)[sequence], out=positions)
+        np.multiply(self._tables[sequence, positions // self._block_size], self._block_size, out=slots, dtype=np.int64)
+        slots += positions % self._block_size
+        token_ids, image_rows = self._write_tokens(step, num_tokens)
+        sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
+        metadata = BatchMetadata(
+            query_starts=self._tensor(np.concatenate(([0], ends)).astype(np.int32)),
+            context_lens=self._tensor(np.asarray(context_lens, np.int32)),
+            block_tables=self._tensor(self._tables[: len(counts)]),
+            slot_mapping=self._tensor(slots),
+            query_lens=counts,
+            host_context_lens=context_lens,
+            num_decodes=counts.count(1),
+        )
+        return Batch(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            metadata=metadata,
+            image_rows=image_rows,
+            sampled_rows=self._tensor(np.asarray(sampled, np.int64)),
+        )
+
+    def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
+        """Make sure that there is memory for a batch of these sizes, and for some that are a little larger."""
+        if num_tokens > len(self._token_ids):
+            self._token_ids, self._positions, self._slots = np.empty((3, num_tokens * 5 // 4), np.int64)
+        rows, columns = self._tables.shape
+        if num_rows > rows or width > columns:
+            shape = max(rows, num_rows * 5 // 4), max(columns, width * 5 // 4 + 1)
+            self._tables = np.zeros(shape, np.int32)
+            self._rows = [(None, 0)] * shape[0]
+
+    def _keep_table(self, row: int, table: array[int]) -> None:
+        """Write what a row lacks of a table. A sequence that starts over has another table."""
+        owner, written = self._rows[row]
+        if owner is table and written == len(table):
+            return
+        if owner is not table:
+            self._tables[row, len(table) :] = 0
+            written = 0
+        self._tables[row, written : len(table)] = table[written:]
+        self._rows[row] = table, len(table)
+
+    def _write_tokens(self, step: Step, num_tokens: int) -> tuple[np.ndarray, list[ImageRows]]:
+        token_ids = self._token_ids[:num_tokens]
+        image_rows: list[ImageRows] = []
+        row = 0
+        for sequence, count, _ in step.chunks:
+            start = sequence.num_computed
+            if count == 1:
+                token_ids[row] = sequence.token_ids[start]
+            else:
+                token_ids[row : row + count] = sequence.token_ids[start : start + count]
+            if sequence.image_spans and start < sequence.num_prompt_tokens:
+                for span in sequence.spans_between(start, start + count):
+                    first, last = max(span.start, start), min(span.end, start + count)
+                    rows = ImageRows(span.image.key, row + first - start, row + last - start, first - span.start)
+                    token_ids[rows.first : rows.last] = 0
+                    image_rows.append(rows)
+            row += count
+        return token_ids, image_rows
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)

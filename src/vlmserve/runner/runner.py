@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.runner.batch import Batch, build_batch
+from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.sampling.sampler import SamplingRow, sample
 from vlmserve.scheduler.scheduler import ScheduledChunk, Step
@@ -36,10 +36,10 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self.model = model
         self.timings = RunTimings()
-        self._block_size = block_size
+        self._batches = BatchBuilder(block_size, model.device)
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         self._embeddings: dict[bytes, Tensor] = {}
-        self._logits_memory = torch.empty(0, model.language_model.vocab_size, device=model.device)
+        self._logits_memory = torch.empty(0, model.language_model.vocab_size)
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[int | None]:
@@ -53,7 +53,7 @@ class ModelRunner:
             return []
         self._encode(step.encode, step.evict)
         clock.append(time.perf_counter())
-        batch = build_batch(step, self._block_size, self.model.device)
+        batch = self._batches.build(step)
         clock.append(time.perf_counter())
         logits = self._logits(batch)
         clock.append(time.perf_counter())
@@ -78,18 +78,20 @@ class ModelRunner:
             self._embeddings[image.key] = embeddings.clone()
 
     def _logits(self, batch: Batch) -> Tensor:
-        """float32 ``[sampled rows, vocabulary]``, in memory that the next step writes over: pages of fresh memory would
-        cost more than all of sampling."""
+        """float32 ``[sampled rows, vocabulary]``. Native kernels write them where the next step's go as well: pages of
+        fresh memory would cost more than all of sampling."""
         language_model = self.model.language_model
         embeddings = language_model.embed(batch.token_ids)
         for rows in batch.image_rows:
             picture = self._embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
             embeddings[rows.first : rows.last] = picture
         hidden = language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers)
-        count = len(batch.sampled_rows)
-        if count > len(self._logits_memory):
-            self._logits_memory = torch.empty(count, language_model.vocab_size, device=self.model.device)
-        return language_model.logits(hidden[batch.sampled_rows], self._logits_memory[:count])
+        hidden = hidden[batch.sampled_rows]
+        if not self.model.native:
+            return language_model.logits(hidden)
+        if len(hidden) > len(self._logits_memory):
+            self._logits_memory = torch.empty(len(hidden), language_model.vocab_size)
+        return language_model.logits(hidden, self._logits_memory[: len(hidden)])
 
 
 def _sampling_row(chunk: ScheduledChunk) -> SamplingRow:

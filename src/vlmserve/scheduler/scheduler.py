@@ -8,6 +8,7 @@ computed again, and the outcome is the same either way.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -346,7 +347,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         # The deepest block first: it is of no use without those before it, so it is to be evicted before them.
         self.pool.release(reversed(sequence.block_table[sequence.first_block :]))
-        del sequence.block_table[:]
+        sequence.block_table = array("i")
         sequence.first_block = 0
         for key in sequence.block_keys:
             if self._computing.get(key) is sequence:

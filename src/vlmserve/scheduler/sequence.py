@@ -12,6 +12,7 @@ class Sequence:
     """Tokens so far, how many of them are in the KV cache, and where.
 
     token_ids: prompt and answer. num_computed: leading tokens whose keys and values are in `block_table`'s blocks.
+    block_table: grows while the sequence keeps its blocks; once they are gone, a new one takes its place.
     first_block: the first block of the table that is held; those before it are behind the attention window.
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
     num_encoded: pictures encoded for its sake.

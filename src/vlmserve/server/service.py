@@ -79,8 +79,8 @@ class Service:
         )
         # A slow picture must not hold up text, nor a slow host the pictures that are here already.
         self._text_workers = ThreadPoolExecutor(1, "prepare-text")
-        self._picture_workers = ThreadPoolExecutor(media.num_workers, "prepare-pictures")
-        self._fetch_workers = ThreadPoolExecutor(4 * media.num_workers, "prepare-remote")
+        self._picture_workers = ThreadPoolExecutor(media.threads, "prepare-pictures")
+        self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
         """Begin to serve. defaults: what requests that say nothing about sampling get."""

@@ -78,10 +78,10 @@ long attention_scratch(const AttentionArgs& args, long* work) {
 template <class Element>
 INLINE const Element* turned(const AttentionArgs& args, const Element* row, long token, Element* buffer) {
     if (!args.cos) return row;
-    long half = args.rope_size / 2;
+    long half = args.rope_size / 2, place = (args.positions ? args.positions[token] : token) * half;
     for (long i = 0; i < half; i += LANES) {
         long count = smaller(LANES, half - i);
-        f32x16 cos = load_some(args.cos + token * half + i, count), sin = load_some(args.sin + token * half + i, count);
+        f32x16 cos = load_some(args.cos + place + i, count), sin = load_some(args.sin + place + i, count);
         f32x16 first = load_some(row + i, count), second = load_some(row + half + i, count);
         store_some(buffer + i, first * cos - second * sin, count);
         store_some(buffer + half + i, second * cos + first * sin, count);

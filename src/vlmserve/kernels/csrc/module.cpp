@@ -225,13 +225,14 @@ PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 28);
+    Arguments from(values, count, 29);
     AttentionArgs args;
     args.query = from.address();
     args.key = from.address();
     args.value = from.address();
     args.cos = static_cast<const float*>(from.address());
     args.sin = static_cast<const float*>(from.address());
+    args.positions = static_cast<const std::int64_t*>(from.address());
     args.keys = from.address();
     args.values = from.address();
     args.output = from.address();
@@ -262,7 +263,7 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.widths = static_cast<const long*>(from.address());
     args.input = from.address();
     args.output = from.address();
-    args.ropes = static_cast<const float* const*>(from.address());
+    args.ropes = static_cast<const void* const*>(from.address());
     args.query_starts = static_cast<const std::int32_t*>(from.address());
     args.context_lens = static_cast<const std::int32_t*>(from.address());
     args.block_tables = static_cast<const std::int32_t*>(from.address());

@@ -121,8 +121,9 @@ private:
         args.query = qkv;
         args.key = qkv + op.heads * op.head_size * element;
         args.value = qkv + (op.heads + op.kv_heads) * op.head_size * element;
-        args.cos = args_.ropes[2 * op.rope];
-        args.sin = args_.ropes[2 * op.rope + 1];
+        args.cos = static_cast<const float*>(args_.ropes[3 * op.rope]);
+        args.sin = static_cast<const float*>(args_.ropes[3 * op.rope + 1]);
+        args.positions = static_cast<const std::int64_t*>(args_.ropes[3 * op.rope + 2]);
         args.keys = op.keys;
         args.values = op.values;
         args.output = buffers_[op.target];

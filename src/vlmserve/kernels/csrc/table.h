@@ -38,8 +38,9 @@ struct AttentionArgs {
     const void* query;  // [tokens, heads, head_size] of `dtype`, `query_stride` elements from token to token
     const void* key;    // [tokens, kv_heads, head_size]
     const void* value;  // as `key`
-    const float* cos;   // [tokens, rope_size / 2]: queries and keys are still to be turned; null: they are
+    const float* cos;   // [rows, rope_size / 2]: queries and keys are still to be turned; null: they are
     const float* sin;
+    const std::int64_t* positions;  // [tokens]: the row of each token; null: its own number
     void* keys;    // the cache: [blocks, kv_heads, tiles of a block, head_size * 16]
     void* values;  // [blocks, kv_heads, tiles of a block, head_size rounded up to 16 * 16]
     void* output;  // [tokens, heads * head_size] contiguous
@@ -80,7 +81,7 @@ struct ProgramArgs {
     const long* widths;         // of buffers, in elements; the first is the input, the second the output
     const void* input;          // [tokens, width] contiguous
     void* output;
-    const float* const* ropes;  // cosines and sines of each kind, [tokens, rope_size / 2]
+    const void* const* ropes;  // cosines, sines and positions of each kind, as in AttentionArgs
     const std::int32_t* query_starts;  // these as in AttentionArgs
     const std::int32_t* context_lens;
     const std::int32_t* block_tables;

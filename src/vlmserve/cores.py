@@ -1,0 +1,72 @@
+"""How many CPU cores there are to use, and who gets them.
+
+The engine's threads work in step: each product waits for the slowest of them, so one that shares its core with a
+picture's decoder holds up all. On a small machine everything shares; on a large one the engine leaves some cores to the
+server's process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import psutil
+
+SHARED_BY_ALL = 4
+"""Up to so many cores, leaving one free costs more than sharing it."""
+
+
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
+    """Logical cores that this process may run on at a time: those it is bound to, and what its container is given.
+
+    cgroups: where control groups are mounted, of version 1 or 2; process: the file that says in which ones this is.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # The group inside a container may look like the root, and limits of outer groups hold as well.
+    folders = {cgroups, cgroups / "cpu"}
+    for line in _read(process).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "cpu" in controllers.split(","):
+            root = cgroups if controllers == "" else cgroups / "cpu"
+            group = root / path.lstrip("/")
+            folders |= {folder for folder in (group, *group.parents) if folder.is_relative_to(root)}
+    return min([cores, *(math.ceil(quota) for folder in folders if (quota := _quota(folder)))])
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores that a control group is given, if it is limited."""
+    allowed, _, period = _read(folder / "cpu.max").partition(" ")
+    if not allowed:
+        allowed, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    try:
+        quota = int(allowed) / int(period)
+    except ValueError:  # "max", or no such file
+        return None
+    return quota if quota > 0 else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def engine_threads(cores: int | None = None, threads_per_core: int | None = None) -> int:
+    """Threads of the engine on so many logical cores; default: those of this machine."""
+    cores = usable_cores() if cores is None else cores
+    if cores <= SHARED_BY_ALL:
+        return cores
+    if threads_per_core is None:
+        threads_per_core = (psutil.cpu_count() or 1) // (psutil.cpu_count(logical=False) or 1)
+    if threads_per_core > 1:
+        # The two threads of a core share what products need; the second ones are left to everything else.
+        return cores // threads_per_core
+    return cores - max(1, cores // 16)
+
+
+def media_threads(cores: int | None = None) -> int:
+    """Threads that decode and resize pictures on so many logical cores; default: those of this machine."""
+    cores = usable_cores() if cores is None else cores
+    return min(8, max(2, cores // 8))

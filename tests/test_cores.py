@@ -1,0 +1,87 @@
+"""Cores that may be used, and who gets them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlmserve import cores
+from vlmserve.config import EngineConfig, MediaConfig
+from vlmserve.cores import engine_threads, media_threads, usable_cores
+from vlmserve.engine.engine import load
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+
+def limit(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(content)
+
+
+def group(tmp_path: Path, line: str) -> Path:
+    (tmp_path / "cgroup").write_text(line)
+    return tmp_path / "cgroup"
+
+
+def test_without_limits_all_cores_that_the_process_is_bound_to(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path, tmp_path / "none") == 8
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("200000 100000", 2), ("250000 100000", 3), ("max 100000", 8)])
+def test_a_container_of_version_2_has_what_it_is_given(tmp_path: Path, quota: str, expected: int) -> None:
+    limit(tmp_path, cpu_max=quota)
+    assert usable_cores(tmp_path, group(tmp_path, "0::/\n")) == expected
+
+
+def test_a_limit_of_an_outer_group_holds(tmp_path: Path) -> None:
+    limit(tmp_path / "outer", cpu_max="300000 100000\n")
+    limit(tmp_path / "outer" / "inner", cpu_max="max 100000\n")
+    assert usable_cores(tmp_path, group(tmp_path, "0::/outer/inner\n")) == 3
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("150000", 2), ("-1", 8)])
+def test_version_1(tmp_path: Path, quota: str, expected: int) -> None:
+    limit(tmp_path / "cpu" / "docker" / "x")
+    (tmp_path / "cpu" / "docker" / "x" / "cpu.cfs_quota_us").write_text(quota)
+    (tmp_path / "cpu" / "docker" / "x" / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(tmp_path, group(tmp_path, "4:memory:/docker/y\n3:cpu,cpuacct:/docker/x\n")) == expected
+
+
+@pytest.mark.parametrize(
+    ("logical", "threads_per_core", "expected"), [(1, 1, 1), (2, 2, 2), (4, 1, 4), (8, 1, 7), (16, 2, 8), (64, 1, 60)]
+)
+def test_the_engine_leaves_cores_where_there_are_many(logical: int, threads_per_core: int, expected: int) -> None:
+    assert engine_threads(logical, threads_per_core) == expected
+
+
+@pytest.mark.parametrize(("logical", "expected"), [(1, 2), (2, 2), (32, 4), (64, 8), (256, 8)])
+def test_pictures_get_few(logical: int, expected: int) -> None:
+    assert media_threads(logical) == expected
+    assert MediaConfig(num_workers=5).threads == 5
+
+
+def test_the_engine_takes_what_it_is_told_or_fewer_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(6)
+        monkeypatch.setattr("vlmserve.engine.engine.engine_threads", lambda: 3)
+        load(EngineConfig())
+        assert torch.get_num_threads() == 3
+        monkeypatch.setattr("vlmserve.engine.engine.engine_threads", lambda: 5)
+        load(EngineConfig())
+        assert torch.get_num_threads() == 3, "fewer that somebody set stay"
+        monkeypatch.setenv("OMP_NUM_THREADS", "6")
+        torch.set_num_threads(6)
+        load(EngineConfig())
+        assert torch.get_num_threads() == 6, "the environment's number stays"
+        load(EngineConfig(num_threads=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
