@@ -121,6 +121,16 @@ def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> Q
     return QuantizedWeight(4, group_size, values, scales, shifts.bfloat16().float())
 
 
+def largest_error_of_inputs(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """What rounding inputs to integers changes at most: to 16 bits for each row, with 4 bits to 8 for each group."""
+    if weight.bits == 8:
+        return 2 * x.double().abs().amax(1, keepdim=True) * weight.dequantize().double().abs().sum(1) / 2**15
+    padding = (0, -weight.shape[1] % weight.group_size)
+    inputs = F.pad(x.double(), padding).unflatten(1, (-1, weight.group_size)).abs().amax(2)
+    weights = F.pad(weight.dequantize().double(), padding).unflatten(1, (-1, weight.group_size)).abs().sum(2)
+    return inputs @ weights.T / 254 * 1.01
+
+
 @built
 @given(products, st.data(), st.booleans())
 @settings(max_examples=60, deadline=None)
@@ -132,9 +142,8 @@ def test_quantized_products_are_those_of_the_dequantized_weight(
     out_features = product.out_features * (2 if gated else 1)
     weight = data.draw(quantized_weights(out_features, product.in_features))
     plain = weight.dequantize().double()
-    magnitude = 2 * x.double().abs().amax(1, keepdim=True) * plain.abs().sum(1) / 2**15
     expected = F.linear(x.double(), plain)
-    error_of_inputs = magnitude * 2**20
+    error_of_inputs = largest_error_of_inputs(x, weight) * 2**20
     if gated:
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
@@ -179,12 +188,26 @@ def test_a_rows_product_is_the_same_whatever_else_is_in_the_batch(
 
 
 @built
+@pytest.mark.parametrize("rows", [1, 3, 12, 40])
+@pytest.mark.parametrize(("bits", "value"), [(8, 0), (8, 255), (4, 15)])
 @pytest.mark.usefixtures("isa")
-def test_quantized_products_of_no_numbers_and_of_zeros() -> None:
-    weight = QuantizedWeight(
-        8, 8, torch.full((3, 8), 130, dtype=torch.uint8), torch.ones(3, 1), torch.full((3, 1), -128.0)
-    )
-    packed = PackedLinear(weight)
+def test_the_largest_products_add_up(rows: int, bits: int, value: int) -> None:
+    in_features, group_size = 1664, {4: 128, 8: 1664}[bits]
+    values = torch.full((33, in_features), value, dtype=torch.uint8)
+    scales = torch.ones(33, in_features // group_size)
+    weight = QuantizedWeight(bits, group_size, values, scales, scales * (-128 if bits == 8 else 1))
+    x = torch.ones(rows, in_features) * torch.tensor([1.0, -1.0]).repeat(rows)[:rows, None]
+    expected = x @ weight.dequantize().T
+    torch.testing.assert_close(PackedLinear(weight)(x), expected, rtol=1e-5, atol=0)
+
+
+@built
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.usefixtures("isa")
+def test_quantized_products_of_no_numbers_and_of_zeros(bits: int) -> None:
+    values = torch.full((3, 8), {4: 10, 8: 130}[bits], dtype=torch.uint8)
+    shifts = torch.full((3, 1), {4: -8.0, 8: -128.0}[bits])
+    packed = PackedLinear(QuantizedWeight(bits, 8, values, torch.ones(3, 1), shifts))
     x = torch.zeros(3, 8)
     x[1, 2], x[2, 3] = float("nan"), float("inf")
     assert torch.equal(packed(x)[0], torch.zeros(3))

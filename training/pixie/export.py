@@ -42,7 +42,7 @@ _PROCESSOR: Final[dict[str, Any]] = {
 
 
 def pixie_config() -> LlavaConfig:
-    """Return the architecture: a 6 x 192 CLIP ViT, a two-layer projector, a 4 x 256 Llama with 8 heads on 2."""
+    """Return the architecture: a 6 x 192 CLIP ViT, a two-layer projector, a 4 x 256 Llama with 8 heads on 4."""
     vision = CLIPVisionConfig(
         hidden_size=192,
         intermediate_size=768,
@@ -59,7 +59,7 @@ def pixie_config() -> LlavaConfig:
         intermediate_size=768,
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=CONTEXT,
         rms_norm_eps=1e-5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,11 +24,13 @@ _WRITING: Final = len(SHAPES) + 1
 
 
 class LabelKind(NamedTuple):
-    """One thing to say of every cell; class 0 is "nothing". weight: its share of the loss."""
+    """One thing to say of every cell; class 0 is "nothing". weight: its share of the loss. late: not for the tower
+    alone, but when it learns with the whole model."""
 
     name: str
     num_classes: int
     weight: float
+    late: bool = False
 
 
 LABELS: Final = (
@@ -41,6 +44,10 @@ LABELS: Final = (
     LabelKind("rank of colour", MOST_ITEMS + 1, 1.0),
     LabelKind("rank of shape", MOST_ITEMS + 1, 1.0),
     LabelKind("rank of both", MOST_ITEMS + 1, 1.0),
+    # How many there are of its colour, of its shape, and of both: counting is asking any one of them.
+    LabelKind("count of colour", MOST_ITEMS + 1, 0.7, late=True),
+    LabelKind("count of shape", MOST_ITEMS + 1, 0.7, late=True),
+    LabelKind("count of both", MOST_ITEMS + 1, 0.7, late=True),
 )
 
 
@@ -55,22 +62,26 @@ def dense_labels(scene: Scene) -> npt.NDArray[np.uint8]:
             _draw_mask(draw, item, rank, IMAGE_SIZE / width, IMAGE_SIZE / height)
         covered = np.asarray(mask)[CELL_SIZE // 2 :: CELL_SIZE, CELL_SIZE // 2 :: CELL_SIZE]
         for rank, item in enumerate(scene.items, start=1):
-            before = scene.items[:rank]
-            among = (
-                sum(other.colour == item.colour for other in before),
-                sum(other.shape == item.shape for other in before),
-                sum((other.colour, other.shape) == (item.colour, item.shape) for other in before),
-            )
-            described = (SHAPES.index(item.shape) + 1, COLOURS.index(item.colour) + 1, 0, rank, *among)
+            alike = (*_alike(item, scene.items[:rank]), *_alike(item, scene.items))
+            described = (SHAPES.index(item.shape) + 1, COLOURS.index(item.colour) + 1, 0, rank, *alike)
             labels[:, covered == rank] = _column(*described)
     if scene.writing is not None:
         colour = COLOURS.index(scene.writing.colour) + 1
         boxes = zip(scene.writing.text, scene.writing.boxes, strict=True)
         for rank, (character, (left, top, right, bottom)) in enumerate(boxes, start=1):
             rows, columns = _cells(top, bottom, height), _cells(left, right, width)
-            described = (_WRITING, colour, _CHARACTERS.index(character) + 1, rank, 0, 0, 0)
+            described = (_WRITING, colour, _CHARACTERS.index(character) + 1, rank, *6 * (0,))
             labels[:, rows, columns] = _column(*described)[..., None]
     return labels
+
+
+def _alike(item: Item, among: Sequence[Item]) -> tuple[int, int, int]:
+    """How many have the item's colour, its shape, and both."""
+    return (
+        sum(other.colour == item.colour for other in among),
+        sum(other.shape == item.shape for other in among),
+        sum((other.colour, other.shape) == (item.colour, item.shape) for other in among),
+    )
 
 
 def _column(*classes: int) -> npt.NDArray[np.uint8]:

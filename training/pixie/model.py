@@ -84,13 +84,18 @@ class DenseHeads(nn.Module):
         return [head(x).view(*x.shape[:2], _CELLS, -1) for head in self.heads]
 
 
-def dense_loss(logits: list[Tensor], labels: Tensor) -> tuple[Tensor, list[float]]:
-    """The loss over uint8 ``[batch, kinds, grid, grid]`` labels, and of each kind the share of things named right."""
+def dense_loss(logits: list[Tensor], labels: Tensor, *, late: bool) -> tuple[Tensor, list[float]]:
+    """The loss over uint8 ``[batch, kinds, grid, grid]`` labels, and of each kind the share of things named right.
+
+    late: whether the kinds count that come late.
+    """
     batch = len(labels)
     cells = labels.view(batch, len(LABELS), _SIDE, CELLS_PER_PATCH, _SIDE, CELLS_PER_PATCH)
     targets = cells.permute(1, 0, 2, 4, 3, 5).reshape(len(LABELS), -1).long()
     total, right = torch.zeros((), device=labels.device), []
     for kind, scores, target in zip(LABELS, logits, targets, strict=True):
+        if kind.late and not late:
+            continue
         scores = scores.float().flatten(0, 2)
         losses = F.cross_entropy(scores, target, reduction="none")
         thing = target > 0

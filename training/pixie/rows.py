@@ -47,7 +47,7 @@ TASK_SHARES: Final[dict[Kind, dict[str, float]]] = {
 """How often each task is asked about each kind of picture: more of what takes long to learn."""
 FOCUS_SHARES: Final[dict[Kind, dict[str, float]]] = {
     **TASK_SHARES,
-    "grid": {"place": 2, "attribute": 4, "count": 48, "describe": 2, "where": 24, "exists": 17, "follow_up": 3},
+    "grid": {"place": 3, "attribute": 7, "count": 39, "describe": 3, "where": 26, "exists": 18, "follow_up": 4},
 }
 """The same for the last part of training, when the rest is nearly always right."""
 FOCUS_KIND_SHARES: Final = (0.84, 0.06, 0.04, 0.06)

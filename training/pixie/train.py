@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,8 +38,6 @@ AUXILIARY_WEIGHT = 0.4
 TOWER_LEARNING_RATE, MODEL_LEARNING_RATE = 2e-3, 2e-3
 TOWER_SHARE = 0.5
 """Of the learning rate, for the tower while the whole model learns."""
-FOCUS_RATE = 0.4
-"""Of the learning rate, where the last part of training begins; it falls to nothing from there."""
 SAVE_SECONDS = 180.0
 
 console = Console()
@@ -140,21 +138,24 @@ def train_tower(run: Run, steps: int) -> None:
         for step in range(run.state["tower_steps"], steps):
             random = np.random.default_rng((1, step))
             indices = np.sort(random.integers(0, run.pool.available, TOWER_BATCH))
-            loss, right = dense_loss(run.heads(run.tower(run.take("pictures", indices))), run.take("labels", indices))
+            features = run.tower(run.take("pictures", indices))
+            loss, right = dense_loss(run.heads(features), run.take("labels", indices), late=False)
             loss.backward()
             for optimizer in optimizers.values():
                 optimizer.step(run.scale(step, steps), AVERAGE_DECAY)
             average.add(loss.item(), *right)
-            show(step + 1, _news(average, ("loss", *(kind.name for kind in LABELS))))
+            news = _news(average, ("loss", *(kind.name for kind in LABELS if not kind.late)))
+            show(step + 1, news)
             if time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps:
                 run.save(tower_steps=step + 1, **{name: part.state_dict() for name, part in optimizers.items()})
                 saved = time.monotonic()
+                console.print(f"{step + 1} steps: {news}", highlight=False, soft_wrap=True)
 
 
-def train_model(run: Run, steps: int, rate: Callable[[int], float]) -> None:
+def train_model(run: Run, end: int, steps: int) -> None:
     """The whole model, on packed rows of questions, the dense labels as an auxiliary loss all along.
 
-    rate: the share of the learning rate at a step.
+    Goes on to step `end` of `steps`, over which the learning rate falls.
     """
     fresh = run.state["model_steps"] == 0
     if fresh:
@@ -165,15 +166,17 @@ def train_model(run: Run, steps: int, rate: Callable[[int], float]) -> None:
     optimizers = run.optimizers({name: share * MODEL_LEARNING_RATE for name, share in shares.items()})
     average, saved = _Average(), time.monotonic()
     with _progress("Whole model ", run.state["model_steps"], steps) as show:
-        for step in range(run.state["model_steps"], steps):
+        for step in range(run.state["model_steps"], end):
             answer_loss, right, dense_right = _model_step(run, step)
             for optimizer in optimizers.values():
-                optimizer.step(rate(step), min(AVERAGE_DECAY, (step + 1) / (step + 10)))
+                optimizer.step(run.scale(step, steps), min(AVERAGE_DECAY, (step + 1) / (step + 10)))
             average.add(answer_loss, right, *dense_right)
-            show(step + 1, _news(average, ("loss", "tokens", *(kind.name for kind in LABELS))))
-            if time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps:
+            news = _news(average, ("loss", "tokens", *(kind.name for kind in LABELS)))
+            show(step + 1, news)
+            if time.monotonic() - saved > SAVE_SECONDS or step + 1 == end:
                 run.save(model_steps=step + 1, **{name: part.state_dict() for name, part in optimizers.items()})
                 saved = time.monotonic()
+                console.print(f"{step + 1} steps: {news}", highlight=False, soft_wrap=True)
 
 
 def _model_step(run: Run, step: int) -> tuple[float, float, list[float]]:
@@ -193,7 +196,7 @@ def _model_step(run: Run, step: int) -> tuple[float, float, list[float]]:
     features = run.tower(run.take("pictures", unique))
     logits = run.decoder(tokens, positions, groups, branches, features[torch.from_numpy(places)], said).float()
     answer_loss = F.cross_entropy(logits, targets)
-    auxiliary, dense_right = dense_loss(run.heads(features), run.take("labels", unique))
+    auxiliary, dense_right = dense_loss(run.heads(features), run.take("labels", unique), late=True)
     (answer_loss + AUXILIARY_WEIGHT * auxiliary).backward()
     return answer_loss.item(), float((logits.argmax(-1) == targets).float().mean()), dense_right
 
@@ -217,12 +220,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.pixie.train", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "runs", help="folder for state and result")
     parser.add_argument("--tower-steps", type=int, default=1200, help=f"steps of {TOWER_BATCH} pictures")
-    parser.add_argument("--model-steps", type=int, default=6000, help=f"steps of {MODEL_BATCH} rows of questions")
+    parser.add_argument("--model-steps", type=int, default=5800, help=f"steps of {MODEL_BATCH} rows of questions")
     parser.add_argument(
-        "--decay", type=float, default=0.7, help="last share of a stage in which its learning rate falls"
+        "--focus-steps", type=int, default=2400, help="the last of them, with mostly the questions that take longest"
     )
     parser.add_argument(
-        "--focus-steps", type=int, default=850, help="further steps with mostly the questions that take longest"
+        "--decay", type=float, default=0.7, help="last share of a stage in which its learning rate falls"
     )
     parser.add_argument("--pool", type=int, default=20_000, help="pictures that are kept at a time")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between new pictures once the pool is full")
@@ -230,14 +233,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     run = Run(options)
-    if run.state["model_steps"] < options.model_steps:
+    begin_focus = options.model_steps - options.focus_steps
+    if run.state["model_steps"] < begin_focus:
         with run:
             if run.state["model_steps"] == 0:
                 train_tower(run, options.tower_steps)
-            train_model(run, options.model_steps, lambda step: run.scale(step, options.model_steps))
-    end = options.model_steps + options.focus_steps
+            train_model(run, begin_focus, options.model_steps)
     with Run(options, focus=True) as run:
-        train_model(run, end, lambda step: FOCUS_RATE * (end - step) / options.focus_steps)
+        train_model(run, options.model_steps, options.model_steps)
         console.print(f"Done: {export_run(run)}")
 
 

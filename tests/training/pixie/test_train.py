@@ -40,7 +40,7 @@ def test_every_item_and_character_has_its_labels():
             assert len(np.unique(by_name["rank"])) == things + 1
 
 
-def test_the_last_rank_among_like_items_is_their_number():
+def test_the_last_rank_among_like_items_is_their_number_and_so_is_their_count():
     for seed in range(60):
         scene = sample_scene(seed, "grid")
         labels = {kind.name: row for kind, row in zip(LABELS, dense_labels(scene), strict=True)}
@@ -51,6 +51,8 @@ def test_the_last_rank_among_like_items_is_their_number():
             assert labels["rank of shape"][shape].max() == sum(i.shape == item.shape for i in scene.items)
             alike = sum((i.colour, i.shape) == (item.colour, item.shape) for i in scene.items)
             assert labels["rank of both"][colour & shape].max() == alike
+            for kind, where in (("colour", colour), ("shape", shape), ("both", colour & shape)):
+                assert set(labels[f"count of {kind}"][where]) == {labels[f"rank of {kind}"][where].max()}
 
 
 def test_branches_of_a_row_see_what_is_common_and_themselves():
@@ -116,7 +118,7 @@ def test_a_run_trains_saves_resumes_and_exports(tmp_path, monkeypatch, tokenizer
     run(2, 2, 0)
     first = torch.load(tmp_path / "state.pt")
     assert (first["tower_steps"], first["model_steps"]) == (2, 2)
-    run(2, 2, 1)
+    run(2, 3, 1)
     second = torch.load(tmp_path / "state.pt")
     assert second["model_steps"] == 3
     before, after = (state["decoder"]["originals"]["embeddings.weight"] for state in (first, second))

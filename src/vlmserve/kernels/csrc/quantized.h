@@ -6,9 +6,10 @@
 // [group / 8][32][4] bytes, whose lower halves are the first four inputs and whose upper halves are the next four. `in` is
 // padded to a whole group (to four in 8 bits) with inputs of 0.
 //
-// With an instruction that multiplies bytes (VNNI) a row becomes 16-bit integers by a scale of its own, split into two
-// signed bytes, x = scale * (256 * high + low): two products of bytes cost what one of bfloat16 does, and lose less than
-// that would. Without, bytes become floats.
+// With an instruction that multiplies bytes (VNNI) inputs become integers as well. Beside weights of 8 bits a row becomes
+// 16-bit integers by a scale of its own, split into two signed bytes, x = scale * (256 * high + low): two products of bytes
+// cost what one of bfloat16 does, and lose less than that would. Beside weights of 4 bits, which lose far more, each group
+// of inputs becomes bytes by a scale of its own. Without the instruction bytes become floats.
 #pragma once
 
 #include "linear.h"
@@ -32,7 +33,8 @@ INLINE long tile_bytes(long in, int bits, long group) {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int QUANTIZED_BLOCK = 4;  // 16 integer sums and 8 of floats, of 32 registers
+constexpr int INT8_BLOCK = 4;  // 16 integer sums, of 32 registers
+constexpr int INT4_BLOCK = 6;  // 12 of them and as many of floats
 
 // Four inputs of a row, high and low bytes.
 struct Quad {
@@ -44,60 +46,80 @@ struct RowScale {
     std::int32_t high, low;  // sums of all bytes
 };
 
+// Four inputs of a row as bytes.
+typedef std::int32_t Four;
+
+// Of a row's inputs in a group. sum: of them all, as they are after rounding.
+struct GroupScale {
+    float scale, sum;
+};
+
 INLINE i32x16 dot_bytes(i32x16 sum, __m512i weights, std::int32_t inputs) {
     return bit_cast<i32x16>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), weights, _mm512_set1_epi32(inputs)));
+}
+
+// To the nearest, halves to even. The masked form, of which GCC does not think that it reads what was never written.
+INLINE i32x16 round_to_integers(f32x16 value) {
+    return bit_cast<i32x16>(_mm512_maskz_cvtps_epi32(0xffff, bit_cast<__m512>(value)));
 }
 
 // Of the elements' sizes; NaN if one is not finite.
 template <class T>
 INLINE float largest_size(const T* x, long count) {
-    f32x16 most{};
-    i32x16 fine = broadcast(0) == broadcast(0);
+    i32x16 most{};
+    // As integers, sizes are in order, and what is no number comes after infinity.
     for (long i = 0; i < count; i += LANES) {
-        f32x16 value = load_some(x + i, smaller(LANES, count - i));
-        f32x16 size = maximum(value, -value);
-        fine &= size < __builtin_inff();
-        most = maximum(most, size);
+        i32x16 size = bit_cast<i32x16>(load_some(x + i, smaller(LANES, count - i))) & 0x7fffffff;
+        most = most > size ? most : size;
     }
-    for (int i = 0; i < LANES; ++i)
-        if (!fine[i]) return __builtin_nanf("");
-    return largest(most);
+    constexpr std::int32_t INFINITE = 0x7f800000;
+    bool finite = !_mm512_cmpge_epi32_mask(bit_cast<__m512i>(most), _mm512_set1_epi32(INFINITE));
+    return finite ? largest(bit_cast<f32x16>(most)) : __builtin_nanf("");
 }
 
-// Row `place` of a block of `count` rows, whose quads lie side by side. group_sums: of each group, likewise; or null.
+// Row `place` of a block of `count` rows, whose quads lie side by side.
 template <class T>
-void split_row(const T* x, long in, long padded, long group, Quad* quads, RowScale* scale, float* group_sums, long place,
-               long count) {
+void split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales, long place, long count) {
     constexpr float MOST = 127 * 256 + 127;
     float most = largest_size(x, in);
     float factor = most > 0 ? MOST / most : 0.0f;
-    RowScale result = {most == most ? most / MOST : most, 0, 0};
+    i32x16 high_sums{}, low_sums{};
+    for (long i = 0; i < padded; i += LANES) {
+        f32x16 scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32x16{};
+        i32x16 value = round_to_integers(scaled);
+        i32x16 high = (value + 128) >> 8, low = value - (high << 8);
+        high_sums += high;
+        low_sums += low;
+        auto high_quads = bit_cast<i32x4>(__builtin_convertvector(high, s8x16));
+        auto low_quads = bit_cast<i32x4>(__builtin_convertvector(low, s8x16));
+        long num_quads = smaller(LANES, padded - i) / 4;
+        for (long quad = 0; quad < num_quads; ++quad)
+            quads[(i / 4 + quad) * count + place] = {high_quads[quad], low_quads[quad]};
+    }
+    scales[place] = {most == most ? most / MOST : most, sum(high_sums), sum(low_sums)};
+}
+
+// As split_row, each group of inputs by a scale of its own.
+template <class T>
+void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* scales, long place, long count) {
     for (long start = 0; start < padded; start += group) {
-        i32x16 high_sums{}, low_sums{};
+        float most = largest_size(x + start, smaller(group, in - start));
+        float factor = most > 0 ? 127 / most : 0.0f, scale = most == most ? most / 127 : most;
+        i32x16 total{};
         for (long i = start; i < start + group; i += LANES) {
             f32x16 scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32x16{};
-            scaled = most == most ? scaled : f32x16{};
-            i32x16 value = __builtin_convertvector(scaled + choose(scaled < 0.0f, broadcast(-0.5f), broadcast(0.5f)), i32x16);
-            i32x16 high = (value + 128) >> 8, low = value - (high << 8);
-            high_sums += high;
-            low_sums += low;
-            auto high_quads = bit_cast<i32x4>(__builtin_convertvector(high, s8x16));
-            auto low_quads = bit_cast<i32x4>(__builtin_convertvector(low, s8x16));
-            long num_quads = smaller(LANES, start + group - i) / 4;
-            for (long quad = 0; quad < num_quads; ++quad)
-                quads[(i / 4 + quad) * count + place] = {high_quads[quad], low_quads[quad]};
+            i32x16 value = round_to_integers(scaled);
+            total += value;
+            auto bytes = bit_cast<i32x4>(__builtin_convertvector(value, s8x16));
+            long num_fours = smaller(LANES, start + group - i) / 4;
+            for (long four = 0; four < num_fours; ++four) fours[(i / 4 + four) * count + place] = bytes[four];
         }
-        std::int32_t high_sum = sum(high_sums), low_sum = sum(low_sums);
-        result.high += high_sum;
-        result.low += low_sum;
-        if (group_sums) group_sums[start / group * count + place] = static_cast<float>(256 * high_sum + low_sum);
+        scales[start / group * count + place] = {scale, scale * static_cast<float>(sum(total))};
     }
-    scale[place] = result;
 }
 
 template <int ROWS>
-INLINE void multiply_int8(const Quad* x, const RowScale* rows, const float*, const u8* tile, long in, long,
-                          f32x16 (&sums)[ROWS][2]) {
+INLINE void multiply_int8(const Quad* x, const RowScale* rows, const u8* tile, long in, f32x16 (&sums)[ROWS][2]) {
     i32x16 high[ROWS][2] = {}, low[ROWS][2] = {};
     const u8* weights = tile + TILE * sizeof(float);
     for (long quad = 0; quad < in / 4; ++quad) {
@@ -125,69 +147,70 @@ INLINE void multiply_int8(const Quad* x, const RowScale* rows, const float*, con
 }
 
 template <int ROWS>
-INLINE void multiply_int4(const Quad* x, const RowScale* rows, const float* group_sums, const u8* tile, long in, long group,
+INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile, long in, long group,
                           f32x16 (&sums)[ROWS][2]) {
     for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = f32x16{};
     const __m512i nibble = _mm512_set1_epi8(15);
-    for (long number = 0; number < in / group; ++number, tile += group_bytes(group)) {
-        i32x16 high[ROWS][2] = {}, low[ROWS][2] = {};
+    for (long number = 0; number < in / group; ++number, tile += group_bytes(group), rows += ROWS) {
+        i32x16 dots[ROWS][2] = {};
         const u8* weights = tile + TILE * 2 * sizeof(bf16);
-        const Quad* inputs = x + number * group / 4 * ROWS;
-        for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE, inputs += 2 * ROWS) {
+        for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE, x += 2 * ROWS) {
             __builtin_prefetch(weights + PREFETCH_BYTES);
             __builtin_prefetch(weights + PREFETCH_BYTES + 64);
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                __m512i both = _mm512_loadu_si512(weights + half * 64);
-                __m512i first = _mm512_and_si512(both, nibble);
-                __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-#pragma GCC unroll 4
-                for (int row = 0; row < ROWS; ++row) {
-                    high[row][half] = dot_bytes(high[row][half], first, inputs[row].high);
-                    low[row][half] = dot_bytes(low[row][half], first, inputs[row].low);
-                    high[row][half] = dot_bytes(high[row][half], second, inputs[ROWS + row].high);
-                    low[row][half] = dot_bytes(low[row][half], second, inputs[ROWS + row].low);
-                }
-            }
+            __m512i left = _mm512_loadu_si512(weights), right = _mm512_loadu_si512(weights + 64);
+            __m512i first[2] = {_mm512_and_si512(left, nibble), _mm512_and_si512(right, nibble)};
+            __m512i second[2] = {_mm512_and_si512(_mm512_srli_epi16(left, 4), nibble),
+                                 _mm512_and_si512(_mm512_srli_epi16(right, 4), nibble)};
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row)
+                for (int half = 0; half < 2; ++half) dots[row][half] = dot_bytes(dots[row][half], first[half], x[row]);
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row)
+                for (int half = 0; half < 2; ++half)
+                    dots[row][half] = dot_bytes(dots[row][half], second[half], x[ROWS + row]);
         }
-        const bf16* scales = reinterpret_cast<const bf16*>(tile);
+        const bf16* parameters = reinterpret_cast<const bf16*>(tile);
         for (int half = 0; half < 2; ++half) {
-            f32x16 scale = load(scales + half * LANES), shift = load(scales + TILE + half * LANES);
+            f32x16 scale = load(parameters + half * LANES), shift = load(parameters + TILE + half * LANES);
             for (int row = 0; row < ROWS; ++row) {
-                f32x16 dot = __builtin_convertvector((high[row][half] << 8) + low[row][half], f32x16);
-                sums[row][half] += dot * scale + group_sums[number * ROWS + row] * shift;
+                sums[row][half] += __builtin_convertvector(dots[row][half], f32x16) * (scale * rows[row].scale);
+                sums[row][half] += shift * rows[row].sum;
             }
         }
     }
-    for (int row = 0; row < ROWS; ++row)
-        for (int half = 0; half < 2; ++half) sums[row][half] *= rows[row].scale;
 }
 
 #else
 
 #if defined(__AVX512F__)
-constexpr int QUANTIZED_BLOCK = 4;
+constexpr int INT8_BLOCK = 4, INT4_BLOCK = 4;
 #else
-constexpr int QUANTIZED_BLOCK = 2;
+constexpr int INT8_BLOCK = 2, INT4_BLOCK = 2;
 #endif
 
 struct Quad {
     float values[4];
 };
+typedef Quad Four;
 
 struct RowScale {};
 
+struct GroupScale {
+    float sum;
+};
+
 template <class T>
-void split_row(const T* x, long in, long padded, long group, Quad* quads, RowScale*, float* group_sums, long place,
-               long count) {
+void split_row(const T* x, long in, long padded, Quad* quads, RowScale*, long place, long count) {
+    for (long i = 0; i < padded; ++i) quads[i / 4 * count + place].values[i % 4] = i < in ? to_float(x[i]) : 0.0f;
+}
+
+template <class T>
+void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* sums, long place, long count) {
+    split_row(x, in, padded, fours, static_cast<RowScale*>(nullptr), place, count);
     for (long start = 0; start < padded; start += group) {
         float total = 0;
-        for (long i = start; i < start + group; ++i) {
-            float value = i < in ? to_float(x[i]) : 0.0f;
-            quads[i / 4 * count + place].values[i % 4] = value;
-            total += value;
-        }
-        if (group_sums) group_sums[start / group * count + place] = total;
+        for (long i = start; i < smaller(start + group, in); ++i) total += to_float(x[i]);
+        sums[start / group * count + place].sum = total;
     }
 }
 
@@ -198,8 +221,7 @@ INLINE u32x16 load_bytes(const u8* from) {
 }
 
 template <int ROWS>
-INLINE void multiply_int8(const Quad* x, const RowScale*, const float*, const u8* tile, long in, long,
-                          f32x16 (&sums)[ROWS][2]) {
+INLINE void multiply_int8(const Quad* x, const RowScale*, const u8* tile, long in, f32x16 (&sums)[ROWS][2]) {
     for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = f32x16{};
     const u8* weights = tile + TILE * sizeof(float);
     for (long quad = 0; quad < in / 4; ++quad)
@@ -217,13 +239,13 @@ INLINE void multiply_int8(const Quad* x, const RowScale*, const float*, const u8
 }
 
 template <int ROWS>
-INLINE void multiply_int4(const Quad* x, const RowScale*, const float* group_sums, const u8* tile, long in, long group,
+INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile, long in, long group,
                           f32x16 (&sums)[ROWS][2]) {
     for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = f32x16{};
     for (long number = 0; number < in / group; ++number, tile += group_bytes(group)) {
-        const bf16* scales = reinterpret_cast<const bf16*>(tile);
+        const bf16* parameters = reinterpret_cast<const bf16*>(tile);
         const u8* weights = tile + TILE * 2 * sizeof(bf16);
-        const Quad* inputs = x + number * group / 4 * ROWS;
+        const Four* inputs = x + number * group / 4 * ROWS;
         for (int half = 0; half < 2; ++half) {
             f32x16 dots[ROWS] = {};
             for (long octet = 0; octet < group / 8; ++octet) {
@@ -235,78 +257,105 @@ INLINE void multiply_int4(const Quad* x, const RowScale*, const float* group_sum
                         dots[row] += inputs[(2 * octet + i / 4) * ROWS + row].values[i % 4] * weight;
                 }
             }
-            f32x16 scale = load(scales + half * LANES), shift = load(scales + TILE + half * LANES);
+            f32x16 scale = load(parameters + half * LANES), shift = load(parameters + TILE + half * LANES);
             for (int row = 0; row < ROWS; ++row)
-                sums[row][half] += dots[row] * scale + group_sums[number * ROWS + row] * shift;
+                sums[row][half] += dots[row] * scale + rows[number * ROWS + row].sum * shift;
         }
     }
 }
 
 #endif
 
-// Where a call's prepared rows are in its scratch memory.
-struct Prepared {
+// Rows, prepared for a weight of 8 bits, and where they are in the scratch memory of a call.
+struct Int8Rows {
+    static constexpr int BLOCK = INT8_BLOCK;
+    long in, padded;
     Quad* quads;
     RowScale* scales;
-    float* group_sums;
-    long padded, groups;
 
-    explicit Prepared(const LinearArgs& args) {
-        padded = padded_in(args);
-        groups = args.weight_bits == 4 ? padded / args.group : 0;
+    explicit Int8Rows(const LinearArgs& args) : in(args.in), padded(padded_in(args)) {
         quads = static_cast<Quad*>(args.scratch);
-        group_sums = reinterpret_cast<float*>(quads + args.rows * (padded / 4));
-        scales = reinterpret_cast<RowScale*>(group_sums + args.rows * groups);
+        scales = reinterpret_cast<RowScale*>(quads + args.rows * (padded / 4));
+    }
+
+    long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Quad)); }
+    long bytes(long rows) const { return rows * (row_bytes() + static_cast<long>(sizeof(RowScale))); }
+
+    template <class T>
+    void prepare(const T* x, long first, long place, long count) const {
+        split_row(x, in, padded, quads + first * (padded / 4), scales + first, place, count);
+    }
+
+    template <int ROWS>
+    static void multiply(const Int8Rows& rows, const u8* weight, long row, long tile, f32x16 (&sums)[ROWS][2]) {
+        multiply_int8(rows.quads + row * (rows.padded / 4), rows.scales + row, weight + tile * tile_bytes(rows.padded, 8, 0),
+                      rows.padded, sums);
     }
 };
 
-template <class T>
-void prepare_block(const LinearArgs& args, const Prepared& to, long block) {
-    long first = block_start(args.rows, block, QUANTIZED_BLOCK);
-    long count = block_start(args.rows, block + 1, QUANTIZED_BLOCK) - first;
-    for (long row = 0; row < count; ++row)
-        split_row(static_cast<const T*>(args.x) + (first + row) * args.x_stride, args.in, to.padded,
-                  to.groups ? args.group : to.padded, to.quads + first * (to.padded / 4), to.scales + first,
-                  to.groups ? to.group_sums + first * to.groups : nullptr, row, count);
-}
+// Likewise for one of 4 bits.
+struct Int4Rows {
+    static constexpr int BLOCK = INT4_BLOCK;
+    long in, padded, group;
+    Four* fours;
+    GroupScale* scales;
 
-template <class T, class Out, int ROWS>
-void run_quantized(const LinearArgs& args, const Prepared& from, long row, long tile) {
-    f32x16 sums[ROWS][2];
-    const u8* weights = static_cast<const u8*>(args.weight) + tile * tile_bytes(from.padded, args.weight_bits, args.group);
-    const Quad* quads = from.quads + row * (from.padded / 4);
-    if (args.weight_bits == 8)
-        multiply_int8<ROWS>(quads, from.scales + row, nullptr, weights, from.padded, 0, sums);
-    else
-        multiply_int4<ROWS>(quads, from.scales + row, from.group_sums + row * from.groups, weights, from.padded, args.group,
-                            sums);
-    finish_block<Out, T>(args, row, tile, sums);
-}
+    explicit Int4Rows(const LinearArgs& args) : in(args.in), padded(padded_in(args)), group(args.group) {
+        fours = static_cast<Four*>(args.scratch);
+        scales = reinterpret_cast<GroupScale*>(fours + args.rows * (padded / 4));
+    }
 
-template <class T, class Out>
+    long groups() const { return padded / group; }
+    long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Four)); }
+    long bytes(long rows) const { return rows * (row_bytes() + groups() * static_cast<long>(sizeof(GroupScale))); }
+
+    template <class T>
+    void prepare(const T* x, long first, long place, long count) const {
+        round_row(x, in, padded, group, fours + first * (padded / 4), scales + first * groups(), place, count);
+    }
+
+    template <int ROWS>
+    static void multiply(const Int4Rows& rows, const u8* weight, long row, long tile, f32x16 (&sums)[ROWS][2]) {
+        multiply_int4(rows.fours + row * (rows.padded / 4), rows.scales + row * rows.groups(),
+                      weight + tile * tile_bytes(rows.padded, 4, rows.group), rows.padded, rows.group, sums);
+    }
+};
+
+template <class Rows, class T, class Out>
 void multiply_quantized(const LinearArgs& args) {
-    Prepared prepared(args);
-    each_tile<QUANTIZED_BLOCK>(
-        args, prepared.padded / 4 * static_cast<long>(sizeof(Quad)),
-        [&](long block) { prepare_block<T>(args, prepared, block); },
-        [&](auto rows, long row, long tile) {
-            run_quantized<T, Out, decltype(rows)::value>(args, prepared, row, tile);
+    constexpr int BLOCK_ROWS = Rows::BLOCK;
+    Rows rows(args);
+    each_tile<BLOCK_ROWS>(
+        args, rows.row_bytes(),
+        [&](long block) {
+            long first = block_start(args.rows, block, BLOCK_ROWS);
+            long count = block_start(args.rows, block + 1, BLOCK_ROWS) - first;
+            for (long place = 0; place < count; ++place)
+                rows.prepare(static_cast<const T*>(args.x) + (first + place) * args.x_stride, first, place, count);
+        },
+        [&](auto count, long row, long tile) {
+            f32x16 sums[decltype(count)::value][2];
+            Rows::multiply(rows, static_cast<const u8*>(args.weight), row, tile, sums);
+            finish_block<Out, T>(args, row, tile, sums);
         });
 }
 
-void linear_quantized(const LinearArgs& args) {
+template <class Rows>
+void linear_of(const LinearArgs& args) {
     if (args.dtype == FLOAT32)
-        multiply_quantized<float, float>(args);
+        multiply_quantized<Rows, float, float>(args);
     else if (args.float_output)
-        multiply_quantized<bf16, float>(args);
+        multiply_quantized<Rows, bf16, float>(args);
     else
-        multiply_quantized<bf16, bf16>(args);
+        multiply_quantized<Rows, bf16, bf16>(args);
+}
+
+void linear_quantized(const LinearArgs& args) {
+    args.weight_bits == 8 ? linear_of<Int8Rows>(args) : linear_of<Int4Rows>(args);
 }
 
 long quantized_scratch(const LinearArgs& args) {
-    long padded = padded_in(args), groups = args.weight_bits == 4 ? padded / args.group : 0;
-    return args.rows * (padded / 4 * static_cast<long>(sizeof(Quad)) + groups * static_cast<long>(sizeof(float)) +
-                        static_cast<long>(sizeof(RowScale)));
+    return args.weight_bits == 8 ? Int8Rows(args).bytes(args.rows) : Int4Rows(args).bytes(args.rows);
 }
 
 // Of unsigned weights [out, in], one a byte; scales and shifts [out, groups] float32 (8 bits: scales [out], no shifts).

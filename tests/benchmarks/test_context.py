@@ -1,0 +1,21 @@
+"""The benchmark of long contexts measures what it is asked to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.context import main
+
+
+def test_each_context_is_measured_and_compared_with_the_shortest(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    main(
+        ["--model", "pixie", "--lengths", "20", "40", "--at-once", "1", "3", "--most", "100", "--steps", "2",
+         "--kv-cache-memory", "16MiB", "--json", str(report)]
+    )  # fmt: skip
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["at_once"], row["length"]) for row in rows] == [(1, 20), (1, 40), (3, 20)]
+    assert rows[0]["of_shortest"] == rows[2]["of_shortest"] == 1
+    assert rows[1]["of_shortest"] == rows[0]["ms"] / rows[1]["ms"]
+    assert all(row["ms"] > 0 for row in rows)
