@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any, cast
 
 import torch
@@ -88,7 +89,7 @@ class Decoder(nn.Module):
             else OutputLinear(spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype, device=device)
         )
         self.rope = Rope(spec.rope.frequencies(device))
-        self._recorded: tuple[list[LayerCache], Program | None] | None = None
+        self._recorded: tuple[weakref.ref[LayerCache], Program | None] | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -144,8 +145,8 @@ class Decoder(nn.Module):
         """All layers over these caches in one call, where native kernels can do all that they do."""
         if not isinstance(self.backend, CpuAttention):
             return None
-        if self._recorded is None or self._recorded[0] is not caches:
-            self._recorded = caches, self._record(caches)
+        if self._recorded is None or self._recorded[0]() is not caches[0]:
+            self._recorded = weakref.ref(caches[0]), self._record(caches)
         return self._recorded[1]
 
     def _record(self, caches: list[LayerCache]) -> Program | None:
