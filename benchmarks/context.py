@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +17,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import nn
 
 from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
-from vlmserve.bench import memory_bandwidth
+from vlmserve.bench import Limits, Rounds, memory_bandwidth, product_rate
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine, load
-from vlmserve.layers.linear import Weight
-from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 POSITIONS = 20_000
-WARM_UP_STEPS = 3
 
 
 def save_long_llama(folder: Path) -> Path:
@@ -42,24 +35,6 @@ def save_long_llama(folder: Path) -> Path:
     return folder
 
 
-def step_seconds(engine: Engine, count: int, length: int, steps: int) -> float:
-    """The median step in which `count` requests with `length` tokens of context generate a token each."""
-    draw = random.Random(length * count)
-    for number in range(count):
-        tokens = [draw.randrange(engine.info.vocab_size // 4, engine.info.vocab_size // 2) for _ in range(length)]
-        params = SamplingParams(temperature=0, max_tokens=WARM_UP_STEPS + steps, ignore_eos=True)
-        engine.add(EngineRequest(str(number), Prompt(tokens), params))
-    seconds = []
-    before = time.perf_counter()
-    while engine.has_work():
-        outputs = engine.step()
-        now = time.perf_counter()
-        if len(outputs) == count:
-            seconds.append(now - before)
-        before = now
-    return statistics.median(seconds[WARM_UP_STEPS:])
-
-
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     config = EngineConfig(
         model=str(folder), device=options.device, dtype=options.dtype, kv_cache_memory=options.kv_cache_memory,
@@ -67,10 +42,8 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
     )  # fmt: skip
     model = load(config, folder)
     engine = Engine.from_model(config, model)
-    assert isinstance(model.language_model, nn.Module)
-    weight_bytes = sum(module.num_bytes for module in model.language_model.modules() if isinstance(module, Weight))
-    token_bytes = model.language_model.cache_bytes_per_block(config.block_size) / config.block_size
-    bandwidth = memory_bandwidth(model.device)
+    limits = Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
+    rounds = Rounds(engine, model, limits, "none", options.steps)
     rows: list[dict[str, Any]] = []
     plan = [
         (count, length) for count in options.at_once for length in options.lengths if count * length <= options.most
@@ -79,16 +52,15 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
         task = progress.add_task("", total=len(plan))
         for count, length in plan:
             progress.update(task, description=f"{count} with {length} tokens")
-            seconds = step_seconds(engine, count, length, options.steps)
-            shortest = next((row for row in rows if row["at_once"] == count), None)
-            moved = weight_bytes + count * length * token_bytes
+            figure = rounds.decode(count, length)
+            shortest = next((row["ms"] for row in rows if row["at_once"] == count), figure.milliseconds)
             rows.append(
                 {
                     "at_once": count,
                     "length": length,
-                    "ms": 1e3 * seconds,
-                    "of_bandwidth": moved / seconds / bandwidth,
-                    "of_shortest": 1.0 if shortest is None else shortest["ms"] / (1e3 * seconds),
+                    "ms": figure.milliseconds,
+                    "of_bandwidth": figure.of_bandwidth,
+                    "of_shortest": shortest / figure.milliseconds,
                 }
             )
             progress.advance(task)

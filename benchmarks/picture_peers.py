@@ -2,7 +2,7 @@
 
     python -m benchmarks.picture_peers --model DIR --openvino DIR2
 
-20 requests, 4 at a time, each with a picture of 640 x 480 as a PNG file and answers of 32 tokens; six of the pictures
+20 requests, 4 at a time, each with a picture of 480 x 480 as a PNG file and answers of 32 tokens; six of the pictures
 came in the request before. Each set is sent once, which is at first sight, and then the very same again. Without
 --model it is CLIP ViT-L/14-336 before SmolLM2-135M's shape, with random weights. OpenVINO reads a form of its own,
 which is made in an environment with `optimum-intel` and `openvino-tokenizers`:
@@ -19,7 +19,6 @@ import argparse
 import io
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,19 +26,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import keep
-from benchmarks.image_reuse import QUESTIONS, picture_file, save_random_llava
+from benchmarks.image_reuse import reuse_workload, save_random_llava
 from benchmarks.peers import is_installed, processor, version
 from benchmarks.worker import Worker, serve, start_workers
 
 REQUESTS, AT_A_TIME, REPEATED, ANSWER_LEN, SIDE = 20, 4, 0.3, 32, 480
 
 
-@dataclass(frozen=True)
-class Question:
-    """picture: a file's bytes."""
-
-    picture: bytes
-    text: str
+Question = tuple[bytes, str]
+"""A picture's file and what is asked about it."""
 
 
 class System(Protocol):
@@ -79,10 +74,10 @@ class Vlmserve:
             [
                 {
                     "role": "user",
-                    "content": [{"type": "image", "image": question.picture}, {"type": "text", "text": question.text}],
+                    "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}],
                 }
             ]
-            for question in questions
+            for picture, text in questions
         ]
         results = self._llm.chat(conversations, params, use_tqdm=False)
         assert all(len(result.outputs[0].token_ids) == ANSWER_LEN for result in results)
@@ -111,9 +106,9 @@ class OpenVino:
         config.max_new_tokens = config.min_new_tokens = ANSWER_LEN
         config.ignore_eos = True
         config.do_sample = False
-        pictures = [Image.open(io.BytesIO(question.picture)).convert("RGB") for question in questions]
+        pictures = [Image.open(io.BytesIO(picture)).convert("RGB") for picture, _ in questions]
         tensors = [[openvino.Tensor(np.asarray(picture)[None])] for picture in pictures]
-        texts = [question.text for question in questions]
+        texts = [text for _, text in questions]
         results = self._pipeline.generate(texts, images=tensors, generation_config=[config] * len(questions))
         assert all(result.perf_metrics.get_num_generated_tokens() == ANSWER_LEN for result in results)
 
@@ -135,8 +130,8 @@ class Transformers:
     def answer(self, questions: Sequence[Question]) -> None:
         import torch
 
-        for question in questions:
-            parts = [{"type": "image", "image": question.picture}, {"type": "text", "text": question.text}]
+        for picture, text in questions:
+            parts = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
             prompt = self._preparer.chat([{"role": "user", "content": parts}], allow_local=True)
             ids = torch.tensor([prompt.token_ids])
             pixels = torch.tensor(prompt.images[0].image.pixels).bfloat16()
@@ -157,13 +152,8 @@ SYSTEMS: dict[str, Callable[[], System]] = {
 
 
 def questions_of(seed: int, count: int) -> list[Question]:
-    """Questions about noise, which is new for every seed; a share has the picture of the one before."""
-    questions: list[Question] = []
-    for number in range(count):
-        repeated = number > 0 and int((number + 1) * REPEATED) > int(number * REPEATED)
-        picture = questions[-1].picture if repeated else picture_file(seed * 1_000_000 + number, SIDE)
-        questions.append(Question(picture, QUESTIONS[number % len(QUESTIONS)]))
-    return questions
+    """Questions about pictures that are new for every seed; a share has the picture of the one before."""
+    return [conversation.turns[0] for conversation in reuse_workload(count, REPEATED, SIDE, seed)]
 
 
 def serve_system(name: str, folder: Path) -> None:

@@ -112,7 +112,7 @@ def bench(
         limits = limits or Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
         engine = Engine.from_model(settings, model)
         info = engine.info
-        rounds = _Rounds(engine, model, limits, scheme, steps)
+        rounds = Rounds(engine, model, limits, scheme, steps)
         longest = min(long_prompt_len, info.max_prompt_len - 1)
         progress(f"{scheme}: a prompt of {longest} tokens")
         figures.append(rounds.prefill(longest))
@@ -130,10 +130,11 @@ def bench(
     )  # fmt: skip
 
 
-class _Rounds:
+class Rounds:
     """Rounds of requests through one engine."""
 
     def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str, steps: int) -> None:
+        """scheme: how the weights are quantized, for the figures. steps: how many are measured of each kind."""
         self._engine, self._model, self._limits, self._scheme, self._steps = engine, model, limits, scheme, steps
         self._random = random.Random(0)
         language_model = model.language_model

@@ -11,8 +11,6 @@ import math
 import os
 from pathlib import Path
 
-import psutil
-
 SHARED_BY_ALL = 4
 """Up to so many cores, leaving one free costs more than sharing it."""
 
@@ -59,6 +57,8 @@ def engine_threads(cores: int | None = None, threads_per_core: int | None = None
     if cores <= SHARED_BY_ALL:
         return cores
     if threads_per_core is None:
+        import psutil  # not above: every command reads the settings, which this module is part of
+
         threads_per_core = (psutil.cpu_count() or 1) // (psutil.cpu_count(logical=False) or 1)
     if threads_per_core > 1:
         # The two threads of a core share what products need; the second ones are left to everything else.

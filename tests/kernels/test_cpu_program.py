@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,20 @@ def test_new_caches_are_recorded_anew(tmp_path: Path) -> None:
     program = decoder._program(first)
     assert decoder._program(first) is program
     assert decoder._program(second) is not program
+
+
+@built
+def test_a_program_keeps_no_cache_alive(tmp_path: Path) -> None:
+    decoder = load_decoder(make_llama(tmp_path), torch.float32)
+    caches = decoder.allocate_cache(3, 16)
+    assert decoder._program(caches) is not None
+    memory = [weakref.ref(tensor) for cache in caches for tensor in (cache.keys, cache.values)]
+    gc.disable()
+    try:
+        del caches
+        assert all(tensor() is None for tensor in memory)
+    finally:
+        gc.enable()
 
 
 @built

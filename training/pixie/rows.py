@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, Final
@@ -36,22 +36,40 @@ ROWS_PER_PICTURE: Final = 3
 PICTURES_PER_ROW: Final = 3
 PADDING_GROUP: Final = 254
 KINDS: Final[tuple[Kind, ...]] = ("grid", "one", "number", "word")
-KIND_SHARES: Final = (0.62, 0.12, 0.11, 0.15)
 PAIR_SHARE: Final = 0.14
-TASK_SHARES: Final[dict[Kind, dict[str, float]]] = {
-    "grid": {"place": 5, "attribute": 13, "count": 30, "describe": 12, "where": 26, "exists": 14, "follow_up": 8},
-    "one": {"place": 6, "attribute": 20, "count": 6, "describe": 22, "where": 30, "exists": 12, "follow_up": 6},
-    "number": {"number": 68, "describe": 18, "exists": 7, "follow_up": 7},
-    "word": {"word": 68, "describe": 18, "exists": 7, "follow_up": 7},
-}
-"""How often each task is asked about each kind of picture: more of what takes long to learn."""
-FOCUS_SHARES: Final[dict[Kind, dict[str, float]]] = {
-    **TASK_SHARES,
-    "grid": {"place": 3, "attribute": 7, "count": 39, "describe": 3, "where": 26, "exists": 18, "follow_up": 4},
-}
-"""The same for the last part of training, when the rest is nearly always right."""
-FOCUS_KIND_SHARES: Final = (0.84, 0.06, 0.04, 0.06)
 REFUSAL_SHARE: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How often a part of training shows each kind of picture, in the order of `KINDS`, and asks what about it."""
+
+    kinds: tuple[float, ...]
+    tasks: dict[Kind, dict[str, float]]
+
+
+BROAD: Final = Mixture(
+    (0.62, 0.12, 0.11, 0.15),
+    {
+        "grid": {"place": 5, "attribute": 13, "count": 30, "describe": 12, "where": 26, "exists": 14, "follow_up": 8},
+        "one": {"place": 6, "attribute": 20, "count": 6, "describe": 22, "where": 30, "exists": 12, "follow_up": 6},
+        "number": {"number": 68, "describe": 18, "exists": 7, "follow_up": 7},
+        "word": {"word": 68, "describe": 18, "exists": 7, "follow_up": 7},
+    },
+)
+"""More of what takes long to learn."""
+COUNTING: Final = Mixture(
+    (0.84, 0.06, 0.04, 0.06),
+    BROAD.tasks
+    | {"grid": {"place": 3, "attribute": 7, "count": 39, "describe": 3, "where": 26, "exists": 18, "follow_up": 4}},
+)
+"""Mostly what takes longest, when the rest is nearly always right."""
+READING: Final = Mixture(
+    (0.53, 0.07, 0.21, 0.19),
+    BROAD.tasks
+    | {"grid": {"place": 5, "attribute": 10, "count": 28, "describe": 22, "where": 16, "exists": 13, "follow_up": 6}},
+)
+"""What fell behind meanwhile: characters and whole lists."""
 
 Encoded = tuple[list[int], list[bool]]
 Group = tuple[list[int], list[Encoded]]
@@ -132,18 +150,16 @@ def _expand(encoded: Encoded) -> Encoded:
 
 
 class RowMaker:
-    """Draws scenes and asks about them, deterministically from each seed. focus: mostly what takes longest."""
+    """Draws scenes and asks about them, deterministically from each seed."""
 
-    def __init__(self, tokenizer: Tokenizer, *, focus: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._kind_shares = FOCUS_KIND_SHARES if focus else KIND_SHARES
-        self._task_shares = FOCUS_SHARES if focus else TASK_SHARES
+    def __init__(self, tokenizer: Tokenizer, mixture: Mixture = BROAD) -> None:
+        self._tokenizer, self._mixture = tokenizer, mixture
 
     def scenes(self, seed: int, rng: random.Random) -> tuple[Scene, ...]:
         """One scene, or two to compare."""
         if rng.random() < PAIR_SHARE:
             return matching_pair(seed, rng)
-        return (sample_scene(seed, rng.choices(KINDS, self._kind_shares)[0]),)
+        return (sample_scene(seed, rng.choices(KINDS, self._mixture.kinds)[0]),)
 
     def row(self, scenes: tuple[Scene, ...], index: int, rng: random.Random) -> tuple[list[Group], tuple[int, ...]]:
         """Groups of a row about the scene with that index, and the indices of the pictures in their order."""
@@ -163,7 +179,7 @@ class RowMaker:
         return self._branching(lambda: self._ask(scene, rng), system, 12), (index,)
 
     def _ask(self, scene: Scene, rng: random.Random) -> Example:
-        shares = self._task_shares[scene.kind]
+        shares = self._mixture.tasks[scene.kind]
         task = rng.choices(tuple(shares), tuple(shares.values()))[0]
         return single(scene, rng, "refusal" if rng.random() < REFUSAL_SHARE else task)
 
@@ -184,11 +200,11 @@ class RowMaker:
         return [(_expand((common, [False] * len(common)))[0], branches)]
 
 
-def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float, focus: bool) -> None:
+def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float, mixture: Mixture) -> None:
     """A worker: fills the ring as fast as it can, then goes round with `pause` seconds between pictures."""
     # Whoever draws waits for whoever learns: one thread that is late holds up all others of a product.
     os.nice(10)
-    maker = RowMaker(Tokenizer.from_file(str(tokenizer_file)), focus=focus)
+    maker = RowMaker(Tokenizer.from_file(str(tokenizer_file)), mixture)
     arrays = pool.open("r+")
     made = 0
     for seed in itertools.count(first_seed):

@@ -27,7 +27,7 @@ from training.pixie.export import IMAGE_TOKENS, export
 from training.pixie.labels import LABELS
 from training.pixie.model import Decoder, DenseHeads, Tower, dense_loss, hugging_face_names
 from training.pixie.optimizer import Optimizer
-from training.pixie.rows import ROWS_PER_PICTURE, Pool, fill
+from training.pixie.rows import BROAD, COUNTING, READING, ROWS_PER_PICTURE, Mixture, Pool, fill
 from training.pixie.tokenizer import IMAGE, train_tokenizer
 
 TOWER_BATCH, MODEL_BATCH = 160, 32
@@ -46,8 +46,7 @@ console = Console()
 class Run:
     """A folder of training state, the pool of data, and the models under training."""
 
-    def __init__(self, options: argparse.Namespace, *, focus: bool = False) -> None:
-        """focus: ask mostly what takes longest to learn."""
+    def __init__(self, options: argparse.Namespace, mixture: Mixture = BROAD) -> None:
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
         self.device = torch.device(options.device)
@@ -63,7 +62,7 @@ class Run:
         self.state = self._load()
         self._worker = get_context("fork").Process(
             target=fill,
-            args=(self.pool, self.tokenizer_file, self._first_seed(options.seed), options.pause, focus),
+            args=(self.pool, self.tokenizer_file, self._first_seed(options.seed), options.pause, mixture),
             daemon=True,
         )
 
@@ -220,9 +219,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.pixie.train", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "runs", help="folder for state and result")
     parser.add_argument("--tower-steps", type=int, default=1200, help=f"steps of {TOWER_BATCH} pictures")
-    parser.add_argument("--model-steps", type=int, default=5800, help=f"steps of {MODEL_BATCH} rows of questions")
+    parser.add_argument("--model-steps", type=int, default=6600, help=f"steps of {MODEL_BATCH} rows of questions")
     parser.add_argument(
-        "--focus-steps", type=int, default=2400, help="the last of them, with mostly the questions that take longest"
+        "--counting-steps", type=int, default=2400, help="of them, with mostly what takes longest: counting and finding"
+    )
+    parser.add_argument(
+        "--reading-steps", type=int, default=800, help="the last of them, with more numbers, words and whole lists"
     )
     parser.add_argument(
         "--decay", type=float, default=0.7, help="last share of a stage in which its learning rate falls"
@@ -232,16 +234,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    run = Run(options)
-    begin_focus = options.model_steps - options.focus_steps
-    if run.state["model_steps"] < begin_focus:
+    begin_reading = options.model_steps - options.reading_steps
+    parts = (
+        (BROAD, begin_reading - options.counting_steps),
+        (COUNTING, begin_reading),
+        (READING, options.model_steps),
+    )
+    for mixture, end in parts:
+        run = Run(options, mixture)
+        if run.state["model_steps"] >= end:
+            continue
         with run:
             if run.state["model_steps"] == 0:
                 train_tower(run, options.tower_steps)
-            train_model(run, begin_focus, options.model_steps)
-    with Run(options, focus=True) as run:
-        train_model(run, options.model_steps, options.model_steps)
-        console.print(f"Done: {export_run(run)}")
+            train_model(run, end, options.model_steps)
+    console.print(f"Done: {export_run(run)}")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class AttentionSpec:
     soft_cap: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class LayerCache:
     """Keys and values of one layer. The order of the axes belongs to the backend that allocated them."""
 

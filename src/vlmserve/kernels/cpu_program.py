@@ -112,7 +112,10 @@ class Recorded:
 
 
 class Recording:
-    """Notes of what native kernels do with `input`, ``[tokens, width]``."""
+    """Notes of what native kernels do with `input`, ``[tokens, width]``.
+
+    Weights are kept for as long as the program is; the memory of caches is not.
+    """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -121,7 +124,10 @@ class Recording:
         self._kept: list[Tensor] = []
         self._plans: dict[tuple[int, ...], int] = {}
         self._num_ropes = 0
-        self.input = cast(Tensor, Recorded(self, 0, width))
+
+    @property
+    def input(self) -> Tensor:
+        return cast(Tensor, Recorded(self, 0, self._widths[0]))
 
     def rope(self, size: int) -> RecordedRope:
         """Another kind of cosines and sines, in the order in which `Program.run` gets them."""

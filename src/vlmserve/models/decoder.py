@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import partial
 from typing import Any, cast
 
@@ -148,7 +149,7 @@ class Decoder(nn.Module):
         )
         # Rounded as transformers rounds it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self._recorded: tuple[list[LayerCache], Program | None] | None = None
+        self._recorded: tuple[weakref.ref[LayerCache], Program | None] | None = None
 
     def deinterleave(self) -> None:
         """Once weights are loaded: bring the rows of queries and keys into the order in which `apply_rope` pairs them,
@@ -225,8 +226,8 @@ class Decoder(nn.Module):
         """All layers over these caches in one call, where native kernels can do all that they do."""
         if not isinstance(self.backend, CpuAttention):
             return None
-        if self._recorded is None or self._recorded[0] is not caches:
-            self._recorded = caches, self._record(caches)
+        if self._recorded is None or self._recorded[0]() is not caches[0]:
+            self._recorded = weakref.ref(caches[0]), self._record(caches)
         return self._recorded[1]
 
     def _record(self, caches: list[LayerCache]) -> Program | None:

@@ -59,8 +59,8 @@ class BatchBuilder:
         counts = [chunk.num_tokens for chunk in step.chunks]
         starts = [chunk.sequence.num_computed for chunk in step.chunks]
         context_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-        num_tokens = sum(counts)
-        self._reserve(num_tokens, len(counts), max(len(chunk.sequence.block_table) for chunk in step.chunks))
+        num_tokens, width = sum(counts), max(len(chunk.sequence.block_table) for chunk in step.chunks)
+        self._reserve(num_tokens, len(counts), width)
         for row, chunk in enumerate(step.chunks):
             self._keep_table(row, chunk.sequence.block_table)
         ends = np.cumsum(counts)
@@ -77,7 +77,7 @@ class BatchBuilder:
         metadata = BatchMetadata(
             query_starts=self._tensor(np.concatenate(([0], ends)).astype(np.int32)),
             context_lens=self._tensor(np.asarray(context_lens, np.int32)),
-            block_tables=self._tensor(self._tables[: len(counts)]),
+            block_tables=self._tensor(self._tables[: len(counts), :width]),
             slot_mapping=self._tensor(slots),
             query_lens=counts,
             host_context_lens=context_lens,

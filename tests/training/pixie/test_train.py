@@ -16,7 +16,7 @@ from training.pixie import train
 from training.pixie.export import IMAGE_TOKENS, export, export_tokenizer
 from training.pixie.labels import GRID, LABELS, dense_labels
 from training.pixie.model import Decoder, Tower, hugging_face_names
-from training.pixie.rows import PADDING_GROUP, RowMaker, pack, squash
+from training.pixie.rows import BROAD, COUNTING, PADDING_GROUP, READING, RowMaker, pack, squash
 from training.pixie.tokenizer import IMAGE, train_tokenizer
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.pixie.vocabulary import COLOURS, SHAPES
@@ -64,9 +64,9 @@ def test_branches_of_a_row_see_what_is_common_and_themselves():
     assert row["said"][:7].tolist() == [False, False, False, True, True, False, True]
 
 
-@pytest.mark.parametrize("focus", [False, True])
-def test_rows_come_with_the_pictures_of_their_placeholders(tokenizer, focus):
-    maker = RowMaker(tokenizer, focus=focus)
+@pytest.mark.parametrize("mixture", [BROAD, COUNTING, READING])
+def test_rows_come_with_the_pictures_of_their_placeholders(tokenizer, mixture):
+    maker = RowMaker(tokenizer, mixture)
     for seed in range(40):
         rng = random.Random(seed)
         scenes = maker.scenes(seed, rng)
@@ -109,18 +109,18 @@ def test_a_run_trains_saves_resumes_and_exports(tmp_path, monkeypatch, tokenizer
     tmp_path.joinpath("tokenizer.json").write_text(tokenizer.to_str())
 
     def run(*steps: int) -> None:
-        names = ("--tower-steps", "--model-steps", "--focus-steps")
+        names = ("--tower-steps", "--model-steps", "--counting-steps", "--reading-steps")
         arguments = ["--out", str(tmp_path), "--pool", "30"]
         arguments += [word for name, count in zip(names, steps, strict=True) for word in (name, str(count))]
         monkeypatch.setattr(sys, "argv", ["train", *arguments, "--device", "cpu"])
         train.main()
 
-    run(2, 2, 0)
+    run(2, 2, 0, 0)
     first = torch.load(tmp_path / "state.pt")
     assert (first["tower_steps"], first["model_steps"]) == (2, 2)
-    run(2, 3, 1)
+    run(2, 4, 1, 1)
     second = torch.load(tmp_path / "state.pt")
-    assert second["model_steps"] == 3
+    assert second["model_steps"] == 4
     before, after = (state["decoder"]["originals"]["embeddings.weight"] for state in (first, second))
     assert not torch.equal(before, after)
     assert (tmp_path / "export" / "model.safetensors").exists()

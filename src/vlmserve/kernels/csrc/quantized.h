@@ -161,10 +161,10 @@ INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile,
             __m512i first[2] = {_mm512_and_si512(left, nibble), _mm512_and_si512(right, nibble)};
             __m512i second[2] = {_mm512_and_si512(_mm512_srli_epi16(left, 4), nibble),
                                  _mm512_and_si512(_mm512_srli_epi16(right, 4), nibble)};
-#pragma GCC unroll 12
+#pragma GCC unroll 6
             for (int row = 0; row < ROWS; ++row)
                 for (int half = 0; half < 2; ++half) dots[row][half] = dot_bytes(dots[row][half], first[half], x[row]);
-#pragma GCC unroll 12
+#pragma GCC unroll 6
             for (int row = 0; row < ROWS; ++row)
                 for (int half = 0; half < 2; ++half)
                     dots[row][half] = dot_bytes(dots[row][half], second[half], x[ROWS + row]);
