@@ -75,7 +75,7 @@ class Attention(nn.Module):
         assert self.k_norm is not None
         spec = self.spec
         heads = qkv.view(qkv.shape[0], -1, spec.head_size)
-        query, key, _ = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        query, key, _ = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
         query.copy_(self.q_norm(query))
         key.copy_(self.k_norm(key))
         return qkv

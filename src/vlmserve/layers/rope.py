@@ -111,19 +111,19 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _default(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    return 1.0 / wavelengths
+    return wavelengths.reciprocal()
 
 
 def _linear(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    return 1.0 / wavelengths / spec.parameters["factor"]
+    return wavelengths.reciprocal() / float(spec.parameters["factor"])
 
 
 def _llama3(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
     """Long wavelengths are stretched, short ones are kept, others are blended."""
-    low, high = spec.parameters["low_freq_factor"], spec.parameters["high_freq_factor"]
-    frequencies = 1.0 / wavelengths
+    low, high = float(spec.parameters["low_freq_factor"]), float(spec.parameters["high_freq_factor"])
+    frequencies = wavelengths.reciprocal()
     kept = ((spec.original_context / (2 * math.pi * wavelengths) - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequencies / spec.parameters["factor"] + kept * frequencies
+    return (1 - kept) * frequencies / float(spec.parameters["factor"]) + kept * frequencies
 
 
 def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
@@ -239,7 +239,8 @@ class RopeTables:
     def rows(self) -> RotaryRows:
         """For kernels that look up the positions by themselves."""
         if self._positions.ndim > 1:
-            return RotaryRows(*self._halves(), None)
+            cos, sin = self._halves()
+            return RotaryRows(cos, sin, None)
         return RotaryRows(*self._rope.upto(self._length), self._positions)
 
     @cached_property
@@ -253,12 +254,9 @@ class RopeTables:
         tables = self._rope.upto(self._length)
         if self._positions.ndim == 1:
             return [table[self._positions] for table in tables]
-        return [
-            torch.cat(
-                [part[row] for part, row in zip(table.split(self._rope.sections, -1), self._positions, strict=True)], -1
-            ).contiguous()
-            for table in tables
-        ]
+        sections = list(self._rope.sections)
+        parts = [zip(torch.split(table, sections, -1), self._positions, strict=True) for table in tables]
+        return [torch.cat([part[row] for part, row in pairs], -1).contiguous() for pairs in parts]
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:

@@ -88,8 +88,9 @@ class DecoderLayer(nn.Module):
             normed = x if self.mlp_norm is None else self.mlp_norm(x)
         if self.mlp_output_norm is None:
             output: Tensor = self.mlp(normed, x)
-            return output
-        return x + self.mlp_output_norm(self.mlp(normed, None))
+        else:
+            output = x + self.mlp_output_norm(self.mlp(normed, None))
+        return output
 
 
 def make_norm(spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:

@@ -306,7 +306,7 @@ def _smollm3(family: str, config: Config) -> ArchSpec:
     interval = config["no_rope_layer_interval"]
     turns = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(layers)]
     rope = _rope(config, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"], {})
-    windows = [None] * layers
+    windows: list[int | None] = [None] * layers
     if config["use_sliding_window"]:
         windows = _windows(config, lambda layer: not turns[layer])
     return _decoder(
