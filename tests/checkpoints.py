@@ -148,7 +148,7 @@ def make_idefics3(
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
     tokenizer.save(str(folder / "tokenizer.json"))
     vision_class, config_class = IDEFICS3_CONFIGS[family]
-    sizes = {"num_hidden_layers": 3, "image_size": 16, "patch_size": 4}
+    sizes = {"num_hidden_layers": 3, "image_size": 16, "patch_size": 4, "initializer_range": 0.15}
     config = config_class(
         vision_config=vision_class(**{**VISION, **sizes, **(vision or {})}),
         text_config=LlamaConfig(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **(text or {})}),

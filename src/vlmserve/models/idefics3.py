@@ -75,8 +75,8 @@ class Idefics3Vision(nn.Module):
         Returns one ``[num_tokens, hidden_size]`` tensor a picture, tile by tile, row by row.
         """
         return [
-            torch.cat([self.connector(self.vision_model(tiles)) for tiles in picture.split(TILES_AT_ONCE)]).flatten(
-                0, 1
-            )
+            torch.cat(
+                [self.connector(self.vision_model(tiles)) for tiles in torch.split(picture, TILES_AT_ONCE)]
+            ).flatten(0, 1)
             for picture in (picture.to(self.dtype) for picture in pixels)
         ]
