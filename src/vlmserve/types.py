@@ -44,7 +44,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
     pixels: float32 ``[tiles, channels, height, width]``, normalized; shared between requests, so never written to.
     num_tokens: how many tokens it takes in a prompt: a placeholder for each embedding that the tower returns, and text.
-    grid: frames, rows and columns of these, where positions count them; None: they count tokens.
+    grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens.
     tiling: how its tiles lie, where the tower must know. text: the tokens that are text, each with its place among all
     of the picture's, in order.
     """

@@ -188,6 +188,14 @@ def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt],
     assert generate(engine_for(oracle, enable_prefix_caching=False, max_encoded_images=1), prompts) == expected
 
 
+def test_an_encoder_cache_for_one_picture_is_enough(
+    oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    largest = max(span.image.num_embeddings for prompt in prompts for span in prompt.images)
+    size = largest * oracle.model.config.text_config.hidden_size * 4
+    assert generate(engine_for(oracle, encoder_cache_memory=size), prompts) == expected
+
+
 @pytest.mark.usefixtures("kernels")
 def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from tests.checkpoints import PINPOINTS, change_config, make_idefics3, make_llav
 from tests.media.pictures_for_tests import noise
 from tests.media.test_tiles import NEXT, next_processor
 from tests.models.test_llava import load
+from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
 from vlmserve.media.pictures import Picture
+from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.siglip import patch_positions
 from vlmserve.types import Tiling
 
@@ -195,3 +198,18 @@ def test_towers_named_as_in_the_first_checkpoints_load(tmp_path: Path) -> None:
     config = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4}
     change_config(folder, vision_config={**config, "image_size": 16, "patch_size": 4, "model_type": "idefics3"})
     assert load(folder).vision is not None
+
+
+@pytest.mark.parametrize("make", [make_llava_next, make_idefics3])
+@torch.inference_mode()
+def test_a_quantized_copy_sees_as_a_model_quantized_at_load_does(tmp_path: Path, make: Callable[..., Path]) -> None:
+    folder = make(tmp_path / "plain", text={"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8})
+    config = QuantizationConfig(scheme="int8", vision=True)
+    save_quantized(folder, tmp_path / "saved", config)
+    pixels, tiling, _ = tiles((40, 30))
+    saved, at_load = (
+        load(place, quantization=choice).vision for place, choice in ((tmp_path / "saved", None), (folder, config))
+    )
+    assert saved is not None
+    assert at_load is not None
+    assert torch.equal(saved.encode([pixels], [tiling])[0], at_load.encode([pixels], [tiling])[0])

@@ -95,7 +95,7 @@ class LlavaVision(nn.Module):
             return []
         features = self.vision_tower(torch.cat(pixels).to(self.dtype))[:, self.skipped_tokens :]
         embeddings: Tensor = self.multi_modal_projector(features)
-        return list(embeddings.split([len(tiles) for tiles in pixels]))
+        return list(torch.split(embeddings, [len(tiles) for tiles in pixels]))
 
     def _count(self, tiles: int, tiling: Tiling | None) -> int:
         return tiles * (self.vision_tower.spec.num_patches + 1 - self.skipped_tokens)
