@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
@@ -17,9 +18,13 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 
 from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CORPUS
 
@@ -97,6 +102,78 @@ def make_llava(
     return folder
 
 
+def make_llava_next(
+    folder: Path,
+    *,
+    text_class: type[PreTrainedConfig] = LlamaConfig,
+    text: dict[str, Any] | None = None,
+    published_names: bool = False,
+    **overrides: Any,
+) -> Path:
+    """A LLaVA-NeXT checkpoint in `folder`, of tiles of 16 pixels and 4 x 4 embeddings; else as `make_llava`."""
+    tokenizer = write_tokenizer(folder, sees=True)
+    text_config = text_class(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **(text or {})})
+    config = LlavaNextConfig(
+        vision_config=CLIPVisionConfig(**{**VISION, "image_size": 16, "patch_size": 4}),
+        text_config=text_config,
+        image_token_index=tokenizer.token_to_id("<image>"),
+        **{"image_grid_pinpoints": PINPOINTS, **overrides},
+    )
+    _save(folder, LlavaNextForConditionalGeneration, config, 0, torch.float32, "1GB")
+    if published_names:
+        rename_tensors(folder, published_name)
+    write_image_processor(folder, config.vision_config, config.vision_feature_select_strategy)
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    processor |= {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PINPOINTS}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
+
+
+def make_idefics3(
+    folder: Path,
+    *,
+    family: str = "Idefics3",
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+    image_processor: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Path:
+    """An Idefics3 or SmolVLM checkpoint in `folder`, of tiles of 16 pixels and 2 x 2 embeddings."""
+    tokenizer = write_tokenizer(folder, sees=True)
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    words = ["<fake_token_around_image>", "<global-img>", *places, "<end_of_utterance>"]
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    vision_class, config_class = IDEFICS3_CONFIGS[family]
+    sizes = {"num_hidden_layers": 3, "image_size": 16, "patch_size": 4, "initializer_range": 0.15}
+    config = config_class(
+        vision_config=vision_class(**{**VISION, **sizes, **(vision or {})}),
+        text_config=LlamaConfig(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **(text or {})}),
+        image_token_id=tokenizer.token_to_id("<image>"),
+        **{"scale_factor": 2, "pad_token_id": 2, **overrides},
+    )
+    _save(folder, getattr(transformers, f"{family}ForConditionalGeneration"), config, 0, torch.float32, "1GB")
+    processor = {
+        "image_processor_type": f"{family}ImageProcessor",
+        "size": {"longest_edge": 48},
+        "max_image_size": {"longest_edge": 16},
+        **(image_processor or {}),
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    names = {"processor_class": f"{family}Processor", "image_seq_len": 4}
+    (folder / "processor_config.json").write_text(json.dumps(names))
+    return folder
+
+
+IDEFICS3_CONFIGS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedConfig]]] = {
+    "Idefics3": (Idefics3VisionConfig, transformers.Idefics3Config),
+    "SmolVLM": (SmolVLMVisionConfig, transformers.SmolVLMConfig),
+}
+
+
 def published_name(name: str) -> str:
     """A tensor's name in transformers 5 to the name that published LLaVA checkpoints give it."""
     for new, old in {
@@ -104,6 +181,7 @@ def published_name(name: str) -> str:
         "lm_head.": "language_model.lm_head.",
         "model.vision_tower.": "vision_tower.vision_model.",
         "model.multi_modal_projector.": "multi_modal_projector.",
+        "model.image_newline": "image_newline",
     }.items():
         if name.startswith(new):
             return old + name.removeprefix(new)

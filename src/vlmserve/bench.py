@@ -185,11 +185,11 @@ class Rounds:
         with torch.inference_mode():
             for _ in range(3):
                 started = time.perf_counter()
-                vision.encode([pixels])[0][0, 0].item()
+                vision.encode([pixels], [picture.tiling])[0][0, 0].item()
                 seconds.append(time.perf_counter() - started)
         num_bytes, products = _sizes(vision)
         seconds_each = statistics.median(seconds)
-        tokens = picture.num_tokens
+        tokens = picture.num_embeddings
         return Figure(
             self._scheme, "vision", 1, 1 / seconds_each, 1e3 * seconds_each,
             num_bytes / seconds_each / self._limits.bytes_per_s,

@@ -6,7 +6,9 @@ Shapes are written as ``[rows, columns]``; lengths are in tokens unless a name s
 from __future__ import annotations
 
 import math
-from typing import Literal
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,23 +25,52 @@ MAX_CACHE_SALT = 256
 MAX_SEED = 2**63 - 1
 
 
+class Tiling(msgspec.Struct, frozen=True):
+    """How the tiles of a picture lie, of which the first shows all of it.
+
+    rows, columns: of the others. height, width: how many rows and columns of their embeddings the picture covers, in
+    the middle of them all; what is around it is padding.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One picture, ready for a vision tower.
 
     key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
     pixels: float32 ``[tiles, channels, height, width]``, normalized; shared between requests, so never written to.
-    num_tokens: how many placeholder tokens it takes in a prompt, which is how many embeddings the tower returns.
-    grid: frames, rows and columns of these, where positions count them; None: they count tokens.
+    num_tokens: how many tokens it takes in a prompt: a placeholder for each embedding that the tower returns, and text.
+    grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens.
+    tiling: how its tiles lie, where the tower must know. text: the tokens that are text, each with its place among all
+    of the picture's, in order.
     """
 
     key: bytes
     pixels: Pixels
     num_tokens: int
     grid: tuple[int, int, int] | None = None
+    tiling: Tiling | None = None
+    text: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.num_tokens - len(self.text)
+
+
+class Run(NamedTuple):
+    """Placeholders ``first <= i < last`` that take a picture's embeddings, from its row `offset` on."""
+
+    first: int
+    last: int
+    offset: int
 
 
 class ImageSpan(msgspec.Struct, frozen=True, eq=False):
-    """Where a picture lies in a prompt: placeholders ``start <= i < end`` of `Prompt.token_ids`."""
+    """Where a picture lies in a prompt: tokens ``start <= i < end`` of `Prompt.token_ids`."""
 
     image: ImageInput
     start: int
@@ -47,6 +78,17 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
     @property
     def end(self) -> int:
         return self.start + self.image.num_tokens
+
+    def runs(self, start: int, end: int) -> Iterator[Run]:
+        """The picture's placeholders among ``start <= i < end``, without the text between them."""
+        first, last = max(self.start, start), min(self.end, end)
+        texts = self.image.text
+        passed = bisect_left(texts, (first - self.start,))
+        while first < last:
+            stop = min(last, self.start + texts[passed][0]) if passed < len(texts) else last
+            if first < stop:
+                yield Run(first, stop, first - self.start - passed)
+            first, passed = stop + 1, passed + 1
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):

@@ -118,6 +118,27 @@ def test_a_picture_that_the_tower_cannot_take_is_refused_and_the_next_request_ru
     assert finish(engine) == {"a": "length"}
 
 
+@pytest.mark.parametrize("text", [((1, 6),), ((2, 5),), ((9, 5),), ((3, 5), (1, 5)), ((1, 5), (1, 5)), ((-9, 5),)])
+def test_text_inside_a_picture_that_is_not_in_the_prompt_is_refused(llava_folder, text):
+    engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
+    image = ImageInput(b"k" * 32, np.zeros((1, 3, 42, 42), np.float32), 9 + len(text), text=text)
+    with pytest.raises(InvalidRequestError, match="text inside a picture"):
+        engine.add(request(tokens=[7, 5, 7, 5, *[7] * 8], images=[ImageSpan(image, 0)]))
+
+
+def test_text_inside_a_picture_is_of_the_vocabulary_and_placeholders_need_not_be(llava_folder):
+    engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
+    for token, fits in ((5, True), (10**6, False)):
+        image = ImageInput(b"k" * 32, np.zeros((1, 3, 42, 42), np.float32), 10, text=((4, token),))
+        tokens = [*[10**6] * 4, token, *[10**6] * 5, 7]
+        if fits:
+            engine.add(request(tokens=tokens, images=[ImageSpan(image, 0)]))
+            assert finish(engine) == {"a": "length"}
+        else:
+            with pytest.raises(InvalidRequestError, match="token id 1000000 at position 4"):
+                engine.add(request(tokens=tokens, images=[ImageSpan(image, 0)]))
+
+
 def test_an_id_in_use_is_refused(engine):
     engine.add(request("same"))
     with pytest.raises(InvalidRequestError, match="'same' is in use"):

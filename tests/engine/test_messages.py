@@ -36,6 +36,7 @@ from vlmserve.types import (
     RequestSnapshot,
     RequestTimings,
     SamplingParams,
+    Tiling,
 )
 
 SHAPES = [(1, 3, 4, 4), (2, 3, 28, 28), (1, 3, 5, 7)]
@@ -76,6 +77,16 @@ def test_pictures_cross_a_socket_unchanged_beside_the_message(sockets):
         assert got.image.pixels.dtype == np.float32
         assert got.image.pixels.flags.aligned
         np.testing.assert_array_equal(got.image.pixels, sent.image.pixels)
+
+
+def test_how_a_picture_lies_in_its_prompt_crosses_with_it():
+    text = ((0, 5), (3, 6))
+    image = ImageInput(b"k" * 32, np.zeros((3, 3, 2, 2), np.float32), 9, (1, 2, 3), Tiling(1, 2, 3, 4), text)
+    received = decode_to_engine(encode(Add([EngineRequest("a", Prompt([1] * 9, (ImageSpan(image, 0),)))])))
+    assert isinstance(received, Add)
+    got = received.requests[0].prompt.images[0]
+    assert (got.image.grid, got.image.tiling, got.image.text) == ((1, 2, 3), Tiling(1, 2, 3, 4), text)
+    assert list(got.runs(0, 9)) == [(1, 3, 0), (4, 9, 2)]
 
 
 def test_large_pictures_are_views_of_the_frames_and_not_copies():

@@ -330,6 +330,43 @@ def test_the_image_processor_may_be_a_section_of_the_processor(tmp_path: Path) -
     assert RequestPreparer(folder, MediaConfig()).chat([user(TINY)]).images[0].image.key == expected
 
 
+SPLIT: dict[str, Any] = {
+    "config": {"model_type": "smolvlm", "vision_config": {"patch_size": 14}, "scale_factor": 2},
+    "image_processor": {
+        "image_processor_type": "SmolVLMImageProcessorFast",
+        "size": {"longest_edge": 56},
+        "max_image_size": {"longest_edge": 28},
+    },
+}
+
+
+def test_tiles_are_written_in_the_words_of_the_tokenizer(tmp_path: Path) -> None:
+    named = {"fake_image_token": "<|im_start|>", "global_image_token": "<|im_end|>"}
+    folder = write_checkpoint(tmp_path, byte_level(), tokenizer_config={"extra_special_tokens": named}, **SPLIT)
+    preparer = RequestPreparer(folder, MediaConfig())
+    [span] = preparer.text("<image>", [noise(56, 20)], allow_local=True).images
+    written = {place: preparer.tokenizer.token(token_id) for place, token_id in span.image.text}
+    assert (written[0], written[span.image.num_tokens - 1]) == ("<|im_start|>", "<|im_start|>")
+    assert "<|im_end|>" in written.values()
+    assert span.image.num_embeddings == 3
+
+
+def test_a_tokenizer_that_cannot_write_tiles_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, byte_level(), **SPLIT)
+    with pytest.raises(ModelLoadError, match="no token <fake_token_around_image>"):
+        RequestPreparer(folder, MediaConfig())
+
+
+def test_files_that_count_the_placeholders_of_a_tile_differently_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(
+        tmp_path, byte_level(), tokenizer_config={"pad_token": "<fake_token_around_image>"}, **SPLIT
+    )
+    assert RequestPreparer(folder, MediaConfig()).sees_images
+    (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 169}))
+    with pytest.raises(ModelLoadError, match="image_seq_len"):
+        RequestPreparer(folder, MediaConfig())
+
+
 def test_many_threads_prepare_the_same_prompts_as_one(preparer: RequestPreparer) -> None:
     conversations = [
         [user(f"Number {index} <image>", data_url(encoded(noise(30, 20, seed=index))))] for index in range(12)

@@ -44,7 +44,7 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int]) -> N
     rows, grid = patches(torch.from_numpy(pixels), QWEN2)
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
     torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
-    count, layout = processor.placeholders(pixels)
+    count, layout, _, _ = processor.placeholders(pixels, size)
     assert layout == (1, grid[0, 1] // 2, grid[0, 2] // 2)
     assert count == grid.prod() // 4
 

@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    CLIPVisionConfig,
+    Idefics3Config,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    MistralConfig,
+    Qwen2Config,
+    SmolVLMConfig,
+)
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.models.families import FAMILIES, decoder_spec
 from vlmserve.models.llava import IMAGE_TOKEN_ID, VISION_DEFAULTS
 from vlmserve.models.vision.clip import ClipSpec
+from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
+from vlmserve.models.vision_families import VISION_FAMILIES
+from vlmserve.prompt.checkpoint import DEFAULT_IMAGE_TOKEN_IDS
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
@@ -30,6 +42,20 @@ def test_a_llava_config_without_parts_means_what_transformers_presumes() -> None
     assert ClipSpec.from_config(VISION_DEFAULTS) == ClipSpec.from_config(config.vision_config.to_dict())
     assert decoder_spec({}) == decoder_spec(config.text_config.to_dict())
     assert config.image_token_id == IMAGE_TOKEN_ID
+
+
+@pytest.mark.parametrize("config_class", [Idefics3Config, SmolVLMConfig])
+def test_an_empty_config_of_a_splitting_model_means_what_transformers_presumes(config_class: type[Any]) -> None:
+    vision = config_class().vision_config.to_dict()
+    complete = ClipSpec.from_config(vision, IDEFICS3_KINDS, {})
+    assert ClipSpec.from_config({}, IDEFICS3_KINDS, IDEFICS3_DEFAULTS) == complete
+
+
+@pytest.mark.parametrize("config_class", [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig])
+def test_placeholders_that_configs_do_not_name_are_those_of_transformers(config_class: type[Any]) -> None:
+    config = config_class()
+    assert VISION_FAMILIES[config.model_type].placeholder({}) == config.image_token_id
+    assert DEFAULT_IMAGE_TOKEN_IDS[config.model_type] == config.image_token_id
 
 
 def test_no_window_can_be_asked_for() -> None:

@@ -21,6 +21,14 @@ def test_each_placeholder_takes_the_room_of_its_own_picture() -> None:
     assert [(span.image, span.start, span.end) for span in prompt.images] == [(first, 0, 3), (second, 5, 7)]
 
 
+def test_a_pictures_own_text_stands_among_its_placeholders() -> None:
+    image = ImageInput(bytes(32), np.zeros((2, 3, 2, 2), np.float32), 6, text=((0, 5), (3, 6), (5, 7)))
+    prompt = expand_placeholders([1, IMAGE, 2, IMAGE], IMAGE, [image, picture(2)])
+    assert prompt.token_ids == [1, 5, IMAGE, IMAGE, 6, IMAGE, 7, 2, IMAGE, IMAGE]
+    assert [(span.start, span.end) for span in prompt.images] == [(1, 7), (8, 10)]
+    assert image.num_embeddings == 3
+
+
 def test_text_stays_as_it_is() -> None:
     prompt = expand_placeholders([1, 2, 3], None, [])
     assert (prompt.token_ids, prompt.images) == ([1, 2, 3], ())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.scheduler.made_up import BLOCK, image, scheduler, sequence
 from vlmserve.runner.batch import Batch, BatchBuilder
@@ -85,6 +87,31 @@ def test_whatever_happened_before_a_batch_is_its_step(
         if number in aborted:
             made_up.abort([data.draw(st.sampled_from([str(number) for number in range(len(lengths))]))])
     assert not len(made_up)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 7, 40])
+def test_text_inside_a_picture_is_text_wherever_a_chunk_ends(budget: int) -> None:
+    places = (0, 1, 4, 7, 8, 11)
+    picture = replace(image(1, 12), text=tuple((place, 20 + place) for place in places))
+    made_up = scheduler(budget=budget)
+    made_up.add(seen := sequence("seen", 18, token=50, images=[(picture, 3)], max_tokens=1))
+    for place, token in picture.text:
+        seen.token_ids[3 + place] = token
+    builder = BatchBuilder(BLOCK, CPU)
+    tokens: list[int] = []
+    taken: dict[int, int] = {}
+    while len(made_up):
+        step = made_up.schedule()
+        batch = builder.build(step)
+        for rows in batch.image_rows:
+            for row in range(rows.first, rows.last):
+                taken[len(tokens) + row] = rows.offset + row - rows.first
+        tokens += batch.token_ids.tolist()
+        made_up.update(step, [7 for chunk in step.chunks if chunk.samples])
+    # Placeholders are 0 in a batch; their embeddings are those of the picture, one after the other.
+    placeholders = [3 + place for place in range(12) if place not in places]
+    assert taken == {position: row for row, position in enumerate(placeholders)}
+    assert tokens == [0 if position in taken else token for position, token in enumerate(seen.token_ids[:18])]
 
 
 def test_rows_of_a_picture_say_whose_they_are_and_from_where() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, TooManyImagesError
-from vlmserve.types import EngineRequest, ModelInfo, Prompt
+from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt
 
 
 def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container[str]) -> None:
@@ -26,19 +26,34 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
         )
     if prompt.images and not info.sees_images:
         raise TooManyImagesError("this model cannot see pictures; send text only", param="messages")
-    _check_token_ids(prompt, info.vocab_size)
     end = 0
     for span in prompt.images:
-        if span.start < end or span.end > len(prompt.token_ids) or span.image.num_tokens < 1:
+        if span.start < end or span.end > len(prompt.token_ids) or span.image.num_embeddings < 1:
             raise InvalidRequestError("the prompt's pictures overlap or do not fit into it", param="prompt")
+        _check_text(span, prompt)
         end = span.end
+    _check_token_ids(prompt, info.vocab_size)
+
+
+def _check_text(span: ImageSpan, prompt: Prompt) -> None:
+    """The text inside a picture is in the prompt, too, whose tokens cached blocks are known by."""
+    before = -1
+    for place, token_id in span.image.text:
+        if not before < place < span.image.num_tokens or prompt.token_ids[span.start + place] != token_id:
+            raise InvalidRequestError("the text inside a picture is not that of the prompt", param="prompt")
+        before = place
 
 
 def _check_token_ids(prompt: Prompt, vocab_size: int) -> None:
     """Placeholders may lie outside the vocabulary, text may not."""
     if min(prompt.token_ids) >= 0 and max(prompt.token_ids) < vocab_size:
         return
-    placeholders = {position for span in prompt.images for position in range(span.start, span.end)}
+    placeholders = {
+        position
+        for span in prompt.images
+        for run in span.runs(span.start, span.end)
+        for position in range(run.first, run.last)
+    }
     for position, token_id in enumerate(prompt.token_ids):
         if token_id < 0 or (token_id >= vocab_size and position not in placeholders):
             raise InvalidRequestError(

@@ -228,12 +228,12 @@ class Engine:
 
     def _check_image(self, image: ImageInput) -> None:
         if self._vision is not None:
-            self._vision.check(image.pixels.shape, image.num_tokens)
+            self._vision.check(image.pixels.shape, image.num_embeddings, image.tiling)
         if len(image.key) != KEY_BYTES:
             raise InvalidRequestError(f"a picture's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
-        if image.num_tokens * self._image_token_bytes > self._config.encoder_cache_memory:
+        if image.num_embeddings * self._image_token_bytes > self._config.encoder_cache_memory:
             raise InvalidRequestError(
-                f"a picture of {image.num_tokens} tokens does not fit into the encoder cache; "
+                f"a picture of {image.num_embeddings} embeddings does not fit into the encoder cache; "
                 "raise --encoder-cache-memory",
                 param="messages",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.processor import ImageProcessor, PictureProcessor
 from vlmserve.media.sources import ImageSource, prepare_image
+from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
@@ -40,7 +42,7 @@ class RequestPreparer:
             else None
         )
         sees_images = self.tokenizer.image_token_id is not None
-        self._processor = _image_processor(folder, media.exact_pixels) if sees_images else None
+        self._processor = _image_processor(folder, self.tokenizer, media.exact_pixels) if sees_images else None
 
     @property
     def sees_images(self) -> bool:
@@ -135,12 +137,37 @@ def _quoted(message: Message, quotation: Quotation) -> Message:
     return replace(message, parts=tuple(parts))
 
 
-def _image_processor(folder: Path, exact_pixels: bool) -> PictureProcessor:
-    settings = read_json(folder / "processor_config.json").get("image_processor")
+def _image_processor(folder: Path, tokenizer: Tokenizer, exact_pixels: bool) -> PictureProcessor:
+    processor = read_json(folder / "processor_config.json")
+    settings = processor.get("image_processor")
     if not isinstance(settings, dict):
         settings = read_json(folder / "preprocessor_config.json")
     if not settings:
         raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
-    if str(settings.get("image_processor_type")).startswith("Qwen2"):
+    kind = str(settings.get("image_processor_type"))
+    if kind.startswith("Qwen2"):
         return AnySizeProcessor(settings, exact_pixels=exact_pixels)
-    return ImageProcessor(read_json(folder / "config.json"), settings, exact_pixels=exact_pixels)
+    config = read_json(folder / "config.json")
+    if kind.startswith("LlavaNextImageProcessor"):
+        return AnyResolutionProcessor(config, settings, exact_pixels=exact_pixels)
+    if kind.startswith(("Idefics3", "SmolVLM")):
+        count = processor.get("image_seq_len")
+        words = _split_words(tokenizer)
+        return SplitProcessor(config, settings, words, tile_tokens=count, exact_pixels=exact_pixels)
+    return ImageProcessor(config, settings, exact_pixels=exact_pixels)
+
+
+def _split_words(tokenizer: Tokenizer) -> SplitWords:
+    assert tokenizer.image_token is not None
+    assert tokenizer.image_token_id is not None
+    named = tokenizer.special_tokens
+    around = named.get("fake_image_token", "<fake_token_around_image>")
+    if tokenizer.token_id(around) is None:
+        raise ModelLoadError(f"the tokenizer has no token {around}, which stands around the tiles of pictures")
+    return SplitWords(
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+        image_token=tokenizer.image_token,
+        image_token_id=tokenizer.image_token_id,
+        around=around,
+        whole=named.get("global_image_token", "<global-img>"),
+    )

@@ -10,13 +10,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import InvalidImageError
 from vlmserve.media.pictures import Picture
-from vlmserve.media.processor import level_table, per_channel, to_rgb
+from vlmserve.media.processor import Placeholders, level_table, per_channel, to_pixels, to_rgb
 from vlmserve.types import Pixels
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -72,17 +71,13 @@ class AnySizeProcessor:
         image = to_rgb(picture.image)
         if self._recipe.resize:
             image = image.resize(self._resized(picture.size), self._recipe.resample, picture.box)
-        levels = np.asarray(image)
-        pixels = np.empty((1, 3, image.height, image.width), dtype=np.float32)
-        for channel in range(3):
-            np.take(self._levels[channel], levels[:, :, channel], out=pixels[0, channel])
-        return pixels
+        return to_pixels([image], self._levels)
 
-    def placeholders(self, pixels: Pixels) -> tuple[int, tuple[int, int, int]]:
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """How many tokens those pixels take, and in how many frames, rows and columns."""
         frames, _, height, width = pixels.shape
         grid = frames, height // self._recipe.side, width // self._recipe.side
-        return math.prod(grid), grid
+        return Placeholders(math.prod(grid), grid)
 
     def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
         width, height = size

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.media.pictures import Picture
-from vlmserve.types import Pixels
+from vlmserve.types import Pixels, Tiling
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
@@ -57,6 +58,15 @@ _MAX_INTERMEDIATE_PIXELS = 16_000_000
 """Resized pictures with more pixels are never made; only what is kept of them is computed."""
 
 
+class Placeholders(NamedTuple):
+    """What a picture takes in a prompt; see the fields of `ImageInput` that have these names."""
+
+    num_tokens: int
+    grid: tuple[int, int, int] | None = None
+    tiling: Tiling | None = None
+    text: tuple[tuple[int, int], ...] = ()
+
+
 class PictureProcessor(Protocol):
     """Makes a checkpoint's pixels of pictures. fingerprint: 32-byte digest of all that decides them."""
 
@@ -70,8 +80,8 @@ class PictureProcessor(Protocol):
         """Float32 ``[tiles, 3, height, width]``. Raises InvalidImageError for a shape that the model cannot take."""
         ...
 
-    def placeholders(self, pixels: Pixels) -> tuple[int, tuple[int, int, int] | None]:
-        """How many tokens those pixels take, and `ImageInput.grid`."""
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
+        """What those pixels take in a prompt, made of a picture of that width and height."""
         ...
 
 
@@ -117,20 +127,16 @@ class ImageProcessor:
         width, height = _resized(size, dict(self._recipe.resize))
         return min(size[0] / width, size[1] / height)
 
-    def placeholders(self, pixels: Pixels) -> tuple[int, None]:
-        """How many tokens a picture's pixels take; positions count them one by one."""
-        return self.num_tokens, None
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
+        """As many tokens for every picture; positions count them one by one."""
+        return Placeholders(self.num_tokens)
 
     def process(self, picture: Picture) -> Pixels:
         """Float32 ``[1, 3, height, width]`` of a picture of any size and mode."""
         picture = replace(picture, image=to_rgb(picture.image))
         if self._recipe.pad_color is not None:
             picture = self._pad_to_square(picture, self._recipe.pad_color)
-        levels = np.asarray(self._resize_and_crop(picture))
-        pixels = np.empty((1, 3, self.height, self.width), dtype=np.float32)
-        for channel in range(3):
-            np.take(self._levels[channel], levels[:, :, channel], out=pixels[0, channel])
-        return pixels
+        return to_pixels([self._resize_and_crop(picture)], self._levels)
 
     def _output_size(self) -> tuple[int, int]:
         size = dict(self._recipe.resize or ())
@@ -144,7 +150,7 @@ class ImageProcessor:
 
     def _count_tokens(self, config: dict[str, Any]) -> int:
         vision = config.get("vision_config") or {}
-        if config.get("model_type") == "llava" and not vision:
+        if config.get("model_type") in ("llava", "llava_next") and not vision:
             vision = _LLAVA_TOWER
         kind = vision.get("model_type", "clip_vision_model")
         if kind not in _TOWERS:
@@ -247,6 +253,16 @@ def _center_crop(image: Image.Image, height: int, width: int) -> Image.Image:
     canvas = Image.new("RGB", (width, height))
     canvas.paste(image, (x - left, y - top))
     return canvas
+
+
+def to_pixels(images: Sequence[Image.Image], levels: npt.NDArray[np.float32]) -> Pixels:
+    """Float32 ``[images, 3, height, width]`` of RGB images of one size. levels: as `level_table` makes them."""
+    pixels = np.empty((len(images), 3, images[0].height, images[0].width), dtype=np.float32)
+    for image, own in zip(images, pixels, strict=True):
+        array = np.asarray(image)
+        for channel in range(3):
+            np.take(levels[channel], array[:, :, channel], out=own[channel])
+    return pixels
 
 
 def level_table(

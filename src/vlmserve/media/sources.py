@@ -56,8 +56,7 @@ def prepare_image(
 def _process(key: bytes, picture: Picture, processor: PictureProcessor) -> ImageInput:
     pixels = processor.process(picture)
     pixels.flags.writeable = False  # other requests may see the same picture
-    num_tokens, grid = processor.placeholders(pixels)
-    return ImageInput(key, pixels, num_tokens, grid)
+    return ImageInput(key, pixels, **processor.placeholders(pixels, picture.size)._asdict())
 
 
 def is_url(source: str) -> bool:

@@ -1,17 +1,19 @@
 """LLaVA (https://arxiv.org/abs/2304.08485, https://arxiv.org/abs/2310.03744): a vision tower whose features a small
-network projects into the language model's embedding space. Implements `VisionEncoder`."""
+network projects into the language model's embedding space. LLaVA-NeXT (https://arxiv.org/abs/2407.07895) puts those of
+a picture's tiles together. Both implement `VisionEncoder`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
-from vlmserve.layers.linear import Linear
+from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
+from vlmserve.types import Tiling
 
 # LLaVA-1.5's tower and options, which its published configs partly leave out.
 VISION_DEFAULTS: Mapping[str, Any] = {
@@ -69,24 +71,82 @@ class LlavaVision(nn.Module):
         self.skipped_tokens = 1 if strategy == "default" else 0
         self.dtype = dtype
 
-    def check(self, shape: tuple[int, ...], num_tokens: int) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
         """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
         spec = self.vision_tower.spec
         expected = (spec.num_channels, spec.image_size, spec.image_size)
         if len(shape) != 4 or shape[1:] != expected:
             raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(shape[1:])}")
-        embeddings = shape[0] * (spec.num_patches + 1 - self.skipped_tokens)
+        embeddings = self._count(shape[0], tiling)
         if embeddings != num_tokens:
             raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor]) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, in one call.
 
         pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
         Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
         """
+        return [tiles.flatten(0, 1) for tiles in self._encode_tiles(pixels)]
+
+    def _encode_tiles(self, pixels: list[Tensor]) -> list[Tensor]:
+        """``[tiles, embeddings of each, hidden_size]`` a picture."""
         if not pixels:
             return []
         features = self.vision_tower(torch.cat(pixels).to(self.dtype))[:, self.skipped_tokens :]
-        embeddings = self.multi_modal_projector(features)
-        return [picture.flatten(0, 1) for picture in embeddings.split([len(tiles) for tiles in pixels])]
+        embeddings: Tensor = self.multi_modal_projector(features)
+        return list(torch.split(embeddings, [len(tiles) for tiles in pixels]))
+
+    def _count(self, tiles: int, tiling: Tiling | None) -> int:
+        return tiles * (self.vision_tower.spec.num_patches + 1 - self.skipped_tokens)
+
+
+class Newline(nn.Module):
+    """The embedding that ends each row of a picture."""
+
+    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+
+
+class LlavaNextVision(LlavaVision):
+    """LLaVA-NeXT's: first the embeddings of the whole picture, small, then those of its tiles as they lie beside each
+    other, without padding, a newline behind each row.
+
+    Raises UnsupportedModelError as `LlavaVision` does, and for features from which tiles cannot be put together.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, hidden_size, dtype=dtype, device=device)
+        if self.skipped_tokens == 0:
+            raise UnsupportedModelError(
+                "vision_feature_select_strategy 'full' keeps a class token in each tile, which has no place in rows; "
+                "LLaVA-NeXT is supported with 'default'"
+            )
+        self.image_newline = Newline(hidden_size, dtype=dtype, device=device)
+        spec = self.vision_tower.spec
+        self._side = spec.image_size // spec.patch_size
+
+    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+        """As `LlavaVision.encode`; every picture needs its tiling."""
+        return [self._arrange(*picture) for picture in zip(self._encode_tiles(pixels), tilings, strict=True)]
+
+    def _arrange(self, tiles: Tensor, tiling: Tiling | None) -> Tensor:
+        assert tiling is not None, "`check` lets no picture pass without one"
+        side, size = self._side, tiles.shape[-1]
+        down, across = tiling.rows * side, tiling.columns * side
+        whole = tiles[1:].view(tiling.rows, tiling.columns, side, side, size).transpose(1, 2)
+        whole = whole.reshape(down, across, size)
+        top, left = (down - tiling.height) // 2, (across - tiling.width) // 2
+        covered = whole[top : top + tiling.height, left : left + tiling.width]
+        newlines = self.image_newline.weight.expand(tiling.height, 1, size)
+        return torch.cat((tiles[0], torch.cat((covered, newlines), 1).flatten(0, 1)))
+
+    def _count(self, tiles: int, tiling: Tiling | None) -> int:
+        if tiling is None or tiles != 1 + tiling.rows * tiling.columns:
+            raise InvalidImageError(f"the picture's {tiles} tiles lie in no rows and columns: {tiling}")
+        if not 0 <= tiling.height <= tiling.rows * self._side or not 0 <= tiling.width <= tiling.columns * self._side:
+            raise InvalidImageError(f"the picture covers more than its tiles: {tiling}")
+        return self._side**2 + tiling.height * (tiling.width + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,22 +10,24 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.types import Tiling
 
 
 class VisionEncoder(Protocol):
     """A vision tower with its projector."""
 
-    def check(self, shape: tuple[int, ...], num_tokens: int) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
         """Check that pixels ``[tiles, channels, height, width]`` of that shape become that many embeddings.
 
         Raises InvalidImageError if they do not.
         """
         ...
 
-    def encode(self, pixels: list[Tensor]) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, in one call.
 
         pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
+        tilings: how the tiles of each lie, for a model that puts their embeddings in order.
         Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
         """
         ...

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
+from vlmserve.models.idefics3 import IMAGE_TOKEN_ID as IDEFICS3_IMAGE_TOKEN_ID
+from vlmserve.models.idefics3 import Idefics3Vision
+from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaNextVision, LlavaVision
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
 
@@ -59,8 +61,17 @@ class VisionFamily:
 
 def _llava(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
     vision = LlavaVision(config, hidden_size, dtype=dtype, device=device)
-    parts = {"vision_tower": vision.vision_tower, "multi_modal_projector": vision.multi_modal_projector}
-    return Vision(vision, parts)
+    return Vision(vision, dict(vision.named_children()))
+
+
+def _llava_next(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    vision = LlavaNextVision(config, hidden_size, dtype=dtype, device=device)
+    return Vision(vision, dict(vision.named_children()))
+
+
+def _idefics3(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    vision = Idefics3Vision(config, hidden_size, dtype=dtype, device=device)
+    return Vision(vision, dict(vision.named_children()))
 
 
 def _qwen(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
@@ -71,6 +82,9 @@ def _qwen(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID),
+    "llava_next": VisionFamily("LlavaNextForConditionalGeneration", "llama", _llava_next, IMAGE_TOKEN_ID),
+    "idefics3": VisionFamily("Idefics3ForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID),
+    "smolvlm": VisionFamily("SmolVLMForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID),
     "qwen2_vl": VisionFamily("Qwen2VLForConditionalGeneration", "qwen2_vl_text", _qwen, 151655),
     "qwen2_5_vl": VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655),
 }

@@ -25,6 +25,10 @@ LANGUAGE_MODEL = "language_model."
 _PREFIXES = (
     (re.compile(r"^(model\.)?(vision_tower)\.(vision_model\.)?"), "vision_tower."),
     (re.compile(r"^(model\.)?multi_modal_projector\."), "multi_modal_projector."),
+    (re.compile(r"^(model\.)?image_newline$"), "image_newline.weight"),
+    (re.compile(r"^(model\.)?vision_model\."), "vision_model."),
+    (re.compile(r"^(model\.)?connector\."), "connector."),
+    (re.compile(r"^(model\.)?text_model\."), "language_model."),
     (re.compile(r"^(model\.)?visual\."), "visual."),
     (re.compile(r"^(model\.)?language_model\.(model\.)?"), "language_model."),
     (re.compile(r"^(model|transformer)\."), "language_model."),

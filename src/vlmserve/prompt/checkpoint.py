@@ -11,7 +11,7 @@ from typing import Any
 from vlmserve.errors import ModelLoadError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-DEFAULT_IMAGE_TOKEN_IDS = {"llava": 32000}
+DEFAULT_IMAGE_TOKEN_IDS = {"llava": 32000, "llava_next": 32000, "idefics3": 128257, "smolvlm": 128257}
 """Placeholders of model types whose config.json may leave them out."""
 
 LLAVA_TEMPLATE = (

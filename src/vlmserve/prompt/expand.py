@@ -19,7 +19,8 @@ def check_placeholders(token_ids: Sequence[int], image_token_id: int | None, num
 
 
 def expand_placeholders(token_ids: Sequence[int], image_token_id: int | None, images: Sequence[ImageInput]) -> Prompt:
-    """A prompt in which the n-th placeholder of `token_ids` is repeated as often as the n-th picture has tokens.
+    """A prompt in which the n-th placeholder of `token_ids` is repeated as often as the n-th picture has tokens, with
+    the picture's text between them.
 
     Raises InvalidRequestError unless there are as many placeholders as pictures.
     """
@@ -32,7 +33,10 @@ def expand_placeholders(token_ids: Sequence[int], image_token_id: int | None, im
         if token_id == image_token_id:
             image = images[len(spans)]
             spans.append(ImageSpan(image, start=len(expanded)))
-            expanded += [token_id] * image.num_tokens
+            tokens = [token_id] * image.num_tokens
+            for place, text_id in image.text:
+                tokens[place] = text_id
+            expanded += tokens
         else:
             expanded.append(token_id)
     return Prompt(expanded, tuple(spans))

@@ -124,10 +124,10 @@ class BatchBuilder:
                 token_ids[row : row + count] = sequence.token_ids[start : start + count]
             if sequence.image_spans and start < sequence.num_prompt_tokens:
                 for span in sequence.spans_between(start, start + count):
-                    first, last = max(span.start, start), min(span.end, start + count)
-                    rows = ImageRows(span.image.key, row + first - start, row + last - start, first - span.start)
-                    token_ids[rows.first : rows.last] = 0
-                    image_rows.append(rows)
+                    for first, last, offset in span.runs(start, start + count):
+                        rows = ImageRows(span.image.key, row + first - start, row + last - start, offset)
+                        token_ids[rows.first : rows.last] = 0
+                        image_rows.append(rows)
             row += count
         return token_ids, image_rows
 

@@ -73,7 +73,8 @@ class ModelRunner:
             raise ValueError("the model has no vision encoder")
         # Not from_numpy: it warns of arrays that are read-only, as those of pictures are that requests share.
         pixels = [torch.tensor(image.pixels, device=self.model.device, dtype=self.model.dtype) for image in images]
-        for image, embeddings in zip(images, self.model.vision.encode(pixels), strict=True):
+        encoded = self.model.vision.encode(pixels, [image.tiling for image in images])
+        for image, embeddings in zip(images, encoded, strict=True):
             # A copy: a view would keep the whole batch of pictures in memory until the last of them is evicted.
             self._embeddings[image.key] = embeddings.clone()
 

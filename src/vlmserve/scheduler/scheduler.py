@@ -297,7 +297,7 @@ class Scheduler:
         if image.key not in self.encoder_cache:
             if len(step.encode) >= self._max_encoded_images:
                 return False
-            size = image.num_tokens * self._image_token_bytes
+            size = image.num_embeddings * self._image_token_bytes
             evicted = self.encoder_cache.make_room(size)
             if evicted is None:
                 return False

@@ -1,0 +1,330 @@
+"""Pictures cut into tiles, of which a tower sees one at a time, as LLaVA-NeXT and Idefics3 (SmolVLM) do it.
+
+Equal to transformers' own (PIL) processors but for large JPEGs, as in `media.processor`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from PIL import Image
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.media.pictures import Picture
+from vlmserve.media.processor import ImageProcessor, Placeholders, level_table, per_channel, to_pixels, to_rgb
+from vlmserve.types import Pixels, Tiling
+
+_LARGEST_EDGE = 4096
+"""Pixels along a side of what Idefics3 makes of a picture before it fits it to tiles."""
+
+
+class AnyResolutionProcessor:
+    """Preprocesses pictures for one LLaVA-NeXT checkpoint; see `media.processor.ImageProcessor`.
+
+    Of the resolutions that a model knows a picture gets the one that keeps most of it. It is resized to fit, padded in
+    black, and cut into tiles; before them comes all of the picture as one tile.
+    Raises UnsupportedModelError for a processor or vision tower that is not implemented.
+    """
+
+    def __init__(self, config: dict[str, Any], settings: dict[str, Any], *, exact_pixels: bool = False) -> None:
+        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section."""
+        values = {"size": 224, "crop_size": 224, **{key: value for key, value in settings.items() if value is not None}}
+        edge, tile = _edge(values["size"]), _edge(values["crop_size"])
+        # What becomes of each tile, which is square, is what CLIP's processor makes of it.
+        square = {
+            "image_processor_type": "CLIPImageProcessor",
+            "do_pad": False,
+            "size": {"height": edge, "width": edge},
+        }
+        self._tile_processor = ImageProcessor(config, {**values, **square}, exact_pixels=exact_pixels)
+        self._edge, self._tile = edge, tile
+        self._resample = int(values.get("resample", Image.Resampling.BICUBIC))
+        self._resolutions = _resolutions(values.get("image_grid_pinpoints"), tile)
+        self._side = math.isqrt(self._tile_processor.num_tokens)
+        if (self._tile_processor.height, self._side**2) != (tile, self._tile_processor.num_tokens):
+            raise UnsupportedModelError(
+                f"tiles of {tile} pixels become pictures of {self._tile_processor.height} pixels and "
+                f"{self._tile_processor.num_tokens} embeddings, which make no square rows"
+            )
+        self._exact_pixels = exact_pixels
+        described = json.dumps(["any resolution v1", edge, tile, self._resample, self._resolutions])
+        self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
+        every pixel is to be decoded."""
+        if self._exact_pixels:
+            return 1.0
+        resized = _fitted(size, self._resolution(size))
+        return min(own / max(new, self._edge) for own, new in zip(size, resized, strict=True))
+
+    def process(self, picture: Picture) -> Pixels:
+        """Float32 ``[1 + tiles, 3, height, width]`` of a picture of any size and mode."""
+        image = to_rgb(picture.image)
+        whole = image.resize((self._edge, self._edge), self._resample, picture.box)
+        resolution = self._resolution(picture.size)
+        width, height = _fitted(picture.size, resolution)
+        canvas = Image.new("RGB", resolution)
+        corner = (resolution[0] - width) // 2, (resolution[1] - height) // 2
+        canvas.paste(image.resize((width, height), self._resample, picture.box), corner)
+        tiles = [whole, *_cut(canvas, self._tile)]
+        return np.concatenate([self._tile_processor.process(Picture.whole(tile)) for tile in tiles])
+
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
+        """The embeddings of the whole picture, then of what it covers of its tiles, with a newline behind each row."""
+        width, height = size
+        columns, rows = (edge // self._tile for edge in self._resolution(size))
+        across, down = columns * self._side, rows * self._side
+        # Rounded as transformers rounds it, and cut off alike on both sides.
+        if width / height > across / down:
+            down -= (down - int(round(height * (across / width), 7))) // 2 * 2
+        else:
+            across -= (across - int(round(width * (down / height), 7))) // 2 * 2
+        num_tokens = self._side**2 + down * (across + 1)
+        return Placeholders(num_tokens, tiling=Tiling(rows, columns, down, across))
+
+    def _resolution(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height of all tiles together: those that keep most of the picture's pixels, and of these, those
+        that are fewest."""
+        width, height = size
+
+        def kept(resolution: tuple[int, int]) -> tuple[int, int]:
+            scale = min(resolution[0] / width, resolution[1] / height)
+            pixels = min(int(width * scale) * int(height * scale), width * height)
+            return pixels, -resolution[0] * resolution[1]
+
+        return max(self._resolutions, key=kept)
+
+
+@dataclass(frozen=True)
+class SplitRecipe:
+    """Every setting that changes pixels. size: the longest edge or width and height that a picture gets first; None: it
+    keeps its own. tile: pixels along each side. split: whether pictures are cut at all.
+    """
+
+    size: int | tuple[int, int] | None
+    tile: int
+    split: bool
+    resample: int
+    rescale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+
+class SplitProcessor:
+    """Preprocesses pictures for one Idefics3 or SmolVLM checkpoint; see `media.processor.ImageProcessor`.
+
+    A picture is resized to whole tiles and cut; behind them comes all of the picture as one tile. The prompt tells the
+    model in words which tile is which.
+    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
+    other.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        settings: dict[str, Any],
+        words: SplitWords,
+        *,
+        tile_tokens: int | None = None,
+        exact_pixels: bool = False,
+    ) -> None:
+        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section.
+        words: how the checkpoint writes tiles. tile_tokens: placeholders of each, if another file says so."""
+        self._recipe = _split_recipe(settings)
+        self._tile_tokens = _tile_tokens(config, self._recipe.tile)
+        if tile_tokens is not None and tile_tokens != self._tile_tokens:
+            raise ModelLoadError(
+                f"processor_config.json gives a tile {tile_tokens} placeholders, but with tiles of {self._recipe.tile} "
+                f"pixels the model of config.json makes {self._tile_tokens} embeddings of it; correct image_seq_len"
+            )
+        self._words = words
+        self._exact_pixels = exact_pixels
+        described = json.dumps(["split v1", exact_pixels, asdict(self._recipe)], sort_keys=True)
+        self.fingerprint = blake3(described.encode()).digest()
+        self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
+        self._written = lru_cache(256)(self._write)
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
+        every pixel is to be decoded."""
+        if self._exact_pixels or self._recipe.size is None:
+            return 1.0
+        return min(own / new for own, new in zip(size, self._resized(size), strict=True))
+
+    def process(self, picture: Picture) -> Pixels:
+        """Float32 ``[tiles + 1, 3, height, width]`` of a picture of any size and mode, or one tile if it is not cut."""
+        image = to_rgb(picture.image)
+        tile, resample = self._recipe.tile, self._recipe.resample
+        if self._recipe.size is not None:
+            image = image.resize(self._resized(picture.size), resample, picture.box)
+        if self._recipe.split:
+            image = image.resize(_whole_tiles(image.size, tile), resample)
+        whole = image.resize((tile, tile), resample)
+        tiles = [*_cut(image, tile), whole] if max(image.size) > tile and self._recipe.split else [whole]
+        return to_pixels(tiles, self._levels)
+
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
+        """Tokens for each tile, with the words between them."""
+        tile = self._recipe.tile
+        if len(pixels) == 1:
+            return self._written(0, 0)
+        columns, rows = (edge // tile for edge in _whole_tiles(self._resized(size), tile))
+        return self._written(rows, columns)
+
+    def _write(self, rows: int, columns: int) -> Placeholders:
+        place, text = 0, []
+        for token_id in self._words.tokens(rows, columns):
+            if token_id == self._words.image_token_id:
+                place += self._tile_tokens
+            else:
+                text.append((place, token_id))
+                place += 1
+        return Placeholders(place, text=tuple(text))
+
+    def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height of a picture before it is fitted to tiles."""
+        if self._recipe.size is None:
+            return size
+        if not isinstance(self._recipe.size, int):
+            return self._recipe.size
+        width, height = _with_longest_edge(size, self._recipe.size)
+        # The shorter edge is rounded up to an even number.
+        width, height = (width, height + height % 2) if size[0] >= size[1] else (width + width % 2, height)
+        width, height = max(1, width), max(1, height)
+        if max(width, height) > _LARGEST_EDGE:
+            width, height = (max(1, edge) for edge in _with_longest_edge((width, height), _LARGEST_EDGE))
+        return width, height
+
+
+@dataclass(frozen=True)
+class SplitWords:
+    """How a checkpoint of Idefics3's kind writes a picture.
+
+    encode: text to token ids. image_token: the placeholder. around: the token that begins and ends a picture's parts.
+    whole: the token before the one that shows all of it.
+    """
+
+    encode: Callable[[str], Sequence[int]]
+    image_token: str
+    image_token_id: int
+    around: str
+    whole: str
+
+    def tokens(self, rows: int, columns: int) -> Sequence[int]:
+        """Token ids of a picture of so many tiles, 0 of both if it is one, with one placeholder for each tile."""
+        lines = [
+            "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{self.image_token}" for column in range(columns))
+            for row in range(rows)
+        ]
+        tiles = "".join(line + "\n" for line in lines) + ("\n" if lines else "")
+        return self.encode(f"{tiles}{self.around}{self.whole}{self.image_token}{self.around}")
+
+
+def _cut(image: Image.Image, tile: int) -> list[Image.Image]:
+    """Squares of that many pixels along each side, row by row."""
+    return [
+        image.crop((x, y, x + tile, y + tile))
+        for y in range(0, image.height, tile)
+        for x in range(0, image.width, tile)
+    ]
+
+
+def _fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
+    """Width and height of a picture that is resized to fit into a room of that width and height."""
+    (width, height), (most_width, most_height) = size, room
+    across, down = most_width / width, most_height / height
+    if across < down:
+        return most_width, min(math.ceil(height * across), most_height)
+    return min(math.ceil(width * down), most_width), most_height
+
+
+def _with_longest_edge(size: tuple[int, int], longest: int) -> tuple[int, int]:
+    width, height = size
+    aspect = width / height
+    return (longest, int(longest / aspect)) if width >= height else (int(longest * aspect), longest)
+
+
+def _whole_tiles(size: tuple[int, int], tile: int) -> tuple[int, int]:
+    """Width and height in whole tiles that change a picture's shape little, and are no smaller."""
+    width, height = size
+    longest = math.ceil(max(size) / tile) * tile
+    width, height = _with_longest_edge(size, longest)
+    return math.ceil(width / tile) * tile, math.ceil(height / tile) * tile
+
+
+def _edge(value: Any) -> int:
+    """The side of a square that the settings of an image processor name."""
+    edges = list(value.values()) if isinstance(value, dict) else [value]
+    edges = [edge for edge in edges if edge is not None]
+    if not edges or not all(isinstance(edge, int) and edge == edges[0] > 0 for edge in edges):
+        raise UnsupportedModelError(f"the image processor's size {value!r} is not supported; tiles are square")
+    return int(edges[0])
+
+
+def _resolutions(value: Any, tile: int) -> list[tuple[int, int]]:
+    """Widths and heights of pictures before they are cut."""
+    if value is None:
+        value = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    pairs = [tuple(pair) for pair in value] if isinstance(value, list) else []
+    if not pairs or not all(
+        len(pair) == 2 and all(isinstance(edge, int) and edge > 0 for edge in pair) for pair in pairs
+    ):
+        raise UnsupportedModelError(f"image_grid_pinpoints {value!r} is not a list of heights and widths")
+    if any(edge % tile for pair in pairs for edge in pair):
+        raise UnsupportedModelError(f"image_grid_pinpoints {value!r} are not whole tiles of {tile} pixels")
+    return [(width, height) for height, width in pairs]
+
+
+def _split_recipe(settings: dict[str, Any]) -> SplitRecipe:
+    values = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_image_splitting": True,
+        "rescale_factor": 1 / 255,
+        "resample": Image.Resampling.LANCZOS,
+        "size": {"longest_edge": 4 * 364},
+        "max_image_size": {"longest_edge": 364},
+        "image_mean": 0.5,
+        "image_std": 0.5,
+        **{key: value for key, value in settings.items() if value is not None},
+    }
+    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
+    return SplitRecipe(
+        size=_first_size(values["size"]) if values["do_resize"] else None,
+        tile=_edge(values["max_image_size"]),
+        split=bool(values["do_image_splitting"]),
+        resample=int(values["resample"]),
+        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
+        mean=mean if values["do_normalize"] else None,
+        std=std if values["do_normalize"] else None,
+    )
+
+
+def _first_size(value: Any) -> int | tuple[int, int]:
+    size = {key: edge for key, edge in value.items() if edge is not None} if isinstance(value, dict) else {}
+    if size.keys() == {"longest_edge"}:
+        return int(size["longest_edge"])
+    if size.keys() == {"height", "width"}:
+        return int(size["width"]), int(size["height"])
+    raise UnsupportedModelError(f"the image processor's size {value!r} is not supported; it takes a longest_edge")
+
+
+def _tile_tokens(config: dict[str, Any], tile: int) -> int:
+    """How many embeddings the model makes of a tile."""
+    merge, patch = config.get("scale_factor", 2), (config.get("vision_config") or {}).get("patch_size", 32)
+    side = tile // patch
+    if side < merge or side % merge:
+        raise ModelLoadError(
+            f"tiles of {tile} pixels have {side} patches of {patch} pixels along each side, of which the model cannot "
+            f"merge {merge}; correct max_image_size of the image processor"
+        )
+    return int((side // merge) ** 2)

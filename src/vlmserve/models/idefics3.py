@@ -1,0 +1,82 @@
+"""Idefics3 (https://arxiv.org/abs/2408.12637) and SmolVLM (https://arxiv.org/abs/2504.05299): a SigLIP tower over
+square tiles, and a connector that makes one embedding of each square of patches. Implements `VisionEncoder`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.errors import InvalidImageError
+from vlmserve.layers.linear import Linear
+from vlmserve.models.vision.clip import ClipSpec
+from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS, SiglipTower
+from vlmserve.types import Tiling
+
+IMAGE_TOKEN_ID = 128257
+TILES_AT_ONCE = 16
+"""A picture may have many tiles, and some pictures are encoded together; this bounds the memory that takes."""
+
+
+class Connector(nn.Module):
+    """``[tiles, patches, hidden_size]`` to ``[tiles, patches / merge^2, output_size]``: patches that make a square, row
+    by row beside each other, projected. Modules are named as checkpoints name them."""
+
+    def __init__(self, size: int, merge: int, output_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        projection = Linear(size * merge**2, output_size, bias=False, dtype=dtype, device=device)
+        self.modality_projection = nn.ModuleDict({"proj": projection})
+        self.merge = merge
+
+    def forward(self, patches: Tensor) -> Tensor:
+        tiles, count, _ = patches.shape
+        side, merge = math.isqrt(count) // self.merge, self.merge
+        squares = patches.view(tiles, side, merge, side, merge, -1).transpose(2, 3).reshape(tiles, side**2, -1)
+        output: Tensor = self.modality_projection["proj"](squares)
+        return output
+
+
+class Idefics3Vision(nn.Module):
+    """Tower and connector of a config; modules are named as checkpoints name them.
+
+    Raises UnsupportedModelError for a tower or activation that is not implemented, ModelLoadError for impossible sizes.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        spec = ClipSpec.from_config(config.get("vision_config") or {}, IDEFICS3_KINDS, IDEFICS3_DEFAULTS)
+        merge = int(config.get("scale_factor", 2))
+        self.vision_model = SiglipTower(spec, dtype=dtype, device=device)
+        self.connector = Connector(spec.hidden_size, merge, hidden_size, dtype=dtype, device=device)
+        self.dtype = dtype
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+        """Check that square tiles of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        spec, merge = self.vision_model.spec, self.connector.merge
+        side = shape[-1] // spec.patch_size
+        if len(shape) != 4 or shape[1] != spec.num_channels or shape[2] != shape[3] or not side or side % merge:
+            raise InvalidImageError(
+                f"the vision tower takes square tiles of {spec.num_channels} channels and patches of {spec.patch_size} "
+                f"pixels, {merge} of which along each side make an embedding, not {shape}"
+            )
+        embeddings = shape[0] * (side // merge) ** 2
+        if embeddings != num_tokens:
+            raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
+
+    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+        """Embeddings of pictures.
+
+        pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
+        Returns one ``[num_tokens, hidden_size]`` tensor a picture, tile by tile, row by row.
+        """
+        return [
+            torch.cat(
+                [self.connector(self.vision_model(tiles)) for tiles in torch.split(picture, TILES_AT_ONCE)]
+            ).flatten(0, 1)
+            for picture in (picture.to(self.dtype) for picture in pixels)
+        ]

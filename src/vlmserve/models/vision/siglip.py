@@ -1,0 +1,81 @@
+"""The vision transformer of SigLIP (https://arxiv.org/abs/2303.15343), as Idefics3 and SmolVLM use it: CLIP's layers
+over patches alone, for pictures that need not have the size of its table of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.layers.linear import Embedding
+from vlmserve.layers.norm import LayerNorm
+from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+
+IDEFICS3_KINDS = ("idefics3_vision", "idefics3", "smolvlm_vision", "smolvlm")
+IDEFICS3_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+
+
+def patch_positions(down: int, across: int, side: int) -> Tensor:
+    """int64 ``[down * across]``: which of a table's ``side * side`` positions each patch takes, row by row.
+
+    A picture with another number of patches lies over the table as if it were stretched to its size.
+    """
+    # In float32 throughout, as transformers has it: where a patch falls between two positions, rounding decides.
+    boundaries = torch.arange(1 / side, 1.0, 1 / side)
+
+    def places(count: int) -> Tensor:
+        fractions = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
+        return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
+
+    return (places(down)[:, None] * side + places(across)).flatten()
+
+
+class SiglipEmbeddings(nn.Module):
+    """Pictures to tokens: the patches row by row, each with its position."""
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
+        self.position_embedding = Embedding(spec.num_patches, spec.hidden_size, dtype=dtype, device=device)
+        self._patch_size = spec.patch_size
+        self._side = spec.image_size // spec.patch_size
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        down, across = (edge // self._patch_size for edge in pixels.shape[2:])
+        positions = patch_positions(down, across, self._side).to(pixels.device)
+        output: Tensor = self.patch_embedding(pixels) + self.position_embedding(positions)
+        return output
+
+
+class SiglipTower(nn.Module):
+    """``[pictures, channels, height, width]`` to ``[pictures, patches, hidden_size]``: the normed output of all layers.
+
+    Modules are named as checkpoints name them.
+    """
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embeddings = SiglipEmbeddings(spec, dtype=dtype, device=device)
+        layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.embeddings(pixels)
+        for layer in self.encoder["layers"].children():
+            x = layer(x)
+        output: Tensor = self.post_layernorm(x)
+        return output

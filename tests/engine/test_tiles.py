@@ -1,0 +1,294 @@
+"""LLaVA-NeXT, Idefics3 and SmolVLM against transformers, from the files of a checkpoint: the same token ids and pixels
+for conversations with pictures of any shape, and the same answers whatever else goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from transformers import AutoModelForImageTextToText, Idefics3Processor, MistralConfig, PreTrainedTokenizerFast
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from tests.checkpoints import make_idefics3, make_llava_next
+from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
+from vlmserve import LLM, SamplingParams
+from vlmserve.config import MediaConfig
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.types import Prompt
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "LLaVA-NeXT": make_llava_next,
+    "LLaVA-NeXT over Mistral with a window": lambda folder: make_llava_next(
+        folder, text_class=MistralConfig, text={"sliding_window": 40}, published_names=True
+    ),
+    "Idefics3": make_idefics3,
+    "SmolVLM": lambda folder: make_idefics3(
+        folder,
+        family="SmolVLM",
+        vision={"image_size": 24},
+        text={"tie_word_embeddings": True},
+        tie_word_embeddings=True,
+    ),
+}
+IMAGE_PROCESSORS = {
+    "LlavaNextImageProcessor": LlavaNextImageProcessorPil,
+    "Idefics3ImageProcessor": Idefics3ImageProcessorPil,
+    "SmolVLMImageProcessor": SmolVLMImageProcessorPil,
+}
+SMOLVLM_TEMPLATE = (
+    "<s>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{{ ':' if message['content'][0]['type'] == 'image' else ': ' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}"
+    "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""The way SmolVLM's checkpoints write conversations."""
+
+Part = str | tuple[int, int]
+
+
+def user(*parts: Part, seed: int = 0) -> dict[str, Any]:
+    """A message of texts and of pictures of some width and height."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": picture(*part, seed)}
+        for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    levels = np.random.default_rng([width, height, seed]).integers(
+        0, 256, (height // 4 + 1, width // 4 + 1, 3), np.uint8
+    )
+    return Image.fromarray(levels).resize((width, height))
+
+
+def shown(message: dict[str, Any]) -> list[Image.Image]:
+    return [part["image"] for part in message["content"] if part["type"] == "image"]
+
+
+@dataclass
+class Oracle:
+    """A checkpoint, our prompts of it, and transformers' opinion of it."""
+
+    folder: Path
+    model: nn.Module
+    preparer: RequestPreparer
+    processor: Any
+
+    def prompt(self, *messages: dict[str, Any]) -> Prompt:
+        return self.preparer.chat(messages, allow_local=True)
+
+    def inputs(self, *messages: dict[str, Any]) -> dict[str, torch.Tensor]:
+        inputs = self.processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        return {name: value for name, value in inputs.items() if name not in ("rows", "cols")}
+
+    @torch.inference_mode()
+    def greedy(self, *messages: dict[str, Any]) -> list[int]:
+        inputs = self.inputs(*messages)
+        generated = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        return generated[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def load_processor(folder: Path) -> Any:
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    image_processor = IMAGE_PROCESSORS[settings.pop("image_processor_type")](**settings)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    template = (folder / "chat_template.jinja").read_text()
+    if isinstance(image_processor, LlavaNextImageProcessorPil):
+        return LlavaNextProcessor(
+            image_processor, tokenizer, patch_size=4, vision_feature_select_strategy="default",
+            num_additional_image_tokens=1, chat_template=template,
+        )  # fmt: skip
+    return Idefics3Processor(image_processor, tokenizer, image_seq_len=4, chat_template=template)
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = MAKERS[request.param](tmp_path_factory.mktemp("tiles"))
+    if "SmolVLM" in request.param:
+        (folder / "chat_template.jinja").write_text(SMOLVLM_TEMPLATE)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return Oracle(folder, model, RequestPreparer(folder, MediaConfig()), load_processor(folder))
+
+
+CONVERSATIONS: list[dict[str, Any]] = [
+    user((40, 30), "What is this?"),
+    user("Look: ", (20, 60)),
+    user("hello"),
+    user((90, 10), "and", (16, 16), "differ", seed=1),
+    user("How many green triangles are there in the picture?\n"),
+    user((30, 31), (64, 20), "?"),
+    user("a", (5, 47), "b\n"),
+    user((48, 48), "\nDescribe the image, please: USER ASSISTANT system.", seed=2),
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(oracle: Oracle) -> list[Prompt]:
+    return [oracle.prompt(message) for message in CONVERSATIONS]
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle) -> list[list[int]]:
+    return [oracle.greedy(message) for message in CONVERSATIONS]
+
+
+def test_prompts_and_pixels_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
+    for message, prompt in zip(CONVERSATIONS, prompts, strict=True):
+        theirs = oracle.inputs(message)
+        assert prompt.token_ids == theirs["input_ids"][0].tolist()
+        assert len(prompt.images) == len(shown(message))
+        if not prompt.images:
+            continue
+        ours = [span.image.pixels for span in prompt.images]
+        pixels = theirs["pixel_values"].numpy()
+        # One row of tiles a prompt, or one a picture, padded to the longest.
+        if len(ours) > 1 and len(pixels) == len(ours):
+            pixels = np.concatenate([own[: len(tiles)] for own, tiles in zip(pixels, ours, strict=True)])
+        else:
+            pixels = pixels[0]
+        np.testing.assert_allclose(np.concatenate(ours), pixels, rtol=0, atol=1e-6)
+
+
+def test_what_users_write_of_tiles_is_text(oracle: Oracle) -> None:
+    words = "<row_1_col_1> <image> <global-img><fake_token_around_image>"
+    prompt = oracle.prompt(user((40, 30), words, (16, 20)))
+    plain = oracle.prompt(user((40, 30), "x", (16, 20)))
+    count = prompt.token_ids.count(oracle.preparer.tokenizer.image_token_id)
+    assert count == plain.token_ids.count(oracle.preparer.tokenizer.image_token_id)
+    first, second = prompt.images
+    between = prompt.token_ids[first.end : second.start]
+    assert not oracle.preparer.tokenizer.special_ids & set(between)
+    assert oracle.preparer.tokenizer.decode(between) == words
+
+
+@pytest.mark.usefixtures("kernels")
+def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    assert len({tuple(answer) for answer in expected}) > 6, "answers that are alike would prove little"
+    engine = engine_for(oracle, block_size=4)
+    assert [generate(engine, [prompt])[0] for prompt in prompts] == expected
+    assert generate(engine, prompts) == expected
+    assert generate(engine_for(oracle, block_size=4), prompts[::-1]) == expected[::-1]
+    assert generate(engine_for(oracle, block_size=4, max_num_batched_tokens=5), prompts) == expected
+    assert generate(engine_for(oracle, enable_prefix_caching=False, max_encoded_images=1), prompts) == expected
+
+
+def test_an_encoder_cache_for_one_picture_is_enough(
+    oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    largest = max(span.image.num_embeddings for prompt in prompts for span in prompt.images)
+    size = largest * oracle.model.config.text_config.hidden_size * 4
+    assert generate(engine_for(oracle, encoder_cache_memory=size), prompts) == expected
+
+
+@pytest.mark.usefixtures("kernels")
+def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    assert generate(tight, prompts) == expected
+    # Where all layers have a short window, everybody finds room.
+    assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
+
+
+def test_a_prefix_may_end_anywhere_in_a_picture(oracle: Oracle) -> None:
+    """Others take the last blocks of a prompt, some more each time, and what is left of it is found again."""
+    message = CONVERSATIONS[0]
+    prompt, answer = oracle.prompt(message), oracle.greedy(message)
+    [span] = prompt.images
+    probe = engine_for(oracle, block_size=1)
+    block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
+    engine = engine_for(
+        oracle, block_size=1, kv_cache_memory=(len(prompt.token_ids) + NEW_TOKENS + 4) * block_bytes, swap_memory=0
+    )
+    ends = set()
+    for number, count in enumerate(range(1, span.end, 5)):
+        before = engine.stats().prefix_cached_tokens
+        assert generate(engine, [prompt]) == [answer]
+        ends.add(engine.stats().prefix_cached_tokens - before)
+        generate(engine, [Prompt([3 + number] * count)])
+    inside = {end for end in ends if span.start < end < span.end}
+    assert len(inside) > 5 or engine._runner.model.language_model.window is not None
+
+
+def test_a_picture_that_comes_again_is_found_and_no_other_is(oracle: Oracle) -> None:
+    same, other = user((40, 30), "What is this?"), user((40, 30), "What is this?", seed=7)
+    prompts = [oracle.prompt(message) for message in (same, other)]
+    assert prompts[0].token_ids == prompts[1].token_ids
+    answers = [oracle.greedy(message) for message in (same, other)]
+    assert answers[0] != answers[1]
+    engine = engine_for(oracle, block_size=4)
+    cached = []
+    for number in (0, 1, 0, 1):
+        before = engine.stats().prefix_cached_tokens
+        assert generate(engine, [prompts[number]]) == [answers[number]]
+        cached.append(engine.stats().prefix_cached_tokens - before)
+    start, length = prompts[0].images[0].start, len(prompts[0].token_ids)
+    assert cached[0] == 0
+    assert cached[1] <= start, "not even the words inside of another picture"
+    assert min(cached[2:]) >= length - 4
+    assert engine.stats().images_encoded == 2
+
+
+def test_a_further_turn_finds_the_pictures_of_the_first(oracle: Oracle) -> None:
+    turns = [user((40, 30), "What is this?"), {"role": "assistant", "content": [{"type": "text", "text": "a red"}]}]
+    turns.append(user("And", (64, 20), "?"))
+    engine = engine_for(oracle, block_size=4)
+    generate(engine, [oracle.prompt(turns[0])])
+    prompt = oracle.prompt(*turns)
+    assert prompt.token_ids == oracle.inputs(*turns)["input_ids"][0].tolist()
+    assert generate(engine, [prompt]) == [oracle.greedy(*turns)]
+    assert engine.stats().prefix_cached_tokens >= prompt.images[0].end - 4
+    assert engine.stats().images_encoded == 2
+
+
+@torch.inference_mode()
+def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
+    """As far from float32 as transformers' own bfloat16 is, and no further."""
+    inputs = [oracle.inputs(message) for message in CONVERSATIONS]
+    exact = [oracle.model(**own).logits[0, -1] for own in inputs]
+    rounded = AutoModelForImageTextToText.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
+    theirs = []
+    for own in inputs:
+        pixels = {"pixel_values": own["pixel_values"].bfloat16()} if "pixel_values" in own else {}
+        theirs.append(rounded(**{**own, **pixels}).logits[0, -1].float())
+    engine = engine_for(oracle, dtype="bfloat16")
+    ours: list[torch.Tensor] = []
+    logits = engine._runner._logits
+
+    def keep(batch: Any) -> torch.Tensor:
+        result = logits(batch)
+        ours.extend(result.clone())
+        return result
+
+    engine._runner._logits = keep  # type: ignore[method-assign]
+    for prompt in prompts:
+        generate(engine, [prompt], max_tokens=1)
+
+    def error(logits: list[torch.Tensor]) -> float:
+        return float(
+            torch.stack([(one - other).square().mean() for one, other in zip(logits, exact, strict=True)]).mean()
+        )
+
+    assert error(ours) < 2 * error(theirs)
+
+
+def test_offline_answers_come_from_files_alone(oracle: Oracle, expected: list[list[int]]) -> None:
+    llm = LLM(str(oracle.folder), dtype="float32", device="cpu", kv_cache_memory="16MiB")
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    results = llm.chat([[message] for message in CONVERSATIONS], params)
+    assert [result.outputs[0].token_ids for result in results] == expected
+    assert [result.num_images_encoded for result in results] == [len(shown(message)) for message in CONVERSATIONS]
