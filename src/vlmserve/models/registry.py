@@ -29,8 +29,8 @@ from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint
-from vlmserve.quant.compressed_tensors import read_group_sizes
 from vlmserve.quant.model import quantize
+from vlmserve.quant.stored import OLD_FILES, stored_layouts
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +61,18 @@ def load_model(
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
     checkpoint = Checkpoint(folder, description.family.rename)
-    packed = config.get("quantization_config")
+    packed = description.quantization
     if packed and quantization is not None and quantization.wanted:
         raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
     with description.errors():
         spec = description.spec(checkpoint)
-        group_sizes = read_group_sizes(packed) if packed else []
+        layouts = stored_layouts(packed) if packed else []
         wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
         native = choose_kernels(kernels, device, wanted)
         backend = _attention_backend(spec, wanted, device) if native else TorchReference()
         model, decoder, vision = description.build(spec, backend, dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    filled = load_packed(checkpoint, model, group_sizes) if packed else set()
+    filled = load_packed(checkpoint, model, layouts) if packed else set()
     checkpoint.load(model, filled=filled)
     decoder.deinterleave()
     if quantization is not None and quantization.wanted:
@@ -136,6 +136,17 @@ class Description:
     def family(self) -> Family:
         """Of the language model. Raises UnsupportedModelError for an unknown one."""
         return decoder_family(self.text_config)
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """How the checkpoint is quantized; None if it is not. Raises ModelLoadError for a file that is not JSON."""
+        for config in (self.config, self.text_config):
+            if found := config.get("quantization_config") or config.get("compression_config"):
+                return dict(found)
+        for name, method in OLD_FILES.items():
+            if (self.folder / name).is_file():
+                return {"quant_method": method, **read_json(self.folder / name)}
+        return None
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
         """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
