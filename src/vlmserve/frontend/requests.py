@@ -12,7 +12,7 @@ from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesEr
 from vlmserve.frontend.messages import check_remote, check_unicode, parse_messages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
-from vlmserve.media.processor import ImageProcessor, PictureProcessor
+from vlmserve.media.processor import ImageProcessor, PictureProcessor, implied_settings
 from vlmserve.media.sources import ImageSource, prepare_image
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
 from vlmserve.prompt.detokenize import Detokenizer
@@ -139,8 +139,10 @@ def _image_processor(folder: Path, exact_pixels: bool) -> PictureProcessor:
     settings = read_json(folder / "processor_config.json").get("image_processor")
     if not isinstance(settings, dict):
         settings = read_json(folder / "preprocessor_config.json")
+    config = read_json(folder / "config.json")
+    settings = settings or implied_settings(config)
     if not settings:
         raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
     if str(settings.get("image_processor_type")).startswith("Qwen2"):
         return AnySizeProcessor(settings, exact_pixels=exact_pixels)
-    return ImageProcessor(read_json(folder / "config.json"), settings, exact_pixels=exact_pixels)
+    return ImageProcessor(config, settings, exact_pixels=exact_pixels)

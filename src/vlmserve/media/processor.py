@@ -57,6 +57,19 @@ _MAX_INTERMEDIATE_PIXELS = 16_000_000
 """Resized pictures with more pixels are never made; only what is kept of them is computed."""
 
 
+def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What the first Qwen-VL's code does with pictures, of which its checkpoints say only the size; empty for others."""
+    visual = config.get("visual")
+    if not isinstance(visual, dict):
+        return {}
+    side = visual.get("image_size", 448)
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"height": side, "width": side},
+        "do_center_crop": False,
+    }
+
+
 class PictureProcessor(Protocol):
     """Makes a checkpoint's pixels of pictures. fingerprint: 32-byte digest of all that decides them."""
 
@@ -143,6 +156,8 @@ class ImageProcessor:
         raise UnsupportedModelError("the image processor makes pictures of different sizes, which is not supported")
 
     def _count_tokens(self, config: dict[str, Any]) -> int:
+        if isinstance(config.get("visual"), dict):
+            return int(config["visual"].get("n_queries", 256))
         vision = config.get("vision_config") or {}
         if config.get("model_type") == "llava" and not vision:
             vision = _LLAVA_TOWER

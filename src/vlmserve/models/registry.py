@@ -39,6 +39,7 @@ ARCHITECTURES = {
     **{name: family.architecture for name, family in FAMILIES.items()},
     **{name: family.architecture for name, family in VISION_FAMILIES.items()},
 }
+OTHER_NAMES = {other: family.architecture for family in FAMILIES.values() for other in family.also}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -115,7 +116,7 @@ class Description:
         """Raises ModelLoadError for a broken configuration, UnsupportedModelError for an unknown architecture."""
         config = read_json(folder / "config.json")
         architecture = _architecture(config)
-        vision = vision_family(architecture)
+        vision = vision_family(architecture, config)
         return cls(folder, config, config if vision is None else vision.text_config(config), architecture)
 
     @contextmanager
@@ -129,7 +130,7 @@ class Description:
     @property
     def image_token_id(self) -> int | None:
         """The placeholder, if the model sees. Raises ModelLoadError for one that is no token."""
-        family = vision_family(self.architecture)
+        family = vision_family(self.architecture, self.config)
         return None if family is None else family.placeholder(self.config)
 
     @property
@@ -156,7 +157,7 @@ class Description:
         """The model without its weights."""
         modules = nn.Module()
         modules.language_model = decoder = Decoder(spec, backend, dtype=dtype, device=device)
-        family = vision_family(self.architecture)
+        family = vision_family(self.architecture, self.config)
         if family is None:
             return Parts(modules, decoder, None)
         vision = family.build(self.config, spec.hidden_size, dtype=dtype, device=device)
@@ -165,9 +166,10 @@ class Description:
         return Parts(modules, decoder, vision.encoder)
 
 
-def vision_family(architecture: str) -> VisionFamily | None:
-    """The row of an architecture that sees; None for a language model."""
-    return next((family for family in VISION_FAMILIES.values() if family.architecture == architecture), None)
+def vision_family(architecture: str, config: Mapping[str, Any]) -> VisionFamily | None:
+    """The row of a checkpoint that sees; None for a language model."""
+    families = (family for family in VISION_FAMILIES.values() if family.architecture == architecture)
+    return next((family for family in families if family.section is None or family.section in config), None)
 
 
 def _attention_backend(spec: ArchSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
@@ -208,7 +210,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
         if "model_type" not in config:
             raise ModelLoadError("config.json names neither architectures nor a model_type")
         candidates = [ARCHITECTURES.get(config["model_type"], str(config["model_type"]))]
-    for candidate in candidates:
+    for candidate in (OTHER_NAMES.get(name, name) for name in candidates):
         if candidate in ARCHITECTURES.values():
             return str(candidate)
     supported = ", ".join(sorted(ARCHITECTURES.values()))
@@ -261,9 +263,10 @@ def _cpu_has_bfloat16() -> bool:
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:
     path = folder / "generation_config.json"
     generation_config = read_json(path) if path.is_file() else {}
-    defaults = decoder_family(text_config).defaults
-    for source in (generation_config, config, text_config, defaults):
+    family = decoder_family(text_config)
+    further = frozenset(family.ends({**family.defaults, **text_config}))
+    for source in (generation_config, config, text_config, family.defaults):
         ids = source.get("eos_token_id")
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
+            return further | frozenset([ids] if isinstance(ids, int) else ids)
+    return further

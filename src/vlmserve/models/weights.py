@@ -25,7 +25,7 @@ LANGUAGE_MODEL = "language_model."
 _PREFIXES = (
     (re.compile(r"^(model\.)?(vision_tower)\.(vision_model\.)?"), "vision_tower."),
     (re.compile(r"^(model\.)?multi_modal_projector\."), "multi_modal_projector."),
-    (re.compile(r"^(model\.)?visual\."), "visual."),
+    (re.compile(r"^((model|transformer)\.)?visual\."), "visual."),
     (re.compile(r"^(model\.)?language_model\.(model\.)?"), "language_model."),
     (re.compile(r"^(model|transformer)\."), "language_model."),
     (re.compile(r"^lm_head\."), "language_model.lm_head."),
