@@ -58,7 +58,7 @@ _MAX_INTERMEDIATE_PIXELS = 16_000_000
 
 
 def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What the first Qwen-VL's code does with pictures, of which its checkpoints say only the size; empty for others."""
+    """What the first Qwen-VL's code does with pictures, whose checkpoints say only their size; empty for others."""
     visual = config.get("visual")
     if not isinstance(visual, dict):
         return {}

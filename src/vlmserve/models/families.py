@@ -27,7 +27,7 @@ class Family:
     """A row of the table.
 
     architecture: as config.json names it. build: from the family's name and a config completed by `defaults`.
-    names: regular expressions for tensors' names and what to put in their place, tried in turn before those of `COMMON`.
+    names: regular expressions for tensors' names and what to put in their place, tried in turn, those of `COMMON` last.
     also: other names of the architecture. ends: tokens that end an answer whatever the files say, from such a config.
     """
 

@@ -39,8 +39,8 @@ class ArchSpec:
     embeddings by their positions; 0: none. norms: "before" attention and MLP, "after" them, or "around" them.
     parallel: both read the same normed input. gated: the MLP multiplies its activation by a second projection.
     log_context: from so many positions on, queries are multiplied with the logarithm of their position to this base;
-    None: none are. embedding_scale: what embeddings of tokens are multiplied with. logit_cap: bounds logits as `AttentionSpec.soft_cap`
-    does scores; None: off.
+    None: none are. embedding_scale: what embeddings of tokens are multiplied with. logit_cap: bounds logits as
+    `AttentionSpec.soft_cap` does scores; None: off.
     """
 
     family: str

@@ -90,14 +90,10 @@ def _is_ranks(path: Path) -> bool:
 def _from_ranks(path: Path, pattern: str) -> tokenizers.Tokenizer:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    class Converter(TikTokenConverter):
-        """Reads the file by itself: transformers would want the library tiktoken for it."""
-
-        @staticmethod
-        def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
-            return read_ranks(Path(tiktoken_url))
-
-    converted: tokenizers.Tokenizer = Converter(vocab_file=str(path), pattern=pattern).converted()
+    converter = TikTokenConverter(vocab_file=str(path), pattern=pattern)
+    # By itself it would want the library tiktoken to read these lines.
+    converter.load_tiktoken_bpe = lambda file: read_ranks(Path(file))
+    converted: tokenizers.Tokenizer = converter.converted()
     return converted
 
 

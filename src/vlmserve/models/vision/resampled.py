@@ -1,5 +1,5 @@
-"""The vision side of the first Qwen-VL (https://arxiv.org/abs/2308.12966): OpenCLIP's ViT-bigG over pictures larger than
-those it was trained on, whose patches a layer of cross-attention with learned queries brings to a fixed number.
+"""The vision side of the first Qwen-VL (https://arxiv.org/abs/2308.12966): OpenCLIP's ViT-bigG over pictures larger
+than those it was trained on, whose patches a layer of cross-attention with learned queries brings to a fixed number.
 Implements `VisionEncoder`."""
 
 from __future__ import annotations
