@@ -12,12 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
 from tests.oracles.original_decoders import ChatGLM, OriginalDecoder, Qwen
 from tests.oracles.qwen_vl_vision import QwenVLVision
 from tests.original_checkpoints import VISUAL, make_chatglm, make_qwen, make_qwen_vl
-from vlmserve.types import ImageInput, ImageSpan, Prompt
+from tests.prompt.test_convert import IMG
+from tests.prompt.test_convert import qwen as write_tokenizer
+from vlmserve.config import MediaConfig
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.llm import LLM
+from vlmserve.types import ImageInput, ImageSpan, Prompt, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -144,3 +150,24 @@ def test_the_same_prompt_with_another_picture_gives_another_answer(tmp_path: Pat
     first, second = generate(engine_for(oracle), [one, other])
     assert (first, second) == (oracle.greedy(one), oracle.greedy(other))
     assert first != second
+
+
+def test_a_question_about_a_picture_from_its_files_to_its_answer(tmp_path: Path) -> None:
+    """From the checkpoint's own files: tokenizer, template, picture, tower and decoder."""
+    folder = make_qwen_vl(
+        write_tokenizer(tmp_path, sees=True),
+        visual={"image_size": 84, "image_start_id": IMG, "n_queries": 9},
+        num_hidden_layers=1,
+    )
+    decoder = Qwen(folder)
+    vision = QwenVLVision(decoder.tensors, decoder.config["visual"])
+    levels = np.random.default_rng(0).integers(0, 256, (84, 84, 3), np.uint8)
+    question = [{"type": "image", "image": Image.fromarray(levels)}, {"type": "text", "text": "the picture"}]
+    model = LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory="16MiB")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (result,) = model.chat([[{"role": "user", "content": question}]], params, use_tqdm=False)
+    prompt = RequestPreparer(folder, MediaConfig()).chat([{"role": "user", "content": question}], allow_local=True)
+    mean, deviation = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    seen = vision.encode(torch.from_numpy(((levels / 255 - mean) / deviation).transpose(2, 0, 1)))
+    expected = decoder.greedy(prompt.token_ids, 6, [(prompt.images[0].start, seen)])
+    assert result.outputs[0].token_ids == expected

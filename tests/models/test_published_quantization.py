@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from tests.checkpoints import make_llama, make_llava, make_text_model
+from tests.checkpoints import change_config, make_llama, make_llava, make_text_model
 from tests.models.test_decoder import transformers_logits
 from tests.oracles import quantized_weights as oracle
 from tests.paged import PagedRun
@@ -360,6 +360,25 @@ def test_one_line_says_what_stayed_packed(tmp_path: Path, caplog: pytest.LogCapt
 def test_unknown_kinds_are_named_with_those_that_are_supported(config: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedModelError, match=says):
         stored_layouts(config)
+
+
+def test_settings_that_are_no_settings_are_refused(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, **SHAPE)
+    change_config(folder, quantization_config="awq")
+    with pytest.raises(ModelLoadError, match="quantization_config is 'awq', not an object"):
+        logits(folder)
+
+
+def test_tensors_of_impossible_shapes_are_named(tmp_path: Path) -> None:
+    plain = make_llama(tmp_path / "plain", **SHAPE)
+
+    def hold(layer: str, weight: Tensor) -> Held:
+        flat = {"qweight": torch.zeros(8, dtype=torch.int32), "qzeros": torch.zeros(1, 8), "scales": torch.ones(1, 8)}
+        return flat, weight.double()
+
+    folder, _ = publish(plain, {"quant_method": "gptq", "bits": 4}, hold)
+    with pytest.raises(ModelLoadError, match=r"q_proj\.weight: qweight \(8,\), .* do not belong together"):
+        logits(folder)
 
 
 def a_layer(bits: int = 4) -> dict[str, Tensor]:

@@ -94,6 +94,9 @@ class _Reader:
                     return layout.read(found)
                 except ModelLoadError as error:
                     raise type(error)(f"{name}: {error}") from error
+                except (ValueError, IndexError, RuntimeError) as error:
+                    shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in found.items())
+                    raise ModelLoadError(f"{name}: {shapes} do not belong together") from error
             # A weight of more than a byte needs nothing beside it.
             if layout.mark != "weight" or self.checkpoint.read(name).dtype.itemsize == 1:
                 lacks = ", ".join(layer + part for part in missing)

@@ -140,10 +140,12 @@ class Description:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """How the checkpoint is quantized; None if it is not. Raises ModelLoadError for a file that is not JSON."""
+        """How the checkpoint is quantized; None if it is not. Raises ModelLoadError for settings that are no object."""
         for config in (self.config, self.text_config):
             if found := config.get("quantization_config") or config.get("compression_config"):
-                return dict(found)
+                if not isinstance(found, Mapping):
+                    raise ModelLoadError(f"config.json: quantization_config is {found!r:.100}, not an object")
+                return found
         for name, method in OLD_FILES.items():
             if (self.folder / name).is_file():
                 return {"quant_method": method, **read_json(self.folder / name)}
