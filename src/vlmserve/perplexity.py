@@ -64,7 +64,9 @@ def perplexity(
             break
         positions = torch.arange(len(tokens) - 1, device=model.device)
         short = decoder.max_short_len
-        offset = short if short is not None and len(positions) > short else 0
+        offset = decoder.first_position(len(positions))
+        if short is not None and len(positions) > short:
+            offset = short
         metadata = _one_sequence(positions, num_blocks)
         hidden = decoder.forward(decoder.embed(tokens[:-1]), positions + offset, metadata, caches)
         for first in range(0, len(hidden), ROWS_AT_ONCE):

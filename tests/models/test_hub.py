@@ -81,8 +81,22 @@ def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
 
 
 def test_weights_in_another_format_are_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingWeightsError, match=r"pytorch_model\.bin found"):
-        resolve_model(str(checkpoint(tmp_path, "config.json", "pytorch_model.bin")))
+    with pytest.raises(MissingWeightsError, match=r"model\.gguf found"):
+        resolve_model(str(checkpoint(tmp_path, "config.json", "model.gguf")))
+
+
+def test_pytorch_s_files_are_downloaded_where_there_are_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path, "config.json", "pytorch_model.bin")
+    assert resolve_model(str(folder)) == folder
+    calls = answer_with(monkeypatch, folder)
+    assert resolve_model("owner/model") == folder
+    assert ["*.bin" in call["allow_patterns"] for call in calls] == [False, True]
+    checkpoint(folder, "model.safetensors")
+    calls = answer_with(monkeypatch, folder)
+    resolve_model("owner/model")
+    assert ["*.bin" in call["allow_patterns"] for call in calls] == [False]
 
 
 def test_a_repository_is_downloaded_at_its_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from vlmserve.layers.linear import Linear
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
-from vlmserve.quant.compressed_tensors import from_tensors, pack, to_tensors, unpack
+from vlmserve.quant.compressed_tensors import from_tensors, to_tensors
+from vlmserve.quant.layout import pack, unpack
 from vlmserve.quant.rtn import round_to_nearest
 
 CPU = torch.device("cpu")
@@ -175,15 +176,23 @@ def test_bits_in_groups_that_no_kernel_knows_become_plain_weights(tmp_path: Path
 
 
 def _other_method(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    config["quant_method"] = "awq"
+    config["quant_method"] = "hqq"
 
 
 def _floats(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     config["config_groups"]["group_0"]["weights"]["type"] = "float"
 
 
-def _inputs(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+def _transforms(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+
+
+def _sparse(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["sparsity_config"] = {"format": "sparse-24-bitmask"}
+
+
+def _tiny_floats(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["config_groups"]["group_0"]["format"] = "nvfp4-pack-quantized"
 
 
 def _no_scale(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
@@ -201,22 +210,17 @@ def _other_shape(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         tensors[f"model.layers.0.mlp.down_proj.{part}"] = tensor
 
 
-def _partly(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    for part in ("packed", "scale", "shape"):
-        del tensors[f"model.layers.0.self_attn.k_proj.weight_{part}"]
-    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.ones(32, 64)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        (_other_method, UnsupportedModelError, "awq"),
+        (_other_method, UnsupportedModelError, "'hqq', which is not supported; supported are awq, compressed-tensors"),
         (_floats, UnsupportedModelError, "float"),
-        (_inputs, UnsupportedModelError, "input_activations"),
+        (_transforms, UnsupportedModelError, "transform_config"),
+        (_sparse, UnsupportedModelError, "sparse-24-bitmask"),
+        (_tiny_floats, UnsupportedModelError, "nvfp4-pack-quantized.* supported: pack-quantized, int-quantized"),
         (_no_scale, MissingWeightsError, "down_proj.weight_scale"),
-        (_short_scale, ModelLoadError, "do not make a weight"),
+        (_short_scale, ModelLoadError, "down_proj.weight.* do not fit"),
         (_other_shape, ModelLoadError, "down_proj"),
-        (_partly, UnsupportedModelError, "alike"),
     ],
 )
 def test_what_cannot_be_loaded_is_an_error_that_says_why(

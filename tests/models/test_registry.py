@@ -103,7 +103,7 @@ def test_a_broken_configuration_is_told(tmp_path: Path, content: str | None, mes
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'.*LlamaForCausalLM, LlavaForConditional"),
         ({"architectures": None, "model_type": "bert"}, "'bert'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized"),
         ({"hidden_act": "mish"}, "mish"),
         ({"rope_parameters": {"rope_type": "made up", "factor": 4.0}}, "made up"),
     ],

@@ -85,6 +85,7 @@ class Engine:
         self._end_token_ids = model.end_token_ids
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._max_short_len = language_model.max_short_len
+        self._first_position = language_model.first_position
         self._image_token_bytes = language_model.hidden_size * model.dtype.itemsize
         self._num_added = 0
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
@@ -133,13 +134,17 @@ class Engine:
         for span in request.prompt.images:
             self._check_image(span.image)
         seed = request.params.seed
+        first_position = self._first_position(len(request.prompt.token_ids))
+        # Keys and values depend on the positions at which they were computed.
+        fingerprint = self._fingerprint + (b" from %d" % first_position if first_position else b"")
         sequence = Sequence(
             request,
-            root_key=root_key(self._fingerprint, salt=request.cache_salt),
+            root_key=root_key(fingerprint, salt=request.cache_salt),
             seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
             max_len=self._max_len,
             end_token_ids=self._end_token_ids,
             max_short_len=self._max_short_len,
+            first_position=first_position,
         )
         sequence.arrived = time.perf_counter()
         self._scheduler.add(sequence)

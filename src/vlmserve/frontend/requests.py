@@ -13,7 +13,7 @@ from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesEr
 from vlmserve.frontend.messages import check_remote, check_unicode, parse_messages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
-from vlmserve.media.processor import ImageProcessor, PictureProcessor
+from vlmserve.media.processor import ImageProcessor, PictureProcessor, implied_settings
 from vlmserve.media.sources import ImageSource, prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
@@ -142,12 +142,13 @@ def _image_processor(folder: Path, tokenizer: Tokenizer, exact_pixels: bool) -> 
     settings = processor.get("image_processor")
     if not isinstance(settings, dict):
         settings = read_json(folder / "preprocessor_config.json")
+    config = read_json(folder / "config.json")
+    settings = settings or implied_settings(config)
     if not settings:
         raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
     kind = str(settings.get("image_processor_type"))
     if kind.startswith("Qwen2"):
         return AnySizeProcessor(settings, exact_pixels=exact_pixels)
-    config = read_json(folder / "config.json")
     if kind.startswith("LlavaNextImageProcessor"):
         return AnyResolutionProcessor(config, settings, exact_pixels=exact_pixels)
     if kind.startswith(("Idefics3", "SmolVLM")):

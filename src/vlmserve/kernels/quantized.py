@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+GROUP_SIZES = (32, 64, 128)
+"""Inputs of 4 bits that kernels take together."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A weight ``[out_features, in_features]`` as ``scale * u + shift`` of unsigned integers u.
 
-    bits: 8 or 4. group_size: how many inputs of an output share a scale and a shift; with 8 bits all do.
+    bits: 8 or 4. group_size: how many inputs of an output share a scale and a shift.
     values: uint8 ``[out_features, in_features]``, one a byte whatever `bits` says. scales, shifts: float32
-    ``[out_features, groups]``; with 8 bits the shift is always ``-128 * scale``.
+    ``[out_features, groups]``.
     """
 
     bits: int
@@ -41,6 +44,14 @@ class QuantizedWeight:
     def num_bytes(self) -> int:
         """Memory that it takes packed: its bits, and two bytes for each scale and shift of 4 bits, four of 8."""
         return self.values.numel() * self.bits // 8 + self.scales.numel() * 4
+
+    @property
+    def is_served(self) -> bool:
+        """Whether kernels multiply with it as it is: in 4 bits in groups of `GROUP_SIZES`; in 8 bits with one scale for
+        each output and 128 for zero."""
+        if self.bits == 4:
+            return self.group_size in GROUP_SIZES
+        return self.scales.shape[1] == 1 and torch.equal(self.shifts, -128 * self.scales)
 
     def dequantize(self) -> Tensor:
         """The weight that this stands for, float32 ``[out_features, in_features]``."""

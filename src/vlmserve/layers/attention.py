@@ -18,11 +18,13 @@ HeadNorm = Callable[[int], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers of one step share. ropes: the ways in which layers turn. plan: the backend's."""
+    """What all layers of one step share. ropes: the ways in which layers turn. plan: the backend's. query_scale:
+    ``[tokens, 1]``, what queries are multiplied with; None: all with 1."""
 
     metadata: BatchMetadata
     ropes: Sequence[RopeTables]
     plan: object
+    query_scale: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -60,6 +62,8 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x)
         if self.q_norm is not None:
             qkv = self._normed(qkv)
+        if step.query_scale is not None:
+            qkv[:, : self.spec.num_heads * self.spec.head_size] *= step.query_scale
         if self._rotating is None:
             attended = self._attend(qkv, cache, step)
         else:

@@ -65,10 +65,31 @@ class RopeSpec:
             raise ModelLoadError(f"config.json: RoPE scaling {kind!r} lacks {error.args[0]!r}") from error
         return spec
 
-    def frequencies(self, device: torch.device, *, long: bool = False) -> Tensor:
-        """Radians a position, float32 ``[size / 2]``; long: of sequences beyond `switch`."""
+    def frequencies(self, device: torch.device, *, long: bool = False, stretch: float = 1.0) -> Tensor:
+        """Radians a position, float32 ``[size / 2]``; long: of sequences beyond `switch`; stretch: of the base."""
         exponents = torch.arange(0, self.size, 2, device=device).float() / self.size
-        return SCALINGS[self.scaling](self, self.theta**exponents, long)
+        return SCALINGS[self.scaling](self, (self.theta * stretch) ** exponents, long)
+
+    def stages(self, device: torch.device) -> list[tuple[int, Tensor]]:
+        """From which row of the tables on by which frequencies: each of the ways to turn has rows of its own."""
+        stages = [(0, self.frequencies(device))]
+        if self.switch is not None:
+            stages.append((self.switch, self.frequencies(device, long=True)))
+        for level in range(1, self.levels):
+            stretch = (2 ** (level + 1) - 1) ** (self.size / (self.size - 2))
+            stages.append((level * self.max_position, self.frequencies(device, stretch=stretch)))
+        return stages
+
+    @property
+    def levels(self) -> int:
+        """In how many ways sequences turn by the length of their prompts."""
+        return self.level(self.max_position) + 1
+
+    def level(self, prompt_len: int) -> int:
+        """How often the trained context doubles until a prompt of that length fits, where that makes a difference."""
+        if self.scaling != "prompt_ntk":
+            return 0
+        return ((prompt_len - 1) // self.original_context).bit_length()
 
     @property
     def context(self) -> int:
@@ -153,6 +174,8 @@ def _longrope(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 
 SCALINGS: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
     "default": _default,
+    # Its base grows with the length of the prompt, see `RopeSpec.stages`.
+    "prompt_ntk": _default,
     "linear": _linear,
     "llama3": _llama3,
     # Only beyond the trained context, which nobody is let into, does it differ from none.
@@ -165,8 +188,8 @@ SCALINGS: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
 class Rope:
     """Cosines and sines of all positions so far, float32 ``[rows, size / 2]``, made as they are asked for.
 
-    A sequence's row of a position is the position itself. With `switch`, rows from `switch` on are those of sequences
-    of more than so many tokens, again from position 0 on.
+    A sequence's row of a position is the position itself, unless it turns by other frequencies than most: then those of
+    its stage, again from position 0 on.
     """
 
     def __init__(
@@ -174,26 +197,25 @@ class Rope:
         frequencies: Tensor,
         *,
         attention_factor: float = 1.0,
-        switch: int | None = None,
-        long_frequencies: Tensor | None = None,
+        stages: Sequence[tuple[int, Tensor]] = (),
         sections: Sequence[int] = (),
     ) -> None:
-        """frequencies: float32 ``[size / 2]``. sections: how many of them turn by frames, rows and columns."""
+        """frequencies: float32 ``[size / 2]``. stages: as `RopeSpec.stages`, without the first. sections: how many of
+        them turn by frames, rows and columns."""
         self.frequencies = frequencies
         self._attention_factor = attention_factor
-        self._switch = switch
-        self._long_frequencies = long_frequencies
+        self._stages = list(stages)
         self.sections = list(sections)
         self._halves = self._compute(FIRST_POSITIONS)
 
     @classmethod
     def of(cls, spec: RopeSpec, device: torch.device) -> Rope:
         """The tables of a spec."""
+        (_, frequencies), *stages = spec.stages(device)
         return cls(
-            spec.frequencies(device),
+            frequencies,
             attention_factor=spec.attention_factor,
-            switch=spec.switch,
-            long_frequencies=None if spec.switch is None else spec.frequencies(device, long=True),
+            stages=stages,
             sections=spec.parameters.get("mrope_section", ()),
         )
 
@@ -203,8 +225,8 @@ class Rope:
         return 2 * len(self.frequencies)
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of so many positions or more."""
-        length += self._switch or 0
+        """Cosines and sines of so many positions or more, of each stage."""
+        length += self._stages[-1][0] if self._stages else 0
         known = len(self._halves[0])
         if length > known:
             self._halves = self._compute(max(length, 2 * known))
@@ -213,9 +235,8 @@ class Rope:
     def _compute(self, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=self.frequencies.device).float()
         angles = positions[:, None] * self.frequencies
-        if self._switch is not None:
-            assert self._long_frequencies is not None
-            angles[self._switch :] = (positions[self._switch :, None] - self._switch) * self._long_frequencies
+        for start, frequencies in self._stages:
+            angles[start:] = (positions[start:, None] - start) * frequencies
         return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
 
 

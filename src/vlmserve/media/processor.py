@@ -67,6 +67,19 @@ class Placeholders(NamedTuple):
     text: tuple[tuple[int, int], ...] = ()
 
 
+def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What the first Qwen-VL's code does with pictures, whose checkpoints say only their size; empty for others."""
+    visual = config.get("visual")
+    if not isinstance(visual, dict):
+        return {}
+    side = visual.get("image_size", 448)
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"height": side, "width": side},
+        "do_center_crop": False,
+    }
+
+
 class PictureProcessor(Protocol):
     """Makes a checkpoint's pixels of pictures. fingerprint: 32-byte digest of all that decides them."""
 
@@ -149,6 +162,8 @@ class ImageProcessor:
         raise UnsupportedModelError("the image processor makes pictures of different sizes, which is not supported")
 
     def _count_tokens(self, config: dict[str, Any]) -> int:
+        if isinstance(config.get("visual"), dict):
+            return int(config["visual"].get("n_queries", 256))
         vision = config.get("vision_config") or {}
         if config.get("model_type") in ("llava", "llava_next") and not vision:
             vision = _LLAVA_TOWER

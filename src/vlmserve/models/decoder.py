@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from functools import partial
 from typing import Any, cast
@@ -189,6 +190,10 @@ class Decoder(nn.Module):
         """Sequences of more tokens turn by other frequencies; None: all by the same."""
         return next((rope.switch for rope in self.spec.ropes if rope is not None), None)
 
+    def first_position(self, prompt_len: int) -> int:
+        """Where the positions of a sequence with a prompt of that length begin."""
+        return next((rope.level(prompt_len) * rope.max_position for rope in self.spec.ropes if rope is not None), 0)
+
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
         return [
@@ -211,11 +216,22 @@ class Decoder(nn.Module):
             metadata,
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
             self.backend.prepare(metadata, caches[0].block_size),
+            self._query_scale(metadata, longest),
         )
-        program = self._program(caches)
+        program = self._program(caches) if step.query_scale is None else None
         if program is not None:
             return program.run(embeddings, [rope.rows for rope in step.ropes], step.plan)
         return self._through_layers(embeddings, caches, step)
+
+    def _query_scale(self, metadata: BatchMetadata, longest: int) -> Tensor | None:
+        """``[tokens, 1]``: the logarithm of each token's place to the base `log_context`, at least 1."""
+        base = self.spec.log_context
+        if base is None or longest <= base:
+            return None
+        lens = zip(metadata.host_context_lens, metadata.query_lens, strict=True)
+        places = torch.cat([torch.arange(context - new + 1, context + 1) for context, new in lens])
+        scales = places.double().log().div(math.log(base)).clamp(min=1.0)
+        return scales[:, None].to(self.device, self.dtype)
 
     def _through_layers(self, x: Tensor, caches: list[LayerCache], step: StepContext) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -7,7 +7,7 @@ row has those that matter.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,16 @@ class Family:
     """A row of the table.
 
     architecture: as config.json names it. build: from the family's name and a config completed by `defaults`.
-    names: regular expressions for tensors' names and what to put in their place, tried in turn after those of `COMMON`.
+    names: regular expressions for tensors' names and what to put in their place, tried in turn, those of `COMMON` last.
+    also: other names of the architecture. ends: tokens that end an answer whatever the files say, from such a config.
     """
 
     architecture: str
     defaults: Config
     build: Callable[[str, Config], ArchSpec]
     names: Names = ()
+    also: tuple[str, ...] = ()
+    ends: Callable[[Config], Collection[int]] = lambda config: ()
 
     def rename(self, name: str) -> str:
         """A tensor's name in the language model of a checkpoint to its name here."""
@@ -246,6 +249,81 @@ def _glm(family: str, config: Config) -> ArchSpec:
     )
 
 
+def _chatglm(family: str, config: Config) -> ArchSpec:
+    """ChatGLM2, ChatGLM3 and GLM-4 as they were first published (https://arxiv.org/abs/2406.12793)."""
+    needed = {
+        "position_encoding_2d": (False, "the first ChatGLM-6B"),
+        "vision_config": (None, "GLM-4V"),
+        "multi_query_attention": (True, "a key and value head for each query head"),
+        "apply_residual_connection_post_layernorm": (False, "residuals of normed states"),
+        "post_layer_norm": (True, "no norm behind the last layer"),
+        "pre_seq_len": (None, "a learned prefix"),
+        "quantization_bit": (0, "weights in ChatGLM's own format of few bits"),
+    }
+    _refuse_others(config, needed)
+    norm = NormSpec(config["layernorm_epsilon"], layer=not config["rmsnorm"])
+    settings = {
+        **config,
+        "vocab_size": config["padded_vocab_size"],
+        "num_hidden_layers": config["num_layers"],
+        "num_key_value_heads": config["multi_query_group_num"],
+        "head_dim": config["kv_channels"],
+        "intermediate_size": config["ffn_hidden_size"],
+        "max_position_embeddings": config["seq_length"],
+        "rope_theta": 10000.0 * config["rope_ratio"],
+    }
+    bias = config["add_bias_linear"]
+    return _decoder(
+        family,
+        settings,
+        norm=norm,
+        activation="silu",
+        rope_part=0.5,
+        interleaved=config["original_rope"],
+        qkv_bias=bias or config["add_qkv_bias"],
+        output_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+def _qwen(family: str, config: Config) -> ArchSpec:
+    """The first Qwen (https://arxiv.org/abs/2309.16609). The base of its wavelengths grows with the length of a prompt
+    that is longer than what it was trained on, and its queries with their position."""
+    trained = config["seq_length"]
+    longest = max(trained, config["max_position_embeddings"]) if config["use_dynamic_ntk"] else trained
+    head_size, layers, bias = config["kv_channels"], config["num_hidden_layers"], not config["no_bias"]
+    settings = {
+        **config,
+        "num_key_value_heads": None,
+        "head_dim": head_size,
+        # Of both projections together.
+        "intermediate_size": config["intermediate_size"] // 2,
+    }
+    stretching = {"rope_type": "prompt_ntk", "original_max_position_embeddings": trained}
+    rope = RopeSpec.from_config(head_size, config["rotary_emb_base"], stretching, longest, part=config["rotary_pct"])
+    return _decoder(
+        family,
+        settings,
+        norm=NormSpec(config["layer_norm_epsilon"]),
+        activation="silu",
+        ropes=[rope] * layers,
+        log_context=trained if config["use_logn_attn"] else None,
+        qkv_bias=True,
+        output_bias=bias,
+        mlp_bias=bias,
+        **({} if config["scale_attn_weights"] else {"scale": 1.0}),
+    )
+
+
+def _refuse_others(config: Config, needed: Mapping[str, tuple[Any, str]]) -> None:
+    """Raises UnsupportedModelError where a setting is not the one needed; needed: it, and what another one means."""
+    for name, (wanted, meaning) in needed.items():
+        if (config.get(name) or None) != (wanted or None):
+            raise UnsupportedModelError(
+                f"config.json: {name} is {config.get(name)!r} ({meaning}), which is not supported"
+            )
+
+
 def _gemma(family: str, config: Config) -> ArchSpec:
     return _decoder(family, config, **_gemma_traits(config))
 
@@ -411,6 +489,17 @@ _GEMMA2: Config = {
 }
 _PHI_MLP: Names = ((r"\.mlp\.fc1\.", ".mlp.up_proj."), (r"\.mlp\.fc2\.", ".mlp.down_proj."))
 _GPT_MLP: Names = ((r"\.mlp\.c_fc\.", ".mlp.up_proj."), (r"\.mlp\.c_proj\.", ".mlp.down_proj."))
+_GPT: Names = (
+    (r"^(transformer\.)?wte\.", "embed_tokens."),
+    (r"^(transformer\.)?wpe\.", "position_embeddings."),
+    (r"^(transformer\.)?h\.", "layers."),
+    (r"^(transformer\.)?ln_f\.", "norm."),
+    (r"\.ln_1\.", ".attention_norm."),
+    (r"\.ln_2\.", ".mlp_norm."),
+    (r"\.attn\.c_attn\.", ".self_attn.qkv_proj."),
+    (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+    *_GPT_MLP,
+)
 _HEAD_NORMS: Names = ((r"\.([qk])_layernorm\.", r".\1_norm."),)
 # With norms on both sides, the name that others give to the norm before the MLP means the one after attention.
 _AROUND: Names = (
@@ -522,17 +611,30 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 50256,
         },
         _gpt_bigcode,
-        (
-            (r"^(transformer\.)?wte\.", "embed_tokens."),
-            (r"^(transformer\.)?wpe\.", "position_embeddings."),
-            (r"^(transformer\.)?h\.", "layers."),
-            (r"^(transformer\.)?ln_f\.", "norm."),
-            (r"\.ln_1\.", ".attention_norm."),
-            (r"\.ln_2\.", ".mlp_norm."),
-            (r"\.attn\.c_attn\.", ".self_attn.qkv_proj."),
-            (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
-            *_GPT_MLP,
-        ),
+        _GPT,
+    ),
+    "qwen": Family(
+        "QWenLMHeadModel",
+        {
+            **_LLAMA,
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "kv_channels": 128,
+            "layer_norm_epsilon": 1e-6,
+            "rotary_emb_base": 10000.0,
+            "rotary_pct": 1.0,
+            "seq_length": 2048,
+            "max_position_embeddings": 8192,
+            "use_dynamic_ntk": True,
+            "use_logn_attn": True,
+            "scale_attn_weights": True,
+            "no_bias": True,
+            "eos_token_id": 151643,
+        },
+        _qwen,
+        (*_GPT, (r"\.mlp\.w1\.", ".mlp.up_proj."), (r"\.mlp\.w2\.", ".mlp.gate_proj.")),
+        # The ends of turns, of which its files name none.
+        ends=lambda config: () if config["vocab_size"] < 151646 else (151644, 151645),
     ),
     "glm": Family("GlmForCausalLM", _GLM, _glm),
     "glm4": Family(
@@ -543,6 +645,44 @@ FAMILIES: dict[str, Family] = {
             (r"\.post_self_attn_layernorm\.", ".attention_output_norm."),
             (r"\.post_mlp_layernorm\.", ".mlp_output_norm."),
         ),
+    ),
+    "chatglm": Family(
+        "ChatGLMForConditionalGeneration",
+        {
+            "padded_vocab_size": 65024,
+            "hidden_size": 4096,
+            "num_layers": 28,
+            "num_attention_heads": 32,
+            "multi_query_attention": False,
+            "multi_query_group_num": 1,
+            "kv_channels": 128,
+            "ffn_hidden_size": 13696,
+            "seq_length": 2048,
+            "layernorm_epsilon": 1e-5,
+            "rmsnorm": True,
+            "rope_ratio": 1,
+            "original_rope": True,
+            "add_qkv_bias": False,
+            "add_bias_linear": False,
+            "apply_residual_connection_post_layernorm": False,
+            "post_layer_norm": True,
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+        },
+        _chatglm,
+        (
+            (r"^embedding\.word_embeddings\.", "embed_tokens."),
+            (r"^encoder\.layers\.", "layers."),
+            (r"^encoder\.final_layernorm\.", "norm."),
+            (r"^output_layer\.", "lm_head."),
+            (r"\.self_attention\.query_key_value\.", ".self_attn.qkv_proj."),
+            (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
+            (r"\.mlp\.dense_h_to_4h\.", ".mlp.gate_up_proj."),
+            (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
+        ),
+        also=("ChatGLMModel",),
+        # ChatGLM3's answers end where another turn would begin, which its files do not say.
+        ends=lambda config: (64795, 64797) if config["padded_vocab_size"] == 65024 else (),
     ),
     "gemma": Family("GemmaForCausalLM", _GEMMA, _gemma),
     "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, _gemma2, _AROUND),

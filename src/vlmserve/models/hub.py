@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import CheckpointNotFoundError, MissingWeightsError
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_PICKLES = ["*.bin", "*.pth"]
+"""Downloaded only where there are no safetensors; nothing but tensors is read of them."""
 _IGNORED = ["original/*", "*/*.safetensors", "onnx/*", "runs/*"]
 
 
@@ -18,7 +21,7 @@ def resolve_model(name: str, revision: str | None = None, *, progress: bool = Tr
     unless it is in the cache. ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` are honoured.
     revision: branch, tag or commit of the repository. progress: show download bars.
     Raises CheckpointNotFoundError if there is no such checkpoint or it cannot be reached, MissingWeightsError if it
-    has no safetensors files.
+    has no weights in safetensors or PyTorch's files.
     """
     folder = _built_in_folder() if name == BUILT_IN_MODEL else Path(name).expanduser()
     if folder.is_dir():
@@ -43,11 +46,15 @@ def _looks_like_path(name: str) -> bool:
 def _checked(folder: Path, name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise CheckpointNotFoundError(f"{name} is not a checkpoint: {folder} has no config.json")
-    if next(folder.glob("*.safetensors"), None) is None:
-        other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+    if not _has_any(folder, ["*.safetensors", *_PICKLES]):
+        other = sorted(path.name for pattern in ("*.pt", "*.gguf", "*.h5") for path in folder.glob(pattern))
         hint = f" ({', '.join(other[:3])} found: convert the checkpoint to safetensors)" if other else ""
         raise MissingWeightsError(f"{name} has no weights: no *.safetensors file in {folder}{hint}")
     return folder
+
+
+def _has_any(folder: Path, patterns: list[str]) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
 def _download(name: str, revision: str | None, *, progress: bool) -> Path:
@@ -60,7 +67,11 @@ def _download(name: str, revision: str | None, *, progress: bool) -> Path:
     if quiet:
         disable_progress_bars()
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED))
+        options: dict[str, Any] = {"revision": revision, "ignore_patterns": _IGNORED}
+        folder = Path(snapshot_download(name, allow_patterns=_FILES, **options))
+        if not _has_any(folder, ["*.safetensors"]):
+            folder = Path(snapshot_download(name, allow_patterns=_FILES + _PICKLES, **options))
+        return folder
     except errors.HFValidationError as error:
         raise CheckpointNotFoundError(
             f"{name!r} is neither {BUILT_IN_MODEL!r}, a local folder nor a repository id like owner/name"

@@ -2,65 +2,103 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Linear, TiedEmbedding
-from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
-from vlmserve.quant.compressed_tensors import PACKED, SCALE, SHAPE, SHIFT, ZERO_POINT, from_tensors
+from vlmserve.models.weights import Checkpoint, merge_as_stored, module_slots, weight_names
+from vlmserve.quant.layout import Layout, StoredWeight
+
+logger = logging.getLogger(__name__)
 
 
-def load_packed(checkpoint: Checkpoint, model: nn.Module, group_sizes: Sequence[int]) -> set[str]:
-    """Give layers the weights that the checkpoint holds packed. Returns the names of parameters that it filled instead.
+def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layout]) -> set[str]:
+    """Give layers the weights that the checkpoint holds in few bits. Returns the names of parameters that it filled.
 
-    group_sizes: those that its config names. Weights stay packed where a layer can compute with them, and become plain
-    ones elsewhere. Raises MissingWeightsError for a layer of which only a part is there, ModelLoadError for tensors
-    that do not belong together, UnsupportedModelError for projections of one input that are quantized in different
-    ways.
+    layouts: the ways in which it holds them. A layer stays packed where kernels compute with all of it as it is, and
+    gets plain weights in the model's type elsewhere. Raises MissingWeightsError for a layer of which only a part is
+    there, ModelLoadError for tensors that do not belong together or to the model, UnsupportedModelError for a kind that
+    is not implemented.
     """
-    merge_as_stored(model, {name.removesuffix(PACKED) + "weight" for name in checkpoint.names})
-    filled = set()
+    reader = _Reader(checkpoint, layouts)
+    merge_as_stored(model, {reader.weight_name(name) for name in checkpoint.names})
+    filled: set[str] = set()
+    kept = plain = 0
+    dtype = torch.float32
     for path, module in model.named_modules():
         if not isinstance(module, Linear | TiedEmbedding):
             continue
         names = weight_names(path, module)
-        device, shape = module.weight.device, (module.out_features, module.in_features)
-        packed = [_read(checkpoint, name, group_sizes, device) for name in names if _packed(name) in checkpoint.names]
-        if not packed:
+        slots = {name: slot for name, slot in module_slots(path, module) if name in names}
+        weights = {name: found for name in names if (found := reader.read(name, module.weight.device)) is not None}
+        for name, weight in weights.items():
+            if weight.shape != slots[name].flatten(1).shape:
+                wanted = tuple(slots[name].flatten(1).shape)
+                raise ModelLoadError(f"{name}: {tuple(weight.shape)}, config.json asks for {wanted}")
+        if not weights:
             continue
-        try:
-            if len(packed) < len(names):
-                raise ValueError("some are not quantized")
-            weight = QuantizedWeight.join(packed)
-        except ValueError as error:
-            raise UnsupportedModelError(f"{', '.join(names)} must be quantized alike: {error}") from error
-        if weight.shape != shape:
-            raise ModelLoadError(f"{', '.join(names)}: {tuple(weight.shape)}, config.json asks for {shape}")
-        if weight.bits == 8 and not _is_plain_int8(weight):
-            module.weight.copy_(weight.dequantize().view(module.weight.shape))
-            filled.update(names)
-        else:
-            module.quantize(weight)
+        joined = _joined(list(weights.values())) if len(weights) == len(names) else None
+        if joined is not None and joined.is_served:
+            kept += 1
+            del slots
+            module.quantize(joined)
+            continue
+        plain += 1
+        dtype = module.dtype
+        for name, weight in weights.items():
+            values = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+            slots[name].copy_(values.view(slots[name].shape))
+            filled.add(name)
+    logger.info("quantized checkpoint: %d layers stay packed, %d became %s", kept, plain, dtype if plain else "plain")
     return filled
 
 
-def _packed(name: str) -> str:
-    return name.removesuffix("weight") + PACKED
+def _joined(weights: Sequence[StoredWeight]) -> QuantizedWeight | None:
+    """Weights of the same inputs as one; None if they are not alike."""
+    packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if len(packed) < len(weights) or len({(weight.bits, weight.group_size) for weight in packed}) > 1:
+        return None
+    return QuantizedWeight.join(packed)
 
 
-def _read(checkpoint: Checkpoint, name: str, group_sizes: Sequence[int], device: torch.device) -> QuantizedWeight:
-    layer = name.removesuffix("weight")
-    parts = (PACKED, SCALE, SHIFT, ZERO_POINT, SHAPE)
-    tensors = {part: checkpoint.read(layer + part).to(device) for part in parts if layer + part in checkpoint.names}
-    if missing := {PACKED, SCALE, SHAPE} - tensors.keys():
-        raise MissingWeightsError(f"{checkpoint.folder} lacks {', '.join(layer + part for part in sorted(missing))}")
-    return from_tensors(tensors, group_sizes)
+@dataclass(frozen=True)
+class _Reader:
+    checkpoint: Checkpoint
+    layouts: Sequence[Layout]
 
+    def weight_name(self, name: str) -> str:
+        """The name of the weight whose values a tensor holds; its own if it is something else."""
+        layer, _, part = name.rpartition(".")
+        return f"{layer}.weight" if part in {layout.mark for layout in self.layouts} else name
 
-def _is_plain_int8(weight: QuantizedWeight) -> bool:
-    """Whether 8 bits are of the kind that layers compute with: a scale for each output, zero in the middle."""
-    return weight.scales.shape[1] == 1 and bool((weight.shifts == -128 * weight.scales).all())
+    def read(self, name: str, device: torch.device) -> StoredWeight | None:
+        """The weight of that name; None if it is plain, or not there."""
+        layer = name.removesuffix("weight")
+        names = self.checkpoint.names
+        for layout in self.layouts:
+            if layer + layout.mark not in names:
+                continue
+            missing = [part for part in layout.needed if layer + part not in names]
+            if not missing:
+                parts = (layout.mark, *layout.needed, *layout.optional)
+                found: dict[str, Tensor] = {
+                    part: self.checkpoint.read(layer + part).to(device) for part in parts if layer + part in names
+                }
+                try:
+                    return layout.read(found)
+                except ModelLoadError as error:
+                    raise type(error)(f"{name}: {error}") from error
+                except (ValueError, IndexError, RuntimeError) as error:
+                    shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in found.items())
+                    raise ModelLoadError(f"{name}: {shapes} do not belong together") from error
+            # A weight of more than a byte needs nothing beside it.
+            if layout.mark != "weight" or self.checkpoint.read(name).dtype.itemsize == 1:
+                lacks = ", ".join(layer + part for part in missing)
+                raise MissingWeightsError(f"{self.checkpoint.folder} lacks {lacks}")
+        return None

@@ -56,6 +56,11 @@ class LanguageModel(Protocol):
         """Sequences of more tokens are computed in another way, at positions behind this many; None: all alike."""
         ...
 
+    def first_position(self, prompt_len: int) -> int:
+        """Where the positions of a sequence with a prompt of that length begin: 0, unless its length decides how all of
+        it is computed."""
+        ...
+
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
         ...
@@ -69,7 +74,7 @@ class LanguageModel(Protocol):
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
-        Positions of sequences of more than `max_short_len` tokens begin there.
+        Positions of sequences of more than `max_short_len` tokens begin there, all others at `first_position`.
         """
         ...
 

@@ -47,7 +47,7 @@ def save_quantized(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} is not an empty folder")
     description = Description.read(folder)
-    if description.config.get("quantization_config"):
+    if description.quantization:
         raise ConfigurationError(f"{folder} is quantized already")
     checkpoint = Checkpoint(folder, description.family.rename)
     bits, plain, tied = _plan(description, checkpoint, config)

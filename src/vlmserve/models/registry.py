@@ -29,8 +29,8 @@ from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint
-from vlmserve.quant.compressed_tensors import read_group_sizes
 from vlmserve.quant.model import quantize
+from vlmserve.quant.stored import OLD_FILES, stored_layouts
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ ARCHITECTURES = {
     **{name: family.architecture for name, family in FAMILIES.items()},
     **{name: family.architecture for name, family in VISION_FAMILIES.items()},
 }
+OTHER_NAMES = {other: family.architecture for family in FAMILIES.values() for other in family.also}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -61,18 +62,18 @@ def load_model(
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
     checkpoint = Checkpoint(folder, description.family.rename)
-    packed = config.get("quantization_config")
+    packed = description.quantization
     if packed and quantization is not None and quantization.wanted:
         raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
     with description.errors():
         spec = description.spec(checkpoint)
-        group_sizes = read_group_sizes(packed) if packed else []
+        layouts = stored_layouts(packed) if packed else []
         wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
         native = choose_kernels(kernels, device, wanted)
         backend = _attention_backend(spec, wanted, device) if native else TorchReference()
         model, decoder, vision = description.build(spec, backend, dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    filled = load_packed(checkpoint, model, group_sizes) if packed else set()
+    filled = load_packed(checkpoint, model, layouts) if packed else set()
     checkpoint.load(model, filled=filled)
     decoder.deinterleave()
     if quantization is not None and quantization.wanted:
@@ -115,7 +116,7 @@ class Description:
         """Raises ModelLoadError for a broken configuration, UnsupportedModelError for an unknown architecture."""
         config = read_json(folder / "config.json")
         architecture = _architecture(config)
-        vision = vision_family(architecture)
+        vision = vision_family(architecture, config)
         return cls(folder, config, config if vision is None else vision.text_config(config), architecture)
 
     @contextmanager
@@ -129,13 +130,26 @@ class Description:
     @property
     def image_token_id(self) -> int | None:
         """The placeholder, if the model sees. Raises ModelLoadError for one that is no token."""
-        family = vision_family(self.architecture)
+        family = vision_family(self.architecture, self.config)
         return None if family is None else family.placeholder(self.config)
 
     @property
     def family(self) -> Family:
         """Of the language model. Raises UnsupportedModelError for an unknown one."""
         return decoder_family(self.text_config)
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """How the checkpoint is quantized; None if it is not. Raises ModelLoadError for settings that are no object."""
+        for config in (self.config, self.text_config):
+            if found := config.get("quantization_config") or config.get("compression_config"):
+                if not isinstance(found, Mapping):
+                    raise ModelLoadError(f"config.json: quantization_config is {found!r:.100}, not an object")
+                return found
+        for name, method in OLD_FILES.items():
+            if (self.folder / name).is_file():
+                return {"quant_method": method, **read_json(self.folder / name)}
+        return None
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
         """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
@@ -145,7 +159,7 @@ class Description:
         """The model without its weights."""
         modules = nn.Module()
         modules.language_model = decoder = Decoder(spec, backend, dtype=dtype, device=device)
-        family = vision_family(self.architecture)
+        family = vision_family(self.architecture, self.config)
         if family is None:
             return Parts(modules, decoder, None)
         vision = family.build(self.config, spec.hidden_size, dtype=dtype, device=device)
@@ -154,9 +168,10 @@ class Description:
         return Parts(modules, decoder, vision.encoder)
 
 
-def vision_family(architecture: str) -> VisionFamily | None:
-    """The row of an architecture that sees; None for a language model."""
-    return next((family for family in VISION_FAMILIES.values() if family.architecture == architecture), None)
+def vision_family(architecture: str, config: Mapping[str, Any]) -> VisionFamily | None:
+    """The row of a checkpoint that sees; None for a language model."""
+    families = (family for family in VISION_FAMILIES.values() if family.architecture == architecture)
+    return next((family for family in families if family.section is None or family.section in config), None)
 
 
 def _attention_backend(spec: ArchSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
@@ -197,7 +212,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
         if "model_type" not in config:
             raise ModelLoadError("config.json names neither architectures nor a model_type")
         candidates = [ARCHITECTURES.get(config["model_type"], str(config["model_type"]))]
-    for candidate in candidates:
+    for candidate in (OTHER_NAMES.get(name, name) for name in candidates):
         if candidate in ARCHITECTURES.values():
             return str(candidate)
     supported = ", ".join(sorted(ARCHITECTURES.values()))
@@ -250,9 +265,10 @@ def _cpu_has_bfloat16() -> bool:
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:
     path = folder / "generation_config.json"
     generation_config = read_json(path) if path.is_file() else {}
-    defaults = decoder_family(text_config).defaults
-    for source in (generation_config, config, text_config, defaults):
+    family = decoder_family(text_config)
+    further = frozenset(family.ends({**family.defaults, **text_config}))
+    for source in (generation_config, config, text_config, family.defaults):
         ids = source.get("eos_token_id")
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
+            return further | frozenset([ids] if isinstance(ids, int) else ids)
+    return further

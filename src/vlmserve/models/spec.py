@@ -38,8 +38,9 @@ class ArchSpec:
     ropes: how a layer's queries and keys turn; None: not at all. learned_positions: vectors that are added to
     embeddings by their positions; 0: none. norms: "before" attention and MLP, "after" them, or "around" them.
     parallel: both read the same normed input. gated: the MLP multiplies its activation by a second projection.
-    embedding_scale: what embeddings of tokens are multiplied with. logit_cap: bounds logits as `AttentionSpec.soft_cap`
-    does scores; None: off.
+    log_context: from so many positions on, queries are multiplied with the logarithm of their position to this base;
+    None: none are. embedding_scale: what embeddings of tokens are multiplied with. logit_cap: bounds logits as
+    `AttentionSpec.soft_cap` does scores; None: off.
     """
 
     family: str
@@ -61,5 +62,6 @@ class ArchSpec:
     mlp_bias: bool = False
     head_bias: bool = False
     learned_positions: int = 0
+    log_context: int | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None

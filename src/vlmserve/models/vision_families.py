@@ -15,6 +15,7 @@ from vlmserve.models.idefics3 import Idefics3Vision
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaNextVision, LlavaVision
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
+from vlmserve.models.vision.resampled import ResampledSpec, ResampledVision
 
 Config = Mapping[str, Any]
 
@@ -33,13 +34,14 @@ class VisionFamily:
 
     architecture: as config.json names it. text_type: the model type of a language model whose config does not name its
     own. build: from the whole config and the decoder's width. image_token_id: the placeholder of a config that names
-    none.
+    none. section: of the config, without which a checkpoint of the architecture does not see.
     """
 
     architecture: str
     text_type: str
     build: Callable[..., Vision]
     image_token_id: int
+    section: str | None = None
 
     def text_config(self, config: Config) -> Config:
         """The language model's part of a config, which some keep beside the rest. Raises ModelLoadError for none."""
@@ -54,6 +56,9 @@ class VisionFamily:
     def placeholder(self, config: Config) -> int:
         """The token that stands for a picture. Raises ModelLoadError for one that is none."""
         token_id = config.get("image_token_index", config.get("image_token_id", self.image_token_id))
+        if self.section == "visual" and "image_start_id" in config["visual"]:
+            # What lies between the tokens for a picture's beginning and its end.
+            token_id = config["visual"]["image_start_id"] + 2
         if not isinstance(token_id, int):
             raise ModelLoadError(f"config.json: image_token_index is {token_id!r}, not a token id")
         return token_id
@@ -80,11 +85,17 @@ def _qwen(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch
     return Vision(tower, {"visual": tower})
 
 
+def _qwen_vl(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    tower = ResampledVision(ResampledSpec.from_config(config["visual"], hidden_size), dtype=dtype, device=device)
+    return Vision(tower, {"visual": tower})
+
+
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID),
     "llava_next": VisionFamily("LlavaNextForConditionalGeneration", "llama", _llava_next, IMAGE_TOKEN_ID),
     "idefics3": VisionFamily("Idefics3ForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID),
     "smolvlm": VisionFamily("SmolVLMForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID),
+    "qwen_vl": VisionFamily("QWenLMHeadModel", "qwen", _qwen_vl, 151859, section="visual"),
     "qwen2_vl": VisionFamily("Qwen2VLForConditionalGeneration", "qwen2_vl_text", _qwen, 151655),
     "qwen2_5_vl": VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655),
 }

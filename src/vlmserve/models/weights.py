@@ -29,7 +29,7 @@ _PREFIXES = (
     (re.compile(r"^(model\.)?vision_model\."), "vision_model."),
     (re.compile(r"^(model\.)?connector\."), "connector."),
     (re.compile(r"^(model\.)?text_model\."), "language_model."),
-    (re.compile(r"^(model\.)?visual\."), "visual."),
+    (re.compile(r"^((model|transformer)\.)?visual\."), "visual."),
     (re.compile(r"^(model\.)?language_model\.(model\.)?"), "language_model."),
     (re.compile(r"^(model|transformer)\."), "language_model."),
     (re.compile(r"^lm_head\."), "language_model.lm_head."),
@@ -85,9 +85,10 @@ class Checkpoint:
             return tensor
 
     def dtype(self) -> torch.dtype:
-        """The floating point type of the first tensor that has one."""
+        """The floating point type of the first tensor that has one in which models compute."""
         for name in self._keys:
-            if (tensor := self.read(name)).is_floating_point():
+            tensor = self.read(name)
+            if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 return tensor.dtype
         return torch.float32
 
@@ -136,15 +137,20 @@ def merge_as_stored(model: nn.Module, names: Collection[str]) -> None:
 def weight_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a checkpoint must have, under its canonical name, with the memory it goes to."""
     for path, module in model.named_modules():
-        if isinstance(module, MergedLinear):
-            for name, slot in module.slots():
-                yield _beside(path, name), slot
-        elif isinstance(module, NormOfEachHead):
-            for name, slot in module.slots():
-                yield f"{path}.{name}", slot
-        else:
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}", parameter
+        yield from module_slots(path, module)
+
+
+def module_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As `weight_slots`, of one module without those inside it."""
+    if isinstance(module, MergedLinear):
+        for name, slot in module.slots():
+            yield _beside(path, name), slot
+    elif isinstance(module, NormOfEachHead):
+        for name, slot in module.slots():
+            yield f"{path}.{name}", slot
+    else:
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", parameter
 
 
 def weight_names(path: str, module: nn.Module) -> list[str]:

@@ -25,6 +25,27 @@ LLAVA_TEMPLATE = (
 """LLaVA-1.5's conversation format, for its checkpoints that carry no template (https://arxiv.org/abs/2310.03744)."""
 
 
+QWEN_TEMPLATE = (
+    "{% set pictures = namespace(count=0) %}"
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}{% set pictures.count = pictures.count + 1 %}"
+    "Picture {{ pictures.count }}: <img>{{ image_token }}</img>{{ '\n' }}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML with numbered pictures, of the first Qwen's and Qwen-VL's chat checkpoints (https://arxiv.org/abs/2308.12966),
+whose own code writes it."""
+
+CHATGLM3_TEMPLATE = (
+    "[gMASK]sop{% for message in messages %}<|{{ message.role }}|>\n {{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""For ChatGLM3's first revisions, whose own code writes it."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if the file does not exist. Raises ModelLoadError for anything else."""
     if not path.is_file():
@@ -61,15 +82,19 @@ class PromptFiles:
         tokenizer_config = read_json(folder / "tokenizer_config.json")
         model_type = str(config.get("model_type", ""))
         special = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
-        sees = "vision_config" in config or model_type in DEFAULT_IMAGE_TOKEN_IDS
+        visual = config.get("visual")
+        sees = "vision_config" in config or isinstance(visual, dict) or model_type in DEFAULT_IMAGE_TOKEN_IDS
         default_id = DEFAULT_IMAGE_TOKEN_IDS.get(model_type)
+        if isinstance(visual, dict):
+            # What lies between the tokens for a picture's beginning and its end.
+            default_id = visual.get("image_start_id", 151857) + 2
         image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if sees else None
         return cls(
             model_type=model_type,
             tokenizer_config=tokenizer_config,
             special_tokens=special,
             image_token_id=image_token_id,
-            chat_template=_chat_template(folder, tokenizer_config, model_type),
+            chat_template=_chat_template(folder, tokenizer_config) or _built_in_template(folder, config),
             end_token_ids=_end_token_ids(folder, config),
         )
 
@@ -86,7 +111,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any], model_type: str) -> str | None:
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     template: Any = None
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -100,9 +125,19 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any], model_type
         template = {entry["name"]: entry["template"] for entry in template}
     if isinstance(template, dict):
         template = template.get("default")
-    if template is None and model_type == "llava":
-        return LLAVA_TEMPLATE
     return template if isinstance(template, str) else None
+
+
+def _built_in_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Of models whose chat checkpoints carry none."""
+    model_type = config.get("model_type")
+    if model_type == "llava":
+        return LLAVA_TEMPLATE
+    if model_type == "qwen" and read_json(folder / "generation_config.json").get("chat_format") == "chatml":
+        return QWEN_TEMPLATE
+    if model_type == "chatglm" and "chatglm3" in str(config.get("_name_or_path")):
+        return CHATGLM3_TEMPLATE
+    return None
 
 
 def _end_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:

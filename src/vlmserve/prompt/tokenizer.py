@@ -1,7 +1,8 @@
 """Text to token ids and back, from a checkpoint's own files. Thread-safe; imports neither torch nor transformers.
 
 ``tokenizer.json`` is read as it is, which is what transformers' ``TokenizersBackend`` does; only a checkpoint
-without one (sentencepiece alone) is converted by transformers.
+without one (sentencepiece alone) is converted by transformers or, where its tokenizer is code of its own, by
+`prompt.convert`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tokenizers import AddedToken
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.prompt.checkpoint import PromptFiles
+from vlmserve.prompt.convert import CONVERTERS
 from vlmserve.prompt.untrusted import ControlTokens, Quotation
 
 
@@ -58,7 +60,7 @@ class Tokenizer:
         files = files or PromptFiles.read(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            return cls(_converted(folder), files)
+            return cls(_converted(folder, files), files)
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)), files)
         except ModelLoadError:
@@ -218,7 +220,14 @@ def _replace_values(node: Any, key: str, old: str, new: str) -> None:
             _replace_values(value, key, old, new)
 
 
-def _converted(folder: Path) -> tokenizers.Tokenizer:
+def _converted(folder: Path, files: PromptFiles) -> tokenizers.Tokenizer:
+    if files.model_type in CONVERTERS:
+        return CONVERTERS[files.model_type](folder)
+    if "auto_map" in files.tokenizer_config:
+        raise UnsupportedModelError(
+            f"the tokenizer of {folder} is code of its own, which is never run: convert it to a tokenizer.json "
+            "(transformers' tokenizers do that with save_pretrained) and put that beside the checkpoint"
+        )
     try:
         from transformers import AutoTokenizer
 

@@ -1,8 +1,10 @@
-"""Weights of few bits as checkpoints hold them: the "pack-quantized" format of compressed-tensors.
+"""Weights of few bits as the library compressed-tensors writes them (https://github.com/vllm-project/compressed-tensors).
 
-Of a layer ``X`` there are ``X.weight_packed``, unsigned values in the bits of int32 words, the first one lowest;
-``X.weight_scale`` ``[out_features, groups]``; ``X.weight_shape``; and, unless the middle of the range stands for zero,
-``X.weight_zero_point``, packed along the outputs. A weight is ``scale * (value - zero point)``.
+In the format "pack-quantized" there are of a layer ``X`` ``X.weight_packed``, unsigned values in the bits of int32
+words, the first one lowest; ``X.weight_scale`` ``[out_features, groups]``; ``X.weight_shape``; unless the middle of the
+range stands for zero, ``X.weight_zero_point``, packed along the outputs; and, where groups of inputs do not lie side by
+side, ``X.weight_g_idx``, the group of each. A weight is ``scale * (value - zero point)``. The formats of one byte for
+each weight are those of `scaled`.
 
 A zero point is a whole number, which a range from the least weight of a group to its largest does not have in general.
 For such weights there is a format of our own, which differs in one thing: instead of zero points it has
@@ -12,35 +14,28 @@ For such weights there is a format of our own, which differs in one thing: inste
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.quant import scaled
+from vlmserve.quant.layout import Layout, StoredWeight, check_setting, grouped, pack, unpack
 
 METHOD, OWN_METHOD = "compressed-tensors", "vlmserve"
 FORMAT = "pack-quantized"
+NUMBERS = {
+    FORMAT: ["int"],
+    "int-quantized": ["int"],
+    "float-quantized": ["float"],
+    "naive-quantized": ["int", "float"],
+}
+"""The formats that can be loaded, and what kinds of numbers they hold."""
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
-ZERO_POINT, SHIFT = "weight_zero_point", "weight_shift"
-
-
-def pack(values: Tensor, bits: int) -> Tensor:
-    """uint8 ``[rows, columns]`` of 4 or 8 bits each to int32 ``[rows, words]``."""
-    octets = F.pad(values, (0, -values.shape[1] % (32 // bits)))
-    if bits == 4:
-        octets = octets[:, ::2] | (octets[:, 1::2] << 4)
-    return octets.contiguous().view(torch.int32)
-
-
-def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
-    """What `pack` made of uint8 ``[rows, columns]``."""
-    octets = words.contiguous().view(torch.uint8)
-    if bits == 4:
-        octets = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
-    return octets[:, :columns].contiguous()
+ZERO_POINT, SHIFT, GROUP_OF = "weight_zero_point", "weight_shift", "weight_g_idx"
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool) -> dict[str, Tensor]:
@@ -53,7 +48,7 @@ def to_tensors(weight: QuantizedWeight, *, symmetric: bool) -> dict[str, Tensor]
     return tensors
 
 
-def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> QuantizedWeight:
+def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> StoredWeight:
     """The weight of which a checkpoint holds these tensors; group_sizes: those that there are.
 
     Raises ModelLoadError where the tensors do not belong together.
@@ -62,20 +57,24 @@ def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> Q
     out_features, in_features = tensors[SHAPE].tolist()
     widths = {-(-in_features // (32 // bits)): bits for bits in (8, 4)}
     bits = widths.get(packed.shape[1])
-    sizes = [size for size in (in_features, *group_sizes) if -(-in_features // size) == scales.shape[1]]
-    if bits is None or not sizes or len({out_features, len(packed), len(scales)}) > 1:
+    if bits is None or len(packed) != out_features:
         raise ModelLoadError(
-            f"packed weights {tuple(packed.shape)} and scales {tuple(scales.shape)} do not make a weight of "
-            f"{out_features} x {in_features}"
+            f"packed weights {tuple(packed.shape)} do not make a weight of {out_features} x {in_features}"
         )
-    values = unpack(packed, bits, in_features)
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(out_features, 1).contiguous()
+    values, middle = unpack(packed, bits, in_features), 2 ** (bits - 1)
     if SHIFT in tensors:
-        shifts = tensors[SHIFT].float()
-    elif ZERO_POINT in tensors:
-        shifts = unpack(tensors[ZERO_POINT].T, bits, out_features).T * -scales
-    else:
-        shifts = -(2 ** (bits - 1)) * scales
-    return QuantizedWeight(bits, sizes[0], values, scales, shifts)
+        symmetric = grouped(bits, values, scales, torch.zeros_like(scales), group_sizes, None)
+        assert isinstance(symmetric, QuantizedWeight)
+        return QuantizedWeight(bits, symmetric.group_size, values, scales, tensors[SHIFT].float())
+    if ZERO_POINT not in tensors:
+        zeros = torch.full_like(scales, middle)
+    elif tensors[ZERO_POINT].dtype == torch.int32:
+        zeros = unpack(tensors[ZERO_POINT].T, bits, out_features).T.float()
+    else:  # the library's first releases did not pack them
+        zeros = tensors[ZERO_POINT].float() + middle
+    return grouped(bits, values, scales, zeros, group_sizes, tensors.get(GROUP_OF))
 
 
 def describe(targets: Mapping[int, Sequence[str]], ignore: Sequence[str], *, group_size: int, symmetric: bool) -> Any:
@@ -105,28 +104,40 @@ def describe(targets: Mapping[int, Sequence[str]], ignore: Sequence[str], *, gro
     }
 
 
-def read_group_sizes(config: Mapping[str, Any]) -> list[int]:
-    """The group sizes in a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
-    method = config.get("quant_method")
-    if method not in (METHOD, OWN_METHOD):
-        raise UnsupportedModelError(
-            f"the checkpoint is quantized by {method!r}, which is not supported ({METHOD!r} is); load the original one"
-        )
-    sizes = []
+def layouts(config: Mapping[str, Any]) -> list[Layout]:
+    """From a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
+    check_setting(METHOD, "transform_config", config.get("transform_config") or None, [None])
+    sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
+    check_setting(METHOD, "sparsity_config", sparsity, ["dense"])
+    sizes: list[int] = []
+    blocks = set()
     for group in config.get("config_groups", {}).values():
-        weights = group["weights"] or {}
-        wanted: dict[str, tuple[Any, list[Any]]] = {
-            "format": (group.get("format") or config.get("format"), [FORMAT]),
-            "weights' type": (weights.get("type"), ["int"]),
-            "num_bits": (weights.get("num_bits"), [4, 8]),
-            "strategy": (weights.get("strategy"), ["channel", "group"]),
-            "actorder": (weights.get("actorder"), [None, "weight", "static"]),
-            "input_activations": (group.get("input_activations"), [None]),
-        }
-        for name, (value, known) in wanted.items():
-            if value not in known:
-                choices = ", ".join(map(str, known))
-                raise UnsupportedModelError(f"quantized checkpoints with {name} {value!r} are not supported: {choices}")
+        weights = group["weights"]
+        if not weights:
+            continue
+        kind = str(group.get("format") or config.get("format"))
+        check_setting(METHOD, "format", kind, list(NUMBERS))
+        number = weights.get("type", "int")
+        check_setting(METHOD, f"weights' type in format {kind}", number, NUMBERS[kind])
+        check_setting(METHOD, "num_bits", weights.get("num_bits"), [4, 8] if number == "int" else [8])
+        check_setting(METHOD, "strategy", weights.get("strategy"), ["tensor", "channel", "group", "block"])
+        check_setting(METHOD, "actorder", weights.get("actorder"), [None, "weight", "static", "group"])
         if weights.get("group_size"):
             sizes.append(int(weights["group_size"]))
-    return sizes
+        blocks.add(tuple(weights.get("block_structure") or ()) if weights["strategy"] == "block" else None)
+    check_setting(METHOD, "a number of block structures of", len(blocks - {None}), [0, 1])
+    packed = Layout(
+        PACKED, (SCALE, SHAPE), (SHIFT, ZERO_POINT, GROUP_OF), partial(from_tensors, group_sizes=tuple(sizes))
+    )
+    block = next(iter(blocks - {None}), None)
+    in_bytes = partial(_in_bytes, block=block, stated=tuple(sizes))
+    return [packed, Layout(scaled.WEIGHT, (SCALE,), (ZERO_POINT,), in_bytes)]
+
+
+def _in_bytes(tensors: Mapping[str, Tensor], block: tuple[int, ...] | None, stated: tuple[int, ...]) -> StoredWeight:
+    """A weight of one byte each; block: of those layers that are in blocks."""
+    weight, scales = tensors[scaled.WEIGHT], tensors[SCALE]
+    in_blocks = block is not None and scales.shape == tuple(
+        -(-size // each) for size, each in zip(weight.shape, block, strict=True)
+    )
+    return scaled.from_tensors(tensors, block=block if in_blocks else None, stated=stated)

@@ -17,6 +17,7 @@ class Sequence:
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
     num_encoded: pictures encoded for its sake.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
+    first_position: where its positions begin, as the model wants it of a prompt of this length.
     max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
     arrived, started, answered: when it was added, first ran and had its first token, on the clock of
     `time.perf_counter`, 0 before. vision_seconds: how long steps encoded pictures that it needed.
@@ -31,6 +32,7 @@ class Sequence:
         "block_table",
         "end_token_ids",
         "first_block",
+        "first_position",
         "image_spans",
         "max_len",
         "max_short_len",
@@ -55,6 +57,7 @@ class Sequence:
         max_len: int,
         end_token_ids: frozenset[int],
         max_short_len: int | None = None,
+        first_position: int = 0,
     ) -> None:
         self.request_id = request.request_id
         self.params = request.params
@@ -68,6 +71,7 @@ class Sequence:
         self.arrived = self.started = self.answered = self.vision_seconds = 0.0
         self.block_table = array("i")
         self.first_block = 0
+        self.first_position = first_position
         self._long_root_key = block_key(root_key, (), ())
         self.max_short_len = max_short_len
         self.block_keys = [self._long_root_key if self.is_long else root_key]
@@ -93,7 +97,7 @@ class Sequence:
     @property
     def position_offset(self) -> int:
         """What is added to positions: those of long sequences come behind all that short ones have."""
-        return self.max_short_len if self.is_long and self.max_short_len is not None else 0
+        return self.max_short_len if self.is_long and self.max_short_len is not None else self.first_position
 
     def start_over(self) -> None:
         """Forget the keys of blocks that were computed in the way of short sequences."""

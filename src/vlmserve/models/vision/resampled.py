@@ -1,0 +1,204 @@
+"""The vision side of the first Qwen-VL (https://arxiv.org/abs/2308.12966): OpenCLIP's ViT-bigG over pictures larger
+than those it was trained on, whose patches a layer of cross-attention with learned queries brings to a fixed number.
+Implements `VisionEncoder`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.errors import InvalidImageError, ModelLoadError
+from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.linear import Linear, empty_parameter
+from vlmserve.layers.norm import LayerNorm
+from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
+from vlmserve.types import Tiling
+
+NORM_EPS = 1e-6
+TRAINED_POSITIONS = 256
+"""Of the tower's own position embeddings, 16 x 16."""
+POOL_HEAD_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ResampledSpec:
+    """tower: of the patches. num_queries: embeddings that a picture becomes. output_size: of the decoder."""
+
+    tower: ClipSpec
+    num_queries: int
+    output_size: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], output_size: int) -> ResampledSpec:
+        """From a ``visual`` section. Raises ModelLoadError for impossible sizes."""
+        width, heads = config.get("width", 1664), config.get("heads", 16)
+        size = config.get("output_dim", output_size)
+        queries = config.get("n_queries", 256)
+        if width % heads or size % POOL_HEAD_SIZE or math.isqrt(queries) ** 2 != queries or size != output_size:
+            raise ModelLoadError(
+                f"config.json: {heads} heads, {queries} queries and {size} outputs do not fit a tower of width {width} "
+                f"for a decoder of width {output_size}"
+            )
+        tower = ClipSpec(
+            hidden_size=width,
+            intermediate_size=int(width * config.get("mlp_ratio", 4.9231)),
+            num_layers=config.get("layers", 48),
+            num_heads=heads,
+            num_channels=3,
+            image_size=config.get("image_size", 448),
+            patch_size=config.get("patch_size", 14),
+            activation="gelu",
+            norm_eps=NORM_EPS,
+        )
+        return cls(tower, queries, size)
+
+
+def interpolated(positions: Tensor, count: int) -> Tensor:
+    """Embeddings of a square of positions, row by row, as ones of a square of `count` positions."""
+    if len(positions) == count:
+        return positions
+    side, wanted = math.isqrt(len(positions)), math.isqrt(count)
+    square = positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+    spread = F.interpolate(square, size=(wanted, wanted), mode="bicubic", align_corners=False)
+    return spread.permute(0, 2, 3, 1).flatten(0, 2).to(positions.dtype)
+
+
+class TowerAttention(nn.Module):
+    """Full self-attention within each picture; queries, keys and values lie side by side in each head."""
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size = spec.hidden_size
+        self.in_proj = Linear(size, 3 * size, bias=True, dtype=dtype, device=device)
+        self.out_proj = Linear(size, size, bias=True, dtype=dtype, device=device)
+        self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
+        self._num_heads = spec.num_heads
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual: ``[pictures, patches, hidden_size]``; the second is added to the output."""
+        pictures, patches, size = x.shape
+        heads = self.in_proj(x).view(pictures, patches, self._num_heads, 3, -1)
+        qkv = heads.transpose(2, 3).reshape(pictures, patches, 3 * size)
+        output: Tensor = self.out_proj(self.attention(qkv), residual)
+        return output
+
+
+class TowerMLP(nn.Module):
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size, inner = spec.hidden_size, spec.intermediate_size
+        self.c_fc = Linear(size, inner, bias=True, dtype=dtype, device=device, act=spec.activation)
+        self.c_proj = Linear(inner, size, bias=True, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual: ``[pictures, patches, hidden_size]``; the second is added to the output."""
+        output: Tensor = self.c_proj(self.c_fc(x), residual)
+        return output
+
+
+class TowerLayer(nn.Module):
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ln_1 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.ln_2 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.attn = TowerAttention(spec, dtype=dtype, device=device)
+        self.mlp = TowerMLP(spec, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attn(self.ln_1(x), x)
+        output: Tensor = self.mlp(self.ln_2(x), x)
+        return output
+
+
+class CrossAttention(nn.Module):
+    """Queries over keys and values; parameters are named as PyTorch's multi-head attention names them."""
+
+    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.in_proj_weight = empty_parameter(3 * size, size, dtype=dtype, device=device)
+        self.in_proj_bias = empty_parameter(3 * size, dtype=dtype, device=device)
+        self.out_proj = Linear(size, size, bias=True, dtype=dtype, device=device)
+        self._num_heads = size // POOL_HEAD_SIZE
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query: ``[queries, size]`` of all pictures alike. key, value: ``[pictures, patches, size]``. Returns
+        ``[pictures, queries, size]``."""
+        inputs = query.expand(len(key), -1, -1), key, value
+        heads = [
+            F.linear(x, weight, bias).unflatten(2, (self._num_heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
+            for x, weight, bias in zip(inputs, self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3), strict=True)
+        ]
+        attended = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        output: Tensor = self.out_proj(attended)
+        return output
+
+
+class Resampler(nn.Module):
+    """``[pictures, patches, width]`` to ``[pictures, num_queries, output_size]``."""
+
+    def __init__(self, spec: ResampledSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size, count, width = spec.output_size, spec.num_queries, spec.tower.hidden_size
+        self.pos_embed = empty_parameter(count, size, dtype=dtype, device=device)
+        self.query = empty_parameter(count, size, dtype=dtype, device=device)
+        projected = width != size
+        self.kv_proj = Linear(width, size, bias=False, dtype=dtype, device=device) if projected else nn.Identity()
+        self.attn = CrossAttention(size, dtype=dtype, device=device)
+        self.ln_q = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
+        self.ln_kv = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        value = self.ln_kv(self.kv_proj(patches))
+        key = value + interpolated(self.pos_embed, patches.shape[1])
+        output: Tensor = self.attn(self.ln_q(self.query) + self.pos_embed, key, value)
+        return output
+
+
+class ResampledVision(nn.Module):
+    """Pictures of one size to as many embeddings each. Modules are named as checkpoints name them."""
+
+    def __init__(self, spec: ResampledSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dtype = dtype
+        tower, size = spec.tower, spec.output_size
+        self.conv1 = PatchEmbedding(tower, dtype=dtype, device=device)
+        self.positional_embedding = empty_parameter(TRAINED_POSITIONS, tower.hidden_size, dtype=dtype, device=device)
+        self.ln_pre = LayerNorm(tower.hidden_size, NORM_EPS, dtype=dtype, device=device)
+        layers = nn.ModuleList(TowerLayer(tower, dtype=dtype, device=device) for _ in range(tower.num_layers))
+        # A dict puts the layers where checkpoints have them, under "transformer.resblocks".
+        self.transformer = nn.ModuleDict({"resblocks": layers})
+        self.attn_pool = Resampler(spec, dtype=dtype, device=device)
+        self.ln_post = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
+        self.proj = empty_parameter(size, size, dtype=dtype, device=device)
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        tower = self.spec.tower
+        expected = (1, tower.num_channels, tower.image_size, tower.image_size)
+        if tuple(shape) != expected:
+            raise InvalidImageError(f"the vision tower takes pictures of {expected[1:]}, not of {tuple(shape[1:])}")
+        if num_tokens != self.spec.num_queries:
+            raise InvalidImageError(
+                f"the picture makes {self.spec.num_queries} embeddings and has {num_tokens} placeholders"
+            )
+
+    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+        """Embeddings of pictures, in one call.
+
+        pixels: one float tensor ``[1, channels, height, width]`` a picture, on the model's device.
+        Returns one ``[num_queries, output_size]`` tensor a picture, ready to replace its placeholders' embeddings.
+        """
+        if not pixels:
+            return []
+        patches = self.conv1(torch.cat(pixels).to(self.dtype))
+        x = self.ln_pre(patches + interpolated(self.positional_embedding, patches.shape[1]))
+        for layer in self.transformer["resblocks"].children():
+            x = layer(x)
+        return list(self.ln_post(self.attn_pool(x)) @ self.proj)

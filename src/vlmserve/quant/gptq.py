@@ -1,0 +1,52 @@
+"""Weights of 4 or 8 bits as GPTQ checkpoints hold them (https://arxiv.org/abs/2210.17323).
+
+Of a layer ``X`` there are ``X.qweight``, int32 ``[in_features * bits / 32, out_features]``, ``X.qzeros``, int32
+``[groups, out_features * bits / 32]``, ``X.scales`` ``[groups, out_features]`` and mostly ``X.g_idx``, the group of
+each input: with ``desc_act`` groups do not lie side by side. A weight is ``scale * (value - zero)``.
+
+Checkpoint format "gptq" holds zero points less one, "gptq_v2" as they are. The one was subtracted from whole words, so
+that a zero point of 0 borrowed from its neighbour; adding it to whole words undoes that as well
+(https://github.com/ModelCloud/GPTQModel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from vlmserve.errors import ModelLoadError
+from vlmserve.quant.layout import Layout, StoredWeight, check_setting, grouped, unpack
+
+METHOD = "gptq"
+ONES = {4: 0x11111111, 8: 0x01010101}
+"""A one for each value in a word, by bits."""
+
+
+def layouts(config: Mapping[str, Any]) -> list[Layout]:
+    """From a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
+    kind = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format") or config.get("format")
+    check_setting(METHOD, "checkpoint_format", kind or "gptq", ["gptq", "gptq_v2"])
+    check_setting(METHOD, "bits", config.get("bits", 4), list(ONES))
+    # Read from its tensors: single layers may have other bits than the rest.
+    read = partial(_read, stated=int(config.get("group_size") or 128), less_one=kind != "gptq_v2")
+    return [Layout("qweight", ("qzeros", "scales"), ("g_idx",), read)]
+
+
+def _read(tensors: Mapping[str, Tensor], stated: int, less_one: bool) -> StoredWeight:
+    words, zeros, scales = (tensors[name] for name in ("qweight", "qzeros", "scales"))
+    groups, out_features = scales.shape
+    if words.shape[1] != out_features or len(zeros) != groups:
+        raise ModelLoadError(
+            f"qweight {tuple(words.shape)}, qzeros {tuple(zeros.shape)} and scales {tuple(scales.shape)} do not make a "
+            "weight"
+        )
+    bits = zeros.shape[1] * 32 // out_features
+    check_setting(METHOD, "bits", bits, list(ONES))
+    if less_one:
+        zeros = zeros + ONES[bits]
+    values = unpack(words.T, bits, len(words) * 32 // bits)
+    points = unpack(zeros, bits, out_features).T.float()
+    return grouped(bits, values, scales.T.float(), points, [stated], tensors.get("g_idx"))

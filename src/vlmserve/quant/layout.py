@@ -1,0 +1,93 @@
+"""How a checkpoint holds one layer's weight in few bits: under which names its tensors are, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.quantized import QuantizedWeight
+
+StoredWeight = QuantizedWeight | Tensor
+"""``[out_features, in_features]``: in few bits, or float32 where the bits are none that `QuantizedWeight` can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to hold a layer ``X``.
+
+    mark: ``X.mark`` is there if the layer is held so, and holds its values. needed, optional: the names of what lies
+    beside it. read: makes a weight of those tensors by name; raises ModelLoadError where they do not belong together,
+    UnsupportedModelError for a kind that is not implemented.
+    """
+
+    mark: str
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    read: Callable[[Mapping[str, Tensor]], StoredWeight]
+
+
+def check_setting(method: str, name: str, value: Any, known: Sequence[Any]) -> None:
+    """Raises UnsupportedModelError for a setting of a ``quantization_config`` that is none of those known."""
+    if value not in known:
+        choices = ", ".join(map(str, known))
+        raise UnsupportedModelError(
+            f"checkpoints quantized by {method!r} with {name} {value!r} are not supported; supported: {choices}"
+        )
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """uint8 ``[rows, columns]`` of 4 or 8 bits each to int32 ``[rows, words]``, the first one lowest."""
+    octets = F.pad(values, (0, -values.shape[1] % (32 // bits)))
+    if bits == 4:
+        octets = octets[:, ::2] | (octets[:, 1::2] << 4)
+    return octets.contiguous().view(torch.int32)
+
+
+def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
+    """What `pack` made of uint8 ``[rows, columns]``."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        octets = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+    return octets[:, :columns].contiguous()
+
+
+def find_group_size(in_features: int, groups: int, stated: Sequence[int]) -> int | None:
+    """Which of the sizes gives so many groups of an output's inputs, all of them together included; None: none."""
+    return next((size for size in (in_features, *stated) if size > 0 and -(-in_features // size) == groups), None)
+
+
+def grouped(
+    bits: int, values: Tensor, scales: Tensor, zeros: Tensor, stated: Sequence[int], group_of: Tensor | None
+) -> StoredWeight:
+    """A weight ``scale * (value - zero)``.
+
+    values: uint8 ``[out_features, in_features]``. scales, zeros: float32 ``[out_features, groups]``. stated: the sizes
+    that groups may have. group_of: int ``[in_features]``, the group of each input; None: they lie side by side.
+    Raises ModelLoadError where shapes do not fit.
+    """
+    in_features, groups = values.shape[1], scales.shape[1]
+    size = find_group_size(in_features, groups, stated)
+    if scales.shape != zeros.shape or len(scales) != len(values) or (size is None and group_of is None):
+        raise ModelLoadError(
+            f"weights {tuple(values.shape)} do not fit scales {tuple(scales.shape)} and zero points "
+            f"{tuple(zeros.shape)} in groups of {', '.join(map(str, stated)) or 'all'}"
+        )
+    if group_of is not None and not _side_by_side(group_of, size):
+        if len(group_of) != in_features or bool(((group_of < 0) | (group_of >= groups)).any()):
+            raise ModelLoadError(f"groups of {len(group_of)} inputs do not fit {in_features} inputs in {groups} groups")
+        column_of = group_of.long()
+        return scales[:, column_of] * (values.float() - zeros[:, column_of])
+    assert size is not None
+    return QuantizedWeight(bits, size, values, scales, -zeros * scales)
+
+
+def _side_by_side(group_of: Tensor, size: int | None) -> bool:
+    return size is not None and torch.equal(
+        group_of.long(), torch.arange(len(group_of), device=group_of.device) // size
+    )

@@ -1,0 +1,65 @@
+"""Weights of one byte each as checkpoints hold them: int8 or float8 numbers that scales multiply.
+
+Of a layer ``X`` there are ``X.weight`` and its scales: one for all of it, one for each output, one for each group of an
+output's inputs, or one for each block of outputs and inputs. DeepSeek's and Qwen's checkpoints of method "fp8" call
+those of blocks ``X.weight_scale_inv`` (https://arxiv.org/abs/2412.19437), all others ``X.weight_scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmserve.errors import ModelLoadError
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.quant.layout import Layout, StoredWeight, check_setting, find_group_size
+
+METHOD = "fp8"
+WEIGHT, SCALE, BLOCK_SCALE, ZERO_POINT = "weight", "weight_scale", "weight_scale_inv", "weight_zero_point"
+FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def layouts(config: Mapping[str, Any]) -> list[Layout]:
+    """From a ``quantization_config`` of method "fp8". Raises UnsupportedModelError for what cannot be loaded."""
+    check_setting(METHOD, "fmt", config.get("fmt") or "e4m3", ["e4m3", "e5m2"])
+    check_setting(METHOD, "expert_dtype", config.get("expert_dtype") or "fp8", ["fp8"])
+    block = tuple(config.get("weight_block_size") or ()) or None
+    name = BLOCK_SCALE if block else SCALE
+    return [Layout(WEIGHT, (name,), (), partial(from_tensors, scale=name, block=block, stated=()))]
+
+
+def from_tensors(
+    tensors: Mapping[str, Tensor],
+    *,
+    scale: str = SCALE,
+    block: tuple[int, ...] | None = None,
+    stated: tuple[int, ...] = (),
+) -> StoredWeight:
+    """The weight of which a checkpoint holds these tensors.
+
+    scale: the name of its scales. block: outputs and inputs that share one. stated: the sizes that groups of inputs may
+    have. Raises ModelLoadError where the tensors do not belong together.
+    """
+    weight, scales = tensors[WEIGHT], tensors[scale].float()
+    if weight.dtype not in (torch.int8, *FLOATS):
+        raise ModelLoadError(f"a weight of {weight.dtype} has scales, which only weights of one byte need")
+    out_features, in_features = weight.shape
+    if scales.numel() == 1 and block is None:
+        scales = scales.reshape(1, 1).expand(out_features, 1)
+    elif scales.ndim == 1:
+        scales = scales[:, None]
+    tall, wide = block or (1, find_group_size(in_features, scales.shape[1], stated) or 0)
+    if not wide or scales.shape != (-(-out_features // tall), -(-in_features // wide)):
+        raise ModelLoadError(f"scales {tuple(scales.shape)} do not fit a weight {tuple(weight.shape)}")
+    if weight.dtype == torch.int8 and tall == 1:
+        zero = tensors[ZERO_POINT].float().reshape(-1, scales.shape[1]) if ZERO_POINT in tensors else 0.0
+        values = (weight.to(torch.int16) + 128).to(torch.uint8)
+        return QuantizedWeight(8, wide, values, scales.contiguous(), -(128 + zero) * scales)
+    if ZERO_POINT in tensors and bool(tensors[ZERO_POINT].float().any()):
+        raise ModelLoadError("a weight with a zero point in blocks or of floating point numbers")
+    spread = scales.repeat_interleave(tall, 0)[:out_features].repeat_interleave(wide, 1)[:, :in_features]
+    return weight.float() * spread

@@ -1,0 +1,35 @@
+"""The quantized checkpoints that can be loaded, by the ``quant_method`` of their ``quantization_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vlmserve.errors import UnsupportedModelError
+from vlmserve.quant import awq, compressed_tensors, gptq, scaled
+from vlmserve.quant.layout import Layout
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
+    awq.METHOD: awq.layouts,
+    compressed_tensors.METHOD: compressed_tensors.layouts,
+    compressed_tensors.OWN_METHOD: compressed_tensors.layouts,
+    gptq.METHOD: gptq.layouts,
+    scaled.METHOD: scaled.layouts,
+}
+
+OLD_FILES = {"quantize_config.json": gptq.METHOD, "quant_config.json": awq.METHOD}
+"""Where checkpoints have their settings whose config.json has none, and the method that they leave out there."""
+
+
+def stored_layouts(config: Mapping[str, Any]) -> list[Layout]:
+    """The ways in which a checkpoint with that ``quantization_config`` holds layers.
+
+    Raises UnsupportedModelError for a method or a setting of it that is not implemented.
+    """
+    method = config.get("quant_method")
+    if method not in METHODS:
+        raise UnsupportedModelError(
+            f"the checkpoint is quantized by {method!r}, which is not supported; supported are "
+            f"{', '.join(METHODS)}; load the original one"
+        )
+    return METHODS[method](config)
