@@ -1,15 +1,15 @@
-"""Packed weights of a quantized checkpoint into a model's layers."""
+"""The weights of a quantized checkpoint into a model's layers, as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.layers.linear import GatedLinear, Linear, TiedEmbedding
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
 from vlmserve.quant.compressed_tensors import PACKED, SCALE, SHAPE, SHIFT, ZERO_POINT, from_tensors
 
@@ -46,6 +46,31 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, group_sizes: Sequence[
         else:
             module.quantize(weight)
     return filled
+
+
+def load_blocks(checkpoint: Checkpoint, model: nn.Module, *, unsettled: Collection[nn.Module]) -> None:
+    """Give layers the weights that a GGUF file holds in a form that the native kernels compute with.
+
+    Each is arranged for its kernel before the next one is read, but for those of `unsettled`, whose rows have yet to be
+    put into order. Left as they are: layers that are merged of several kinds, those that the kernels do not know, and
+    tables, of which single rows are read.
+    """
+    merge_as_stored(model, checkpoint.names)
+    for path, module in model.named_modules():
+        if not isinstance(module, Linear):
+            continue
+        names = weight_names(path, module)
+        if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):
+            continue
+        weights = [weight for name in names if (weight := checkpoint.quantized(name)) is not None]
+        if len(weights) < len(names):
+            continue
+        weight = QuantizedWeight.join(weights)
+        # Loading what is plain says what is wrong with other shapes.
+        if weight.shape == (module.out_features, module.in_features):
+            module.quantize(weight)
+            if module not in unsettled:
+                module.pack(native=True)
 
 
 def _packed(name: str) -> str:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
 from vlmserve.models.files import open_weights, weight_files
+from vlmserve.models.gguf.tensors import GGUFFile
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
 
 
 class Checkpoint:
-    """The weight files of a folder.
+    """The weight files of a folder, or a GGUF file.
 
     Raises MissingWeightsError if there are none or one that the index names is absent, ModelLoadError for a broken one.
     """
@@ -80,6 +82,12 @@ class Checkpoint:
             tensor: Tensor = file.get_tensor(key)
             return tensor
 
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """A tensor of a GGUF file as it is there; None if it does not have the form of a `QuantizedWeight`."""
+        path, key = self._keys[name]
+        with open_weights(path) as file:
+            return file.quantized(key) if isinstance(file, GGUFFile) else None
+
     def dtype(self) -> torch.dtype:
         """The floating point type of the first tensor that has one."""
         for name in self._keys:
@@ -107,7 +115,7 @@ class Checkpoint:
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise MissingWeightsError(
-                f"{self.folder} lacks {len(missing)} of the {len(slots)} tensors that its config.json asks for: "
+                f"{self.folder} lacks {len(missing)} of the {len(slots)} tensors that its configuration asks for: "
                 f"{', '.join(missing[:4])}{more}"
             )
         unused = sorted(self.names - slots.keys())
@@ -177,7 +185,9 @@ def _pieces(
         for name, key in keys:
             shape, slot = file.get_slice(key).get_shape(), slots[name]
             if shape != list(slot.shape):
-                raise ModelLoadError(f"{path.name}: {key} has shape {shape}, config.json asks for {list(slot.shape)}")
+                raise ModelLoadError(
+                    f"{path.name}: {key} has shape {shape}, the configuration asks for {list(slot.shape)}"
+                )
             rows = max(1, MAPPED_BYTES // max(1, slot[0].nbytes))
             for first in range(0, len(slot), rows):
                 yield name, key, first, min(first + rows, len(slot))
