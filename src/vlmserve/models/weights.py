@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Bytes to copy before a file is mapped anew: pages of a mapping count as used memory until it is closed.
 MAPPED_BYTES = 16 * 1024**2
+# Dequantizing a piece takes many times what becomes of it.
+DEQUANTIZED_BYTES = 2 * 1024**2
 LANGUAGE_MODEL = "language_model."
 
 # Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
@@ -182,12 +184,13 @@ def _pieces(
     """Canonical name, key in the file and rows of pieces that are small enough to map. Raises ModelLoadError for
     shapes that differ."""
     with open_weights(path) as file:
+        most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
         for name, key in keys:
             shape, slot = file.get_slice(key).get_shape(), slots[name]
             if shape != list(slot.shape):
                 raise ModelLoadError(
                     f"{path.name}: {key} has shape {shape}, the configuration asks for {list(slot.shape)}"
                 )
-            rows = max(1, MAPPED_BYTES // max(1, slot[0].nbytes))
+            rows = max(1, most // max(1, slot[0].nbytes))
             for first in range(0, len(slot), rows):
                 yield name, key, first, min(first + rows, len(slot))

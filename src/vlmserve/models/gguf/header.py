@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ FLOAT32 = 0
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 
 def is_gguf(path: Path) -> bool:
@@ -55,7 +56,7 @@ class _Array(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Header:
     """Metadata and places of tensors, both by name. values: metadata but arrays. size: of the file, in bytes."""
 
@@ -78,7 +79,7 @@ class Header:
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(self.path, data, array.offset)
             if array.kind == _STRING:
-                return [cursor.text() for _ in range(array.length)]
+                return cursor.texts(array.length)
             return list(cursor.numbers(f"{array.length}{_NUMBERS[array.kind]}"))
 
     def vector(self, name: str) -> list[float]:
@@ -147,15 +148,18 @@ class _Cursor:
 
     def numbers(self, layout: str) -> tuple[Any, ...]:
         start = self.position
-        self._skip(struct.calcsize(f"<{layout}"))
+        self._move_to(start + struct.calcsize(f"<{layout}"))
         return struct.unpack_from(f"<{layout}", self._data, start)
 
     def text(self) -> str:
         [length] = self.numbers("Q")
         start = self.position
-        self._skip(length)
-        # Tokens of old files may be parts of characters.
+        self._move_to(start + length)
         return self._data[start : self.position].decode("utf-8", "replace")
+
+    def texts(self, count: int) -> list[str]:
+        # Tokens of old files may be parts of characters.
+        return [self._data[start:end].decode("utf-8", "replace") for start, end in self._spans(count)]
 
     def value(self) -> Any:
         [kind] = self.numbers("I")
@@ -168,10 +172,10 @@ class _Cursor:
         kind, count = self.numbers("IQ")
         array = _Array(kind, count, self.position)
         if kind in _NUMBERS:
-            self._skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
+            self._move_to(self.position + count * struct.calcsize(f"<{_NUMBERS[kind]}"))
         elif kind == _STRING:
-            for _ in range(count):
-                self._skip(self.numbers("Q")[0])
+            for _ in self._spans(count):
+                pass
         else:
             raise ModelLoadError(f"{self._path} is broken: there is no array of kind {kind}")
         return array
@@ -183,7 +187,19 @@ class _Cursor:
         kind, offset = self.numbers("IQ")
         return TensorInfo(name, kind, shape, offset)
 
-    def _skip(self, count: int) -> None:
-        if self.position + count > len(self._data):
+    def _spans(self, count: int) -> Iterator[tuple[int, int]]:
+        """Where each of so many texts is. As fast as may be: a vocabulary has hundreds of thousands."""
+        end, read = self.position, _LENGTH.unpack_from
+        for _ in range(count):
+            start = end + _LENGTH.size
+            if start > len(self._data):
+                end = start
+                break
+            end = start + read(self._data, end)[0]
+            yield start, end
+        self._move_to(end)
+
+    def _move_to(self, position: int) -> None:
+        if position > len(self._data):
             raise ModelLoadError(f"{self._path} is cut off: it ends within its header; download it again")
-        self.position += count
+        self.position = position

@@ -22,8 +22,6 @@ from vlmserve.models.gguf.header import Header, TensorInfo, read_header
 
 GROUP = 32
 """Inputs that share a scale in the types that stay packed."""
-DEQUANTIZED = 1 << 20
-"""Weights to dequantize at a time: what that takes beside its result is several times its size."""
 
 Bytes = NDArray[np.uint8]
 
@@ -79,10 +77,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self._header = read_header(path)
-        self._architecture = architecture_of(self._header)
-        for info in self._header.tensors.values():
-            _check(info, self._header)
-        self._sources = dict(_sources(self._header, self._architecture))
+        self._sources = _checked_sources(self._header)
 
     def __enter__(self) -> Self:
         return self
@@ -148,6 +143,14 @@ class _Rows:
         return self._read(0, None)[rows]
 
 
+@functools.lru_cache(maxsize=2)
+def _checked_sources(header: Header) -> dict[str, _Source]:
+    """As `_sources`; a file is opened once for every piece that is copied."""
+    for info in header.tensors.values():
+        _check(info, header)
+    return dict(_sources(header, architecture_of(header)))
+
+
 def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, _Source]]:
     """Tensors by the names that they have here. Raises UnsupportedModelError for one that has none."""
     for name, info in header.tensors.items():
@@ -200,14 +203,7 @@ def _check(info: TensorInfo, header: Header) -> None:
 def _dequantized(raw: Bytes, info: TensorInfo) -> Tensor:
     from gguf.quants import dequantize
 
-    kind = _type_of(info)
-    block, size = _block(info)
-    rows, width = raw.shape[0], raw.shape[1] // size * block
-    result = torch.empty(rows, width)
-    step = max(1, DEQUANTIZED // width)
-    for start in range(0, rows, step):
-        result[start : start + step] = torch.from_numpy(dequantize(raw[start : start + step], kind))
-    return result
+    return torch.from_numpy(dequantize(raw, _type_of(info)))
 
 
 def _num_bytes(info: TensorInfo) -> int:
