@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
@@ -111,7 +112,10 @@ def published(split: str, *, whole: bool = False) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("dbrx", False)])
@@ -186,7 +190,7 @@ def test_a_file_that_does_not_say_how_to_split_is_warned_of(tmp_path: Path, capl
 
 
 def sentence_fields(**fields: Any) -> dict[str, Any]:
-    """The vocabulary of a SentencePiece model as a file has it: the earlier a token was merged, the higher its score."""
+    """The vocabulary of a SentencePiece model as a file has it: what was merged earlier has a higher score."""
     vocab, _ = model_of(sentencepiece())
     tokens = sorted(vocab, key=vocab.get)
     kinds = []
@@ -215,7 +219,7 @@ def sentence_pieces(text: str, fields: dict[str, Any], *, prefix: bool = True) -
     }
     symbols = list(("▁" if prefix and text else "") + text.replace(" ", "▁"))
     while True:
-        joined = [left + right for left, right in zip(symbols, symbols[1:], strict=False)]
+        joined = [left + right for left, right in itertools.pairwise(symbols)]
         best = max((scores[token] for token in joined if token in scores), default=None)
         if best is None:
             break

@@ -17,8 +17,8 @@ from vlmserve.prompt.checkpoint import PromptFiles
 
 logger = logging.getLogger(__name__)
 
-NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4
-"""Types of tokens, beside `CONTROL`: of ordinary text, for what no token stands for, and found before others."""
+NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5
+"""Types of tokens, beside `CONTROL`: of ordinary text, for what no token stands for, found before others, and none."""
 
 SPACE = "▁"
 """How SentencePiece writes a space."""
@@ -148,7 +148,7 @@ def _byte_level(header: Header, tokens: Sequence[_Token]) -> tokenizers.Tokenize
     cuts = [(merge, merge.find(" ", 1)) for merge in header.array("tokenizer.ggml.merges")]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
-            vocab={token.text: id_ for id_, token in enumerate(tokens)},
+            vocab=_vocabulary(header, tokens),
             merges=[(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts],
             ignore_merges=kind.whole,
         )
@@ -172,7 +172,7 @@ def _sentence_piece(header: Header, tokens: Sequence[_Token]) -> tokenizers.Toke
     unknown = _special_id(header, "unknown")
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
-            vocab={token.text: id_ for id_, token in enumerate(tokens)},
+            vocab=_vocabulary(header, tokens),
             merges=_merges(tokens),
             unk_token=None if unknown is None else tokens[unknown].text,
             fuse_unk=True,
@@ -191,6 +191,12 @@ def _sentence_piece(header: Header, tokens: Sequence[_Token]) -> tokenizers.Toke
     _add_tokens(tokenizer, tokens, strips=header.architecture == "phi3")
     _frame(tokenizer, header, tokens, begins=True)
     return tokenizer
+
+
+def _vocabulary(header: Header, tokens: Sequence[_Token]) -> dict[str, int]:
+    """Ids by text, without what only makes the table of embeddings longer."""
+    named = {_special_id(header, key) for key in _SPECIAL.values()}
+    return {token.text: id_ for id_, token in enumerate(tokens) if token.kind != UNUSED or id_ in named}
 
 
 def _merges(tokens: Sequence[_Token]) -> list[tuple[str, str]]:
