@@ -106,7 +106,7 @@ class _Generation:
 class LLM:
     """A model that answers in this process.
 
-    model: built-in name, local folder or Hugging Face repository id. Further options are the fields of
+    model: built-in name, local folder or .gguf file, or Hugging Face repository id. Further options are the fields of
     `EngineConfig` and `MediaConfig` (``dtype="float32"``, ``kv_cache_memory="2GiB"``, ``max_images=4``…).
     `default_sampling_params` is what calls without sampling parameters use: the checkpoint's own.
 

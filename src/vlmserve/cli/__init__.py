@@ -99,7 +99,7 @@ def chat(
 @command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "num_threads"))
 def bench(
     engine: EngineConfig,
-    model: Annotated[str, typer.Argument(help="Built-in name, local folder or Hugging Face repository id.")] = (
+    model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")] = (
         BUILT_IN_MODEL
     ),
     scheme: Annotated[list[str] | None, typer.Option(help="none, int8, int4; may be repeated. Default: all.")] = None,
@@ -211,7 +211,7 @@ def eval_pixie(
 @command(("revision", "device", "dtype", "kernels", "num_threads", *QUANTIZATION_DETAILS))
 def eval_perplexity(
     engine: EngineConfig,
-    model: Annotated[str, typer.Argument(help="Built-in name, local folder or Hugging Face repository id.")],
+    model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],
     scheme: Annotated[
         list[str] | None, typer.Option(help="none, int8, int4; may be repeated. Changes are against the first.")
     ] = None,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.models.gguf.header import read_header
 from vlmserve.prompt.checkpoint import read_json
 from vlmserve.types import SamplingParams
 
@@ -13,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 def default_sampling(folder: Path) -> SamplingParams:
-    """What the checkpoint's generation_config.json says about sampling; OpenAI's defaults for what it leaves open.
+    """What the checkpoint's generation_config.json or GGUF file says about sampling; OpenAI's defaults for the rest.
 
     ``"do_sample": false``, written out, means greedy. Values out of range are ignored with a warning. Raises
     ModelLoadError for a file that is not JSON.
     """
-    path = folder / "generation_config.json"
-    settings = read_json(path)
+    path = folder if folder.is_file() else folder / "generation_config.json"
+    settings = _in_gguf(path) if folder.is_file() else read_json(path)
     if settings.get("do_sample") is False:
         return SamplingParams(temperature=0.0)
     names = ("temperature", "top_p", "top_k", "min_p")
@@ -29,3 +31,11 @@ def default_sampling(folder: Path) -> SamplingParams:
     except InvalidRequestError as error:
         logger.warning("%s is ignored: %s", path, error)
         return SamplingParams()
+
+
+def _in_gguf(path: Path) -> dict[str, Any]:
+    values = read_header(path).values
+    return {
+        name: values.get(f"general.sampling.{key}")
+        for name, key in {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}.items()
+    }

@@ -122,6 +122,8 @@ class Linear(Weight):
         native: for the native kernel. Otherwise for oneDNN, which without would rearrange it anew for each product:
         that is half of the time of products with few rows.
         """
+        if self._native is not None:
+            return
         if native and cpu_native.can_pack(self.in_features, self.dtype):
             self._pack_native()
         elif self._quantized is None and can_reorder(self.weight.dtype, self.weight.device):
@@ -155,7 +157,7 @@ class MergedLinear(Linear):
         """Where each part's tensors go: ``("q_proj.weight", rows of the merged weight)``…"""
         start = 0
         for name, size in self.parts.items():
-            if self._quantized is None:
+            if "weight" in self._parameters:
                 yield f"{name}.weight", self.weight[start : start + size]
             if self.bias is not None:
                 yield f"{name}.bias", self.bias[start : start + size]

@@ -166,7 +166,15 @@ def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 
 def _longrope(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
     """https://arxiv.org/abs/2402.13753: a factor for each pair, others for sequences beyond the original context."""
-    factors = spec.parameters["long_factor" if long else "short_factor"]
+    return _divided(spec, wavelengths, spec.parameters["long_factor" if long else "short_factor"])
+
+
+def _factors(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
+    """A factor for each pair, whatever they were computed by: so GGUF files have them."""
+    return _divided(spec, wavelengths, spec.parameters["factors"])
+
+
+def _divided(spec: RopeSpec, wavelengths: Tensor, factors: Sequence[float]) -> Tensor:
     if len(factors) != spec.size // 2:
         raise ModelLoadError(f"config.json: {len(factors)} RoPE factors for {spec.size // 2} pairs")
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=wavelengths.device) * wavelengths)
@@ -182,6 +190,7 @@ SCALINGS: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
     "dynamic": _default,
     "yarn": _yarn,
     "longrope": _longrope,
+    "factors": _factors,
 }
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
 from vlmserve.layers.attention import Attention, HeadNorm, StepContext
@@ -156,15 +157,23 @@ class Decoder(nn.Module):
     def deinterleave(self) -> None:
         """Once weights are loaded: bring the rows of queries and keys into the order in which `apply_rope` pairs them,
         where the family pairs neighbours."""
+        for layer, spec, rope in self._interleaved():
+            order = torch.arange(spec.head_size)
+            order[: rope.size] = order[: rope.size].view(-1, 2).T.flatten()
+            heads = spec.num_heads + spec.num_kv_heads
+            rows = torch.arange((heads + spec.num_kv_heads) * spec.head_size)
+            turning = rows[: heads * spec.head_size].view(heads, -1)
+            turning.copy_(turning[:, order].clone())
+            layer.self_attn.qkv_proj.reorder(rows.to(self.device))
+
+    def interleaved(self) -> list[nn.Module]:
+        """The layers whose rows `deinterleave` is about to move."""
+        return [layer.self_attn.qkv_proj for layer, _, _ in self._interleaved()]
+
+    def _interleaved(self) -> Iterator[tuple[DecoderLayer, AttentionSpec, RopeSpec]]:
         for layer, spec, rope in zip(self.layers, self.spec.attention, self.spec.ropes, strict=True):
             if rope is not None and rope.interleaved:
-                order = torch.arange(spec.head_size)
-                order[: rope.size] = order[: rope.size].view(-1, 2).T.flatten()
-                heads = spec.num_heads + spec.num_kv_heads
-                rows = torch.arange((heads + spec.num_kv_heads) * spec.head_size)
-                turning = rows[: heads * spec.head_size].view(heads, -1)
-                turning.copy_(turning[:, order].clone())
-                cast(DecoderLayer, layer).self_attn.qkv_proj.reorder(rows.to(self.device))
+                yield cast(DecoderLayer, layer), spec, rope
 
     @property
     def hidden_size(self) -> int:

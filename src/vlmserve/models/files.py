@@ -1,4 +1,4 @@
-"""The files that tensors are in: safetensors, or PyTorch's pickles, of which nothing but tensors is read."""
+"""The files that tensors are in: safetensors, GGUF, or PyTorch's pickles, of which nothing but tensors is read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.models.gguf.header import is_gguf
+from vlmserve.models.gguf.tensors import GGUFFile
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 INDEX_NAMES = (SAFETENSORS_INDEX, "pytorch_model.bin.index.json")
@@ -46,6 +48,8 @@ def open_weights(path: Path) -> WeightFile:
     try:
         if path.suffix in PICKLES:
             return _PickledFile(path)
+        if is_gguf(path):
+            return GGUFFile(path)
         file: WeightFile = safe_open(path, framework="pt")
         return file
     except FileNotFoundError as error:
@@ -62,8 +66,11 @@ def open_weights(path: Path) -> WeightFile:
 def weight_files(folder: Path) -> list[Path]:
     """The files of a checkpoint: those that an index names, or else all, safetensors rather than pickles.
 
-    Raises MissingWeightsError if there are none, ModelLoadError for a broken index.
+    folder: or one file that is the whole checkpoint. Raises MissingWeightsError if there are none, ModelLoadError for a
+    broken index.
     """
+    if folder.is_file():
+        return [folder]
     for index in (folder / name for name in INDEX_NAMES):
         if index.is_file():
             try:

@@ -1,4 +1,4 @@
-"""Finds the folder of a checkpoint: built in, local, or from the Hugging Face hub. Imports no torch."""
+"""Finds a checkpoint: built in, local, or from the Hugging Face hub. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Any
 
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import CheckpointNotFoundError, MissingWeightsError
+from vlmserve.models.gguf.header import is_gguf, read_header, require_gguf
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PICKLES = ["*.bin", "*.pth"]
 """Downloaded only where there are no safetensors; nothing but tensors is read of them."""
+GGUF = ".gguf"
 _IGNORED = ["original/*", "*/*.safetensors", "onnx/*", "runs/*"]
 
 
 def resolve_model(name: str, revision: str | None = None, *, progress: bool = True) -> Path:
-    """The folder with the checkpoint called `name`.
+    """The folder with the checkpoint called `name`, or its file if it is a GGUF file.
 
-    name: ``pixie`` (in the package), a local folder, or a repository id of the Hugging Face hub, which is downloaded
-    unless it is in the cache. ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` are honoured.
+    name: ``pixie`` (in the package), a local folder or GGUF file, or a repository id of the Hugging Face hub, which is
+    downloaded unless it is in the cache. ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` are honoured.
     revision: branch, tag or commit of the repository. progress: show download bars.
     Raises CheckpointNotFoundError if there is no such checkpoint or it cannot be reached, MissingWeightsError if it
-    has no weights in safetensors or PyTorch's files.
+    has no weights in safetensors or PyTorch's files, ModelLoadError for a broken GGUF file.
     """
     folder = _built_in_folder() if name == BUILT_IN_MODEL else Path(name).expanduser()
     if folder.is_dir():
@@ -29,7 +31,7 @@ def resolve_model(name: str, revision: str | None = None, *, progress: bool = Tr
     if name == BUILT_IN_MODEL:
         raise CheckpointNotFoundError(f"the built-in model {name!r} is missing from this installation: no {folder}")
     if folder.exists():
-        raise CheckpointNotFoundError(f"{name} is a file; give the folder that holds config.json and the weights")
+        return _checked_file(folder, name)
     if _looks_like_path(name):
         raise CheckpointNotFoundError(f"there is no folder {name}")
     return _checked(_download(name, revision, progress=progress), name)
@@ -43,9 +45,21 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~", "\\")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
 
 
+def _checked_file(path: Path, name: str) -> Path:
+    if not is_gguf(path) and path.suffix != GGUF:
+        raise CheckpointNotFoundError(
+            f"{name} is a file; give the folder that holds config.json and the weights, or a {GGUF} file"
+        )
+    read_header(path)
+    require_gguf()
+    return path
+
+
 def _checked(folder: Path, name: str) -> Path:
     if not (folder / "config.json").is_file():
-        raise CheckpointNotFoundError(f"{name} is not a checkpoint: {folder} has no config.json")
+        files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
+        hint = f"; to serve a {GGUF} file, give its own path ({', '.join(files[:3])})" if files else ""
+        raise CheckpointNotFoundError(f"{name} is not a checkpoint: {folder} has no config.json{hint}")
     if not _has_any(folder, ["*.safetensors", *_PICKLES]):
         other = sorted(path.name for pattern in ("*.pt", "*.gguf", "*.h5") for path in folder.glob(pattern))
         hint = f" ({', '.join(other[:3])} found: convert the checkpoint to safetensors)" if other else ""

@@ -1,9 +1,9 @@
-"""Packed weights of a quantized checkpoint into a model's layers."""
+"""The weights of a quantized checkpoint into a model's layers, as they are."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.layers.linear import GatedLinear, Linear, TiedEmbedding
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_slots, weight_names
 from vlmserve.quant.layout import Layout, StoredWeight
 
@@ -57,6 +57,29 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layo
             filled.add(name)
     logger.info("quantized checkpoint: %d layers stay packed, %d became %s", kept, plain, dtype if plain else "plain")
     return filled
+
+
+def load_blocks(checkpoint: Checkpoint, model: nn.Module, *, unsettled: Collection[nn.Module]) -> None:
+    """Give layers the weights that a GGUF file holds in a form that the native kernels compute with.
+
+    Each is arranged for its kernel before the next one is read, but for those of `unsettled`, whose rows have yet to be
+    put into order. Left as they are: layers that are merged of several kinds, those that the kernels do not know, and
+    tables, of which single rows are read.
+    """
+    merge_as_stored(model, checkpoint.names)
+    for path, module in model.named_modules():
+        if not isinstance(module, Linear):
+            continue
+        names = weight_names(path, module)
+        if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):
+            continue
+        weights = [weight for name in names if (weight := checkpoint.quantized(name)) is not None]
+        joined = _joined(weights) if len(weights) == len(names) else None
+        # Loading what is plain says what is wrong with other shapes.
+        if joined is not None and joined.shape == (module.out_features, module.in_features):
+            module.quantize(joined)
+            if module not in unsettled:
+                module.pack(native=True)
 
 
 def _joined(weights: Sequence[StoredWeight]) -> QuantizedWeight | None:

@@ -46,6 +46,8 @@ def save_quantized(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} is not an empty folder")
+    if folder.is_file():
+        raise ConfigurationError(f"{folder} is a GGUF file: quantize the checkpoint that it was made of")
     description = Description.read(folder)
     if description.quantization:
         raise ConfigurationError(f"{folder} is quantized already")

@@ -1,4 +1,4 @@
-"""From a checkpoint's folder to a model in memory."""
+"""From a checkpoint to a model in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
-from vlmserve.models.packed import load_packed
+from vlmserve.models.gguf.config import read_config
+from vlmserve.models.gguf.header import read_header
+from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
@@ -51,11 +53,12 @@ def load_model(
     kernels: str = "auto",
     quantization: QuantizationConfig | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint in Hugging Face layout.
+    """Load a checkpoint in Hugging Face layout, or a GGUF file.
 
     dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
     bfloat16 if it has instructions for it, else float32. kernels: see `choose_kernels`.
-    quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is.
+    quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is; what
+    a GGUF file has in 4 bits does where native kernels compute with it, unless float32 is asked for, which is exact.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors.
     """
@@ -63,7 +66,9 @@ def load_model(
     config, text_config = description.config, description.text_config
     checkpoint = Checkpoint(folder, description.family.rename)
     packed = description.quantization
-    if packed and quantization is not None and quantization.wanted:
+    if quantization is not None and not quantization.wanted:
+        quantization = None
+    if packed and quantization is not None:
         raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
     with description.errors():
         spec = description.spec(checkpoint)
@@ -74,9 +79,11 @@ def load_model(
         model, decoder, vision = description.build(spec, backend, dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     filled = load_packed(checkpoint, model, layouts) if packed else set()
+    if folder.is_file() and native and dtype != torch.float32 and quantization is None:
+        load_blocks(checkpoint, model, unsettled=decoder.interleaved())
     checkpoint.load(model, filled=filled)
     decoder.deinterleave()
-    if quantization is not None and quantization.wanted:
+    if quantization is not None:
         quantize(model, quantization)
     _choose_arrangement(model, native=native)
     return LoadedModel(
@@ -104,7 +111,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint's config.json says. text_config: of its language model."""
+    """What a checkpoint's config.json or GGUF file says. folder: or that file. text_config: of its language model."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -114,7 +121,7 @@ class Description:
     @classmethod
     def read(cls, folder: Path) -> Description:
         """Raises ModelLoadError for a broken configuration, UnsupportedModelError for an unknown architecture."""
-        config = read_json(folder / "config.json")
+        config = read_config(read_header(folder)) if folder.is_file() else read_json(folder / "config.json")
         architecture = _architecture(config)
         vision = vision_family(architecture, config)
         return cls(folder, config, config if vision is None else vision.text_config(config), architecture)
@@ -125,7 +132,8 @@ class Description:
         try:
             yield
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise ModelLoadError(f"{self.folder / 'config.json'} does not describe a model: {error!r}") from error
+            source = self.folder if self.folder.is_file() else self.folder / "config.json"
+            raise ModelLoadError(f"{source} does not describe a model: {error!r}") from error
 
     @property
     def image_token_id(self) -> int | None:

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
 from vlmserve.models.files import open_weights, weight_files
+from vlmserve.models.gguf.tensors import GGUFFile
 
 logger = logging.getLogger(__name__)
 
 # Bytes to copy before a file is mapped anew: pages of a mapping count as used memory until it is closed.
 MAPPED_BYTES = 16 * 1024**2
+# Dequantizing a piece takes many times what becomes of it.
+DEQUANTIZED_BYTES = 2 * 1024**2
 LANGUAGE_MODEL = "language_model."
 
 # Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
@@ -54,7 +58,7 @@ def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
 
 
 class Checkpoint:
-    """The weight files of a folder.
+    """The weight files of a folder, or a GGUF file.
 
     Raises MissingWeightsError if there are none or one that the index names is absent, ModelLoadError for a broken one.
     """
@@ -84,6 +88,12 @@ class Checkpoint:
             tensor: Tensor = file.get_tensor(key)
             return tensor
 
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """A tensor of a GGUF file as it is there; None if it does not have the form of a `QuantizedWeight`."""
+        path, key = self._keys[name]
+        with open_weights(path) as file:
+            return file.quantized(key) if isinstance(file, GGUFFile) else None
+
     def dtype(self) -> torch.dtype:
         """The floating point type of the first tensor that has one in which models compute."""
         for name in self._keys:
@@ -112,7 +122,7 @@ class Checkpoint:
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise MissingWeightsError(
-                f"{self.folder} lacks {len(missing)} of the {len(slots)} tensors that its config.json asks for: "
+                f"{self.folder} lacks {len(missing)} of the {len(slots)} tensors that its configuration asks for: "
                 f"{', '.join(missing[:4])}{more}"
             )
         unused = sorted(self.names - slots.keys())
@@ -184,10 +194,13 @@ def _pieces(
     """Canonical name, key in the file and rows of pieces that are small enough to map. Raises ModelLoadError for
     shapes that differ."""
     with open_weights(path) as file:
+        most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
         for name, key in keys:
             shape, slot = file.get_slice(key).get_shape(), slots[name]
             if shape != list(slot.shape):
-                raise ModelLoadError(f"{path.name}: {key} has shape {shape}, config.json asks for {list(slot.shape)}")
-            rows = max(1, MAPPED_BYTES // max(1, slot[0].nbytes))
+                raise ModelLoadError(
+                    f"{path.name}: {key} has shape {shape}, the configuration asks for {list(slot.shape)}"
+                )
+            rows = max(1, most // max(1, slot[0].nbytes))
             for first in range(0, len(slot), rows):
                 yield name, key, first, min(first + rows, len(slot))

@@ -61,7 +61,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PromptFiles:
-    """The parts of a checkpoint folder that decide how prompts are written.
+    """The parts of a checkpoint that decide how prompts are written.
 
     special_tokens: by name, ``bos_token`` and the like, and the model's own, like ``image_token``.
     image_token_id: the placeholder's id, None for a model that cannot see.
@@ -77,7 +77,11 @@ class PromptFiles:
 
     @classmethod
     def read(cls, folder: Path) -> PromptFiles:
-        """Read what `folder` has. Raises ModelLoadError if a file is not what it should be."""
+        """Read what `folder`, or a GGUF file, has. Raises ModelLoadError if a file is not what it should be."""
+        if folder.is_file():
+            from vlmserve.prompt.gguf import read_prompt_files
+
+            return read_prompt_files(folder)
         config = read_json(folder / "config.json")
         tokenizer_config = read_json(folder / "tokenizer_config.json")
         model_type = str(config.get("model_type", ""))

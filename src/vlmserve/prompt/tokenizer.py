@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.prompt.checkpoint import PromptFiles
 from vlmserve.prompt.convert import CONVERTERS
+from vlmserve.prompt.gguf import read_tokenizer
 from vlmserve.prompt.untrusted import ControlTokens, Quotation
 
 
@@ -56,8 +57,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, files: PromptFiles | None = None) -> Tokenizer:
-        """Read the tokenizer of the checkpoint in `folder`. Raises ModelLoadError if there is none."""
+        """Read the tokenizer of a checkpoint's folder or GGUF file. Raises ModelLoadError if there is none."""
         files = files or PromptFiles.read(folder)
+        if folder.is_file():
+            return cls(read_tokenizer(folder), files)
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(_converted(folder, files), files)

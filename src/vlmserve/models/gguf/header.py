@@ -1,0 +1,205 @@
+"""What a GGUF file says about itself, before its tensors. Imports no torch.
+
+The gguf package reads this as well, but makes arrays of each string and number of a vocabulary, which takes seconds.
+Here arrays are skipped until they are asked for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+FLOAT32 = 0
+"""The type of a tensor of plain float32 numbers."""
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF files do, whatever it is called."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def require_gguf() -> None:
+    """Raises ModelLoadError if the package that knows the types of tensors is not installed."""
+    if find_spec("gguf") is None:
+        raise ModelLoadError("GGUF files need one more package: pip install 'vlmserve[gguf]'")
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor is. type: a number, as `gguf.GGMLQuantizationType` has it. shape: outermost axis first. offset: in
+    bytes from the beginning of the file."""
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    offset: int
+
+
+class _Array(NamedTuple):
+    kind: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Header:
+    """Metadata and places of tensors, both by name. values: metadata but arrays. size: of the file, in bytes."""
+
+    path: Path
+    size: int
+    values: Mapping[str, Any]
+    arrays: Mapping[str, _Array]
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def architecture(self) -> str:
+        """As the file names it; empty if it does not."""
+        return str(self.values.get("general.architecture", ""))
+
+    def array(self, key: str) -> list[Any]:
+        """An array of the metadata, empty if there is none."""
+        array = self.arrays.get(key)
+        if array is None:
+            return []
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cursor = _Cursor(self.path, data, array.offset)
+            if array.kind == _STRING:
+                return cursor.texts(array.length)
+            return list(cursor.numbers(f"{array.length}{_NUMBERS[array.kind]}"))
+
+    def vector(self, name: str) -> list[float]:
+        """A small tensor of float32 numbers. Raises ModelLoadError for one of another type."""
+        info = self.tensors[name]
+        if info.type != FLOAT32 or len(info.shape) != 1:
+            raise ModelLoadError(f"{self.path}: {name} is not a vector of float32 numbers")
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return list(_Cursor(self.path, data, info.offset).numbers(f"{info.shape[0]}f"))
+
+
+def read_header(path: Path) -> Header:
+    """Read what comes before the tensors of a file.
+
+    Raises ModelLoadError for a file that is none of GGUF or ends too early, UnsupportedModelError for another version
+    of the format or a model that is split over several files.
+    """
+    try:
+        stat = path.stat()
+        # As long as the file is the same one: it is opened once for every piece that is copied.
+        return _read_header(path, stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+
+
+@lru_cache(maxsize=2)
+def _read_header(path: Path, size: int, modified: int) -> Header:
+    if not is_gguf(path):
+        raise ModelLoadError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(path, data, len(MAGIC))
+        [version] = cursor.numbers("I")
+        if version not in VERSIONS:
+            reason = "for big-endian machines" if version & 0xFFFF == 0 else f"of version {version}"
+            raise UnsupportedModelError(
+                f"{path} is a GGUF file {reason}; versions 2 and 3, little-endian, are supported"
+            )
+        num_tensors, num_values = cursor.numbers("QQ")
+        values: dict[str, Any] = {}
+        arrays: dict[str, _Array] = {}
+        for _ in range(num_values):
+            key = cursor.text()
+            value = cursor.value()
+            if isinstance(value, _Array):
+                arrays[key] = value
+            else:
+                values[key] = value
+        found = [cursor.tensor() for _ in range(num_tensors)]
+    if values.get("split.count", 1) > 1:
+        raise UnsupportedModelError(
+            f"{path} is one of {values['split.count']} parts of a model; join them (llama-gguf-split --merge)"
+        )
+    alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
+    start = -(-cursor.position // alignment) * alignment
+    tensors = {info.name: info._replace(offset=start + info.offset) for info in found}
+    return Header(path, size, values, arrays, tensors)
+
+
+class _Cursor:
+    """Reads little-endian values one after another. Raises ModelLoadError at the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap, position: int) -> None:
+        self._path = path
+        self._data = data
+        self.position = position
+
+    def numbers(self, layout: str) -> tuple[Any, ...]:
+        start = self.position
+        self._move_to(start + struct.calcsize(f"<{layout}"))
+        return struct.unpack_from(f"<{layout}", self._data, start)
+
+    def text(self) -> str:
+        [length] = self.numbers("Q")
+        start = self.position
+        self._move_to(start + length)
+        return self._data[start : self.position].decode("utf-8", "replace")
+
+    def texts(self, count: int) -> list[str]:
+        # Tokens of old files may be parts of characters.
+        return [self._data[start:end].decode("utf-8", "replace") for start, end in self._spans(count)]
+
+    def value(self) -> Any:
+        [kind] = self.numbers("I")
+        if kind == _STRING:
+            return self.text()
+        if kind in _NUMBERS:
+            return self.numbers(_NUMBERS[kind])[0]
+        if kind != _ARRAY:
+            raise ModelLoadError(f"{self._path} is broken: there is no kind {kind} of metadata")
+        kind, count = self.numbers("IQ")
+        array = _Array(kind, count, self.position)
+        if kind in _NUMBERS:
+            self._move_to(self.position + count * struct.calcsize(f"<{_NUMBERS[kind]}"))
+        elif kind == _STRING:
+            for _ in self._spans(count):
+                pass
+        else:
+            raise ModelLoadError(f"{self._path} is broken: there is no array of kind {kind}")
+        return array
+
+    def tensor(self) -> TensorInfo:
+        name = self.text()
+        [dimensions] = self.numbers("I")
+        shape = self.numbers(f"{dimensions}Q")[::-1]
+        kind, offset = self.numbers("IQ")
+        return TensorInfo(name, kind, shape, offset)
+
+    def _spans(self, count: int) -> Iterator[tuple[int, int]]:
+        """Where each of so many texts is. As fast as may be: a vocabulary has hundreds of thousands."""
+        end, read = self.position, _LENGTH.unpack_from
+        for _ in range(count):
+            start = end + _LENGTH.size
+            if start > len(self._data):
+                end = start
+                break
+            end = start + read(self._data, end)[0]
+            yield start, end
+        self._move_to(end)
+
+    def _move_to(self, position: int) -> None:
+        if position > len(self._data):
+            raise ModelLoadError(f"{self._path} is cut off: it ends within its header; download it again")
+        self.position = position

