@@ -15,27 +15,33 @@ import numpy.typing as npt
 from vlmserve.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+MediaKind = Literal["picture", "video"]
 Pixels = npt.NDArray[np.float32]
 
 KEY_BYTES = 32
 MAX_CACHE_SALT = 256
 """Characters of a cache salt."""
 MAX_SEED = 2**63 - 1
+MAX_FPS = 1000
+"""Frames a second that a request may ask for."""
 
 
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
-    """One picture, ready for a vision tower.
+    """One picture or video, ready for a vision tower.
 
     key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
-    pixels: float32 ``[tiles, channels, height, width]``, normalized; shared between requests, so never written to.
+    pixels: float32 ``[tiles or frames, channels, height, width]``, normalized; shared between requests, so never
+    written to.
     num_tokens: how many placeholder tokens it takes in a prompt, which is how many embeddings the tower returns.
-    grid: frames, rows and columns of these, where positions count them; None: they count tokens.
+    grid: frames, rows and columns of these, where positions count them; None: they count tokens. frame_step: positions
+    from one frame of the grid to the next, each rounded down.
     """
 
     key: bytes
     pixels: Pixels
     num_tokens: int
     grid: tuple[int, int, int] | None = None
+    frame_step: float = 1.0
 
 
 class ImageSpan(msgspec.Struct, frozen=True, eq=False):

@@ -77,7 +77,7 @@ def test_a_form_instead_of_json(live):
         ({"messages": [{"role": "user", "content": ""}]}, "empty", "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "empty", "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "a string or a list", "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "'image_url'", "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'", "messages[0].content[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
             "missing",

@@ -205,6 +205,9 @@ class Decoder(nn.Module):
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         longest = max(metadata.host_context_lens)
+        if positions.ndim > 1:
+            # The frames of a video may lie further apart than its tokens.
+            longest = max(longest, int(positions.max()) + 1)
         step = StepContext(
             metadata,
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
