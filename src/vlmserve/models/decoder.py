@@ -178,9 +178,17 @@ class Decoder(nn.Module):
 
     @property
     def window(self) -> int | None:
-        """How many positions a token sees at most, itself included; None if a layer sees all of them."""
+        """How many positions a token sees at most, itself included; None if a layer sees all of them, or a picture
+        itself, which needs room for all of it."""
+        if self.whole_pictures:
+            return None
         windows = [attention.window for attention in self.spec.attention if attention.window is not None]
         return max(windows) if len(windows) == len(self.spec.attention) else None
+
+    @property
+    def whole_pictures(self) -> bool:
+        """Whether the tokens of a picture see each other, so that all must be computed in the same step."""
+        return any(attention.whole_pictures for attention in self.spec.attention)
 
     @property
     def max_short_len(self) -> int | None:

@@ -82,6 +82,7 @@ class BatchBuilder:
             query_lens=counts,
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
+            pictures=[(rows.first, rows.last) for rows in image_rows],
         )
         return Batch(
             token_ids=self._tensor(token_ids),

@@ -43,14 +43,19 @@ class ClipSpec:
     norm_eps: float
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ClipSpec:
-        """From a ``vision_config``.
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        kinds: Sequence[str] = ("clip_vision_model",),
+        defaults: Mapping[str, Any] = DEFAULTS,
+    ) -> ClipSpec:
+        """From a ``vision_config``. kinds: the model types that are taken. defaults: what it may leave out.
 
         Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes.
         """
-        if (kind := config.get("model_type", "clip_vision_model")) != "clip_vision_model":
-            raise UnsupportedModelError(f"vision tower {kind!r} is not supported; supported is clip_vision_model")
-        config = {**DEFAULTS, **config}
+        if (kind := config.get("model_type", kinds[0])) not in kinds:
+            raise UnsupportedModelError(f"vision tower {kind!r} is not supported; supported is {', '.join(kinds)}")
+        config = {**defaults, **config}
         if not isinstance(config["image_size"], int) or not isinstance(config["patch_size"], int):
             raise UnsupportedModelError("a vision tower for pictures or patches that are not square is not supported")
         if config["hidden_size"] % config["num_attention_heads"]:
@@ -79,9 +84,9 @@ class PatchEmbedding(Linear):
     until packed. Pixels at the right and lower edge that make no whole patch are left out.
     """
 
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, *, bias: bool = False, dtype: torch.dtype, device: torch.device) -> None:
         patch = (spec.num_channels, spec.patch_size, spec.patch_size)
-        super().__init__(math.prod(patch), spec.hidden_size, bias=False, dtype=dtype, device=device)
+        super().__init__(math.prod(patch), spec.hidden_size, bias=bias, dtype=dtype, device=device)
         self.weight = empty_parameter(spec.hidden_size, *patch, dtype=dtype, device=device)
         self.patch_size = spec.patch_size
 
