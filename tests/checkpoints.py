@@ -129,9 +129,7 @@ QWEN_PIXELS = {"min_pixels": 16 * 16, "max_pixels": 48 * 48}
 def make_qwen_vl(folder: Path, kind: str) -> Path:
     """A Qwen2-VL or Qwen2.5-VL checkpoint in `folder`, whose embeddings are 8 pixels wide."""
     tokenizer = write_tokenizer(folder, sees=False)
-    tokenizer.add_special_tokens(
-        [AddedToken(f"<|{name}|>", special=True, normalized=False) for name in QWEN_TOKENS]
-    )
+    tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in QWEN_TOKENS])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
@@ -176,13 +174,14 @@ def make_gemma3(folder: Path, *, published_names: bool = False, **overrides: Any
     named = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**named, "extra_special_tokens": GEMMA3_NAMED}))
     (folder / "chat_template.jinja").write_text(GEMMA3_TEMPLATE)
+    ids = {name: tokenizer.token_to_id(token) for name, token in GEMMA3_NAMED.items()}
     config = Gemma3Config(
         text_config={**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **GEMMA3_TEXT, **overrides},
         vision_config={
             **VISION, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 4, "vision_use_head": False
         },
         mm_tokens_per_image=GEMMA3_PICTURE_TOKENS,
-        **{f"{name.removesuffix('_token')}_token_index": tokenizer.token_to_id(token) for name, token in GEMMA3_NAMED.items()},
+        **{f"{name}_index": token_id for name, token_id in ids.items()},
     )  # fmt: skip
     _save(folder, Gemma3ForConditionalGeneration, config, 0, torch.float32, "1GB")
     if published_names:

@@ -13,6 +13,8 @@ from vlmserve.cores import media_threads
 from vlmserve.errors import ConfigurationError
 
 BUILT_IN_MODEL = "pixie"
+MAX_FPS = 1000
+"""Frames of a second of video that anybody may ask for."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
@@ -158,9 +160,9 @@ class ProcessorOverrides(Settings):
     are taken of a second of a video.
     """
 
-    min_pixels: int | None = Field(None, ge=1)
-    max_pixels: int | None = Field(None, ge=1)
-    fps: float | None = Field(None, gt=0)
+    min_pixels: Annotated[int, Field(ge=1)] | None = None
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
 
 
 class MediaConfig(Settings):

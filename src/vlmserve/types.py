@@ -22,8 +22,6 @@ KEY_BYTES = 32
 MAX_CACHE_SALT = 256
 """Characters of a cache salt."""
 MAX_SEED = 2**63 - 1
-MAX_FPS = 1000
-"""Frames a second that a request may ask for."""
 
 
 class ImageInput(msgspec.Struct, frozen=True, eq=False):

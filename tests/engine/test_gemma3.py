@@ -62,7 +62,9 @@ class Oracle:
 
     def inputs(self, conversation: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         text = self.processor.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
-        parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
+        parts = [
+            part for message in conversation if isinstance(message["content"], list) for part in message["content"]
+        ]
         pictures = [part["image"] for part in parts if part["type"] == "image"]
         # The template has written the token that begins a text.
         return dict(self.processor(text=text, images=pictures or None, return_tensors="pt", add_special_tokens=False))
@@ -179,7 +181,11 @@ def test_a_picture_may_end_a_prompt(oracle: Oracle) -> None:
     prompt = llm._preparer.chat([user("See", PICTURES[1])], allow_local=True)
     [span] = prompt.images
     cut = Prompt(prompt.token_ids[: span.end], prompt.images)
-    inputs = {name: value[:, : span.end] for name, value in oracle.inputs([user("See", PICTURES[1])]).items() if value.ndim == 2}
+    inputs = {
+        name: value[:, : span.end]
+        for name, value in oracle.inputs([user("See", PICTURES[1])]).items()
+        if value.ndim == 2
+    }
     inputs["pixel_values"] = oracle.inputs([user("See", PICTURES[1])])["pixel_values"]
     answer = oracle.greedy(inputs)
     for _ in range(2):
@@ -190,7 +196,9 @@ def test_without_sight_of_itself_a_picture_means_something_else(
     oracle: Oracle, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = oracle.llm()
-    monkeypatch.setattr("vlmserve.runner.batch.BatchMetadata", lambda **fields: BatchMetadata(**{**fields, "pictures": ()}))
+    monkeypatch.setattr(
+        "vlmserve.runner.batch.BatchMetadata", lambda **fields: BatchMetadata(**{**fields, "pictures": ()})
+    )
     changed = tokens(llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False))
     assert changed[3] == expected[3], "without a picture nothing differs"
     assert changed != expected
@@ -202,7 +210,9 @@ def test_published_layouts_load_and_have_tied_embeddings(tmp_path: Path) -> None
     del text["tie_word_embeddings"]
     change_config(published, tie_word_embeddings=None, text_config=text)
     answers = [
-        tokens(LLM(str(folder), dtype="float32", kv_cache_memory="4MiB").chat(CONVERSATIONS[:2], GREEDY, use_tqdm=False))
+        tokens(
+            LLM(str(folder), dtype="float32", kv_cache_memory="4MiB").chat(CONVERSATIONS[:2], GREEDY, use_tqdm=False)
+        )
         for folder in (plain, published)
     ]
     assert answers[0] == answers[1]

@@ -4,7 +4,6 @@ models: pictures of any shape, videos, limits that requests set."""
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +70,9 @@ class Oracle:
     def inputs(self, conversation: Sequence[dict[str, Any]], **limits: int) -> dict[str, torch.Tensor]:
         """What transformers' processor makes of a conversation without videos."""
         text = self.processor.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
-        parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
+        parts = [
+            part for message in conversation if isinstance(message["content"], list) for part in message["content"]
+        ]
         pictures = [part["image"] for part in parts if part["type"] == "image"]
         return dict(self.processor(text=text, images=pictures or None, return_tensors="pt", **limits))
 
@@ -197,9 +198,8 @@ def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[i
 def test_limits_of_a_request_and_of_the_server_are_those_of_the_processor(oracle: Oracle) -> None:
     llm = oracle.llm()
     picture = PICTURES[2]
-    wide, narrow, grown = (
-        [user(picture, "What?")], [user(picture, "What?", max_pixels=600)], [user(PICTURES[3], "What?", min_pixels=2000)],
-    )  # fmt: skip
+    wide, narrow = [user(picture, "What?")], [user(picture, "What?", max_pixels=600)]
+    grown = [user(PICTURES[3], "What?", min_pixels=2000)]
     results = llm.chat([wide, narrow, wide, grown], GREEDY, use_tqdm=False)
     lengths = [len(result.prompt_token_ids) for result in results]
     assert lengths[0] == lengths[2] > lengths[1]
@@ -213,7 +213,9 @@ def test_limits_of_a_request_and_of_the_server_are_those_of_the_processor(oracle
     keys = {llm._preparer.chat(asked, allow_local=True).images[0].image.key for asked in (wide, narrow)}
     assert len(keys) == 2, "pixels of other bounds need other keys"
     bounded = oracle.llm(mm_processor_kwargs={"max_pixels": 600})
-    assert tokens(bounded.chat(wide, GREEDY, use_tqdm=False)) == [oracle.greedy(narrow, size={**size, "longest_edge": 600})]
+    assert tokens(bounded.chat(wide, GREEDY, use_tqdm=False)) == [
+        oracle.greedy(narrow, size={**size, "longest_edge": 600})
+    ]
 
 
 VIDEOS: list[tuple[list[dict[str, Any]], str, list[Image.Image], list[list[Image.Image]], float]] = [
@@ -297,7 +299,9 @@ def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(encoded(image)).decode()
 
 
-def test_the_server_gives_the_same(oracle: Oracle, expected: list[list[int]], expected_of_videos: list[list[int]]) -> None:
+def test_the_server_gives_the_same(
+    oracle: Oracle, expected: list[list[int]], expected_of_videos: list[list[int]]
+) -> None:
     if oracle.kind == "qwen2_vl":
         pytest.skip("what differs lies below the server")
 

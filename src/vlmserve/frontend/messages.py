@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
-from vlmserve.media.processor import PixelLimits
+from vlmserve.media.processor import NO_LIMITS, PixelLimits
 from vlmserve.media.sources import ImageSource, is_url
 from vlmserve.media.videos import VideoSource
 from vlmserve.prompt.template import ImagePart, Message, Part, Role, VideoPart
-from vlmserve.types import MAX_CACHE_SALT, MAX_FPS, MediaKind
+from vlmserve.types import MAX_CACHE_SALT, MediaKind
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -23,7 +24,7 @@ class Medium:
     kind: MediaKind
     place: str
     source: Any
-    limits: PixelLimits = PixelLimits()
+    limits: PixelLimits = NO_LIMITS
     fps: float | None = None
 
 
@@ -108,7 +109,9 @@ def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> 
             media.append(Medium("picture", place_of, image, _pixel_limits(part, at)))
             parts.append(ImagePart())
         elif kind in ("video_url", "video"):
-            place_of, video = _url(part, kind, at, allow_local) if kind == "video_url" else _video(part, at, allow_local)
+            place_of, video = (
+                _url(part, kind, at, allow_local) if kind == "video_url" else _video(part, at, allow_local)
+            )
             media.append(Medium("video", place_of, video, _pixel_limits(part, at), _fps(part, at)))
             parts.append(VideoPart())
         else:

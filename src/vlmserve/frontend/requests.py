@@ -130,9 +130,7 @@ class RequestPreparer:
                 f"the request has {count} videos; at most {self._media.max_videos} are allowed", param="messages"
             )
 
-    def _expand(
-        self, ids: Sequence[int], pictures: Sequence[Medium], videos: Sequence[Medium], salt: str
-    ) -> Prompt:
+    def _expand(self, ids: Sequence[int], pictures: Sequence[Medium], videos: Sequence[Medium], salt: str) -> Prompt:
         """The prompt of token ids in which each placeholder stands once. All is checked before a picture is read."""
         image_token_id, video_token_id = self.tokenizer.image_token_id, self.tokenizer.video_token_id
         check_placeholders(ids, image_token_id, len(pictures))

@@ -343,9 +343,7 @@ def _plan_bucket(
     return DecodeBucket(start, end, _cache_rows(blocks, spec.num_kv_heads), length, mask)
 
 
-def _plan_chunks(
-    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, query: Tensor
-) -> list[PromptChunk]:
+def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, query: Tensor) -> list[PromptChunk]:
     chunks = []
     start = metadata.num_decodes
     for sequence in range(metadata.num_decodes, len(metadata.query_lens)):
@@ -382,7 +380,9 @@ def _picture_biases(chunk: PromptChunk, spec: AttentionSpec, query: Tensor) -> l
         hidden = keys > furthest[first:last, None]
         if spec.window is not None:
             hidden |= keys <= rows[first:last, None] - spec.window
-        biases.append(torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf))
+        biases.append(
+            torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+        )
     return biases
 
 

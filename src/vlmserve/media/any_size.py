@@ -17,7 +17,7 @@ from PIL import Image
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import InvalidImageError, InvalidRequestError
 from vlmserve.media.pictures import Picture
-from vlmserve.media.processor import PixelLimits, level_table, per_channel, to_rgb
+from vlmserve.media.processor import NO_LIMITS, PixelLimits, level_table, per_channel, to_rgb
 from vlmserve.types import Pixels
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -66,7 +66,7 @@ class AnySizeProcessor:
 
     def within(self, limits: PixelLimits) -> Self:
         """The same for pictures within narrower bounds. Raises InvalidRequestError for wider ones."""
-        if limits == PixelLimits():
+        if limits == NO_LIMITS:
             return self
         most = self._recipe.max_pixels
         for name, value in asdict(limits).items():

@@ -90,9 +90,7 @@ def _check_url(url: str) -> None:
 
 def _failed(url: str, reason: str) -> ImageFetchError:
     parts = urlsplit(url)
-    return ImageFetchError(
-        f"the file at {parts.scheme}://{parts.netloc}{parts.path[:100]} was not fetched: {reason}"
-    )
+    return ImageFetchError(f"the file at {parts.scheme}://{parts.netloc}{parts.path[:100]} was not fetched: {reason}")
 
 
 class _ForbiddenAddressError(Exception):

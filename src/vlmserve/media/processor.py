@@ -68,6 +68,9 @@ class PixelLimits:
     max_pixels: int | None = None
 
 
+NO_LIMITS = PixelLimits()
+
+
 class PictureProcessor(Protocol):
     """Makes a checkpoint's pixels of pictures. fingerprint: 32-byte digest of all that decides them."""
 
@@ -127,7 +130,7 @@ class ImageProcessor:
 
     def within(self, limits: PixelLimits) -> Self:
         """This one: all pictures have the same size. Raises InvalidRequestError for any bounds."""
-        if limits != PixelLimits():
+        if limits != NO_LIMITS:
             raise InvalidRequestError("this model sees all pictures at one size; leave min_pixels and max_pixels out")
         return self
 
@@ -299,7 +302,9 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
     values = {**switches, "crop_size": 224, **_FAMILIES[family]}
     values |= {key: value for key, value in settings.items() if value is not None}
     if values.get("do_pan_and_scan"):
-        raise UnsupportedModelError("pan and scan is not supported; set do_pan_and_scan to false in the image processor")
+        raise UnsupportedModelError(
+            "pan and scan is not supported; set do_pan_and_scan to false in the image processor"
+        )
     if values["do_pad"] and family != "Llava":
         raise UnsupportedModelError(f"do_pad is not supported for {name}")
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))

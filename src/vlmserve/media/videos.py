@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeAlias
@@ -150,7 +151,7 @@ def prepare_video(
     """
     if isinstance(source, list | tuple):
         return _of_frames(source, processor, limits, cache, salt)
-    if not isinstance(source, str | bytes) and not hasattr(source, "__fspath__"):
+    if not isinstance(source, str | bytes | os.PathLike):
         raise InvalidVideoError(f"a video cannot come from a {type(source).__name__}; give a file or a list of frames")
     data = read_source(source, limits, "video")
     key = video_key([data], processor.fingerprint, salt)

@@ -32,7 +32,7 @@ TOKENS_PER_IMAGE = 256
 
 
 class Gemma3Projector(nn.Module):
-    """``[pictures, patches, vision width]`` to ``[pictures, embeddings, hidden_size]``: square after square averaged."""
+    """``[pictures, patches, vision width]`` to ``[pictures, embeddings, hidden_size]``, the averages of squares."""
 
     def __init__(
         self, spec: ClipSpec, hidden_size: int, num_tokens: int, *, dtype: torch.dtype, device: torch.device

@@ -143,7 +143,7 @@ def _has_grid(chunk: ScheduledChunk) -> bool:
 
 def _grid_positions(step: Step, positions: np.ndarray) -> np.ndarray:
     """int64 ``[3, tokens]`` from positions that count tokens: within a picture or video by frames, rows and columns,
-    each from where it begins; behind it from the highest of all three on, as https://arxiv.org/abs/2409.12191 has it."""
+    each from where it begins; behind it from the highest of all three on (https://arxiv.org/abs/2409.12191)."""
     result = np.repeat(positions[None], 3, 0)
     first = 0
     for sequence, count, _ in step.chunks:

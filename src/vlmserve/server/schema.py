@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
-from vlmserve.types import MAX_CACHE_SALT, MAX_FPS, SamplingParams
+from vlmserve.types import MAX_CACHE_SALT, SamplingParams
 
 MAX_CHOICES = 16
 _MAX_COUNT = 2**31 - 1
