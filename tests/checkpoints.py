@@ -137,7 +137,12 @@ def make_qwen_vl(folder: Path, kind: str) -> Path:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     width = {"hidden_size" if kind == "qwen2_vl" else "out_hidden_size": TEXT["hidden_size"]}
     config = config_class(
-        text_config={**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, "rope_parameters": rope},
+        text_config={
+            **TEXT,
+            "vocab_size": tokenizer.get_vocab_size() + 5,
+            "rope_parameters": rope,
+            "max_position_embeddings": 4096,
+        },
         vision_config={**QWEN_VISION[kind], **width},
         **{f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("vision_start", "vision_end")},
         image_token_id=tokenizer.token_to_id("<|image_pad|>"),

@@ -186,7 +186,7 @@ class MediaConfig(Settings):
         ProcessorOverrides(),
         description="Instead of the checkpoint's own bounds of pictures, as JSON with min_pixels, max_pixels and fps.",
     )
-    fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture or video, with redirects.")
+    fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, or one video and its frames.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture or video.")
     allowed_media_hosts: tuple[str, ...] = Field(
         (), description="Hosts that pictures may be fetched from although their addresses are not public."

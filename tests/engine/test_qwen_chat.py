@@ -25,12 +25,13 @@ from tests.models.test_qwen_vision import patches
 from tests.oracles.mrope import positions
 from tests.server.live import LiveServer
 from vlmserve import LLM, SamplingParams
+from vlmserve.errors import PromptTooLongError
 from vlmserve.llm import RequestResult
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 PICTURES = [noise(40, 30), noise(20, 60, seed=1), noise(90, 50, seed=2), noise(9, 9, seed=3)]
-FRAMES = [noise(40, 24, seed=seed) for seed in range(10, 27)]
+FRAMES = [noise(40, 24, seed=seed) for seed in range(10, 23)]
 
 
 def user(*parts: Any, **limits: Any) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def test_limits_of_a_request_and_of_the_server_are_those_of_the_processor(oracle
 VIDEOS: list[tuple[list[dict[str, Any]], str, list[Image.Image], list[list[Image.Image]], float]] = [
     ([user(FRAMES[:4], "What is in it?")], "v", [], [FRAMES[:4]], 2.0),
     ([user("Odd", FRAMES[:5], "?")], "v", [], [FRAMES[:5]], 2.0),
-    ([user(PICTURES[0], FRAMES[:17], "both", PICTURES[1])], "pvp", [PICTURES[0], PICTURES[1]], [FRAMES[:17]], 2.0),
+    ([user(PICTURES[0], FRAMES[:13], "both", PICTURES[1])], "pvp", [PICTURES[0], PICTURES[1]], [FRAMES[:13]], 2.0),
     ([user(FRAMES[:3], FRAMES[2:6], "two", fps=0.7)], "vv", [], [FRAMES[:3], FRAMES[2:6]], 0.7),
     ([user(FRAMES[:12], "slow", fps=0.01)], "v", [], [FRAMES[:12]], 0.01),
 ]
@@ -291,8 +292,19 @@ def test_preempted_requests_and_further_turns_keep_their_positions(
     further = [*first, assistant(said), user("And", PICTURES[2], FRAMES[:2], "?")]
     [result] = probe.chat(further, GREEDY, use_tqdm=False)
     assert result.num_cached_tokens > 100, "the first turn should be found"
-    pictures, videos = [PICTURES[0], PICTURES[1], PICTURES[2]], [FRAMES[:17], FRAMES[:2]]
+    pictures, videos = [PICTURES[0], PICTURES[1], PICTURES[2]], [FRAMES[:13], FRAMES[:2]]
     assert tokens([result]) == [oracle.greedy_with_videos(result.prompt_token_ids, pictures, videos, "pvppv")]
+
+
+def test_a_video_that_spans_more_positions_than_the_model_has_is_refused(oracle: Oracle) -> None:
+    llm = oracle.llm()
+    asked = [user(FRAMES[:12], "slow", fps=0.001)]
+    if oracle.kind == "qwen2_vl":
+        assert tokens(llm.chat(asked, GREEDY, use_tqdm=False)), "its positions do not count seconds"
+        return
+    with pytest.raises(PromptTooLongError, match="24,000 positions, and the model has 4,096"):
+        llm.chat(asked, GREEDY, use_tqdm=False)
+    assert not llm.engine.has_work()
 
 
 def data_url(image: Image.Image) -> str:

@@ -17,6 +17,7 @@ from PIL import Image
 from tests.media.pictures_for_tests import encoded, noise
 from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import (
+    ImageFetchError,
     ImageTooLargeError,
     InvalidImageError,
     InvalidRequestError,
@@ -148,6 +149,23 @@ def test_requests_may_ask_for_less_and_not_for_more() -> None:
     bounded = VideoProcessor.from_settings(SETTINGS, QWEN25, overrides=ProcessorOverrides(max_pixels=400, fps=1.0))
     assert prepare(FRAMES, bounded).grid == (3, 1, 3)
     assert prepare(FRAMES, bounded).frame_step == 4.0
+
+
+def test_frames_from_the_network_share_the_time_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr("vlmserve.media.videos.time.monotonic", lambda: float(next(clock)))
+    left = []
+
+    def fetch(url: str, limits: MediaConfig, kind: str) -> bytes:
+        left.append(limits.fetch_timeout)
+        if limits.fetch_timeout < 1:
+            raise ImageFetchError("it took too long")
+        return encoded(FRAMES[len(left)])
+
+    monkeypatch.setattr("vlmserve.media.sources.fetch_file", fetch)
+    with pytest.raises(ImageFetchError, match="together they took longer than 10 s"):
+        prepare([f"http://example.com/{index}.png" for index in range(5)])
+    assert left == [7.0, 4.0, 1.0, 0.001]
 
 
 COLOURS = [(250, 20, 20), (20, 250, 20), (20, 20, 250), (240, 240, 20), (20, 240, 240), (240, 20, 240)]

@@ -24,7 +24,8 @@ class BatchMetadata:
     block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``.
     All on the model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody
     needs to synchronize with the device to know them. num_decodes: how many leading sequences have one query row.
-    pictures: rows ``first <= row < last`` that belong to one picture.
+    pictures: rows ``first <= row < last`` that belong to one picture. num_positions: one more than the highest one,
+    where positions do not count tokens.
     """
 
     query_starts: Tensor
@@ -35,6 +36,7 @@ class BatchMetadata:
     host_context_lens: list[int]
     num_decodes: int
     pictures: Sequence[tuple[int, int]] = ()
+    num_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

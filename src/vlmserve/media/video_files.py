@@ -50,6 +50,8 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
             if not container.streams.video:
                 raise InvalidVideoError("the file has no video in it, only sound")
             stream = container.streams.video[0]
+            # As many videos are decoded at once as there are threads for it.
+            stream.codec_context.thread_count = 1
             check_frame(stream.width, stream.height, limits)
             count = _count(container, stream, limits)
             rate = float(stream.average_rate or stream.guessed_rate or 0)

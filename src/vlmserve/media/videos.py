@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeAlias
@@ -13,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from vlmserve.config import MediaConfig, ProcessorOverrides
-from vlmserve.errors import InvalidVideoError, VideoTooLargeError
+from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeError
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.keys import video_key
@@ -176,8 +177,19 @@ def _of_frames(
             f"the video has {len(frames)} frames; at most {limits.max_video_frames} are allowed, send every other one"
         )
     opened: list[Opened] = []
+    deadline = time.monotonic() + limits.fetch_timeout
     for frame in frames:
-        opened.append(open_picture(frame, processor, limits, salt=salt))
+        # Those that come from a URL share the time for one.
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            own_limits = limits.model_copy(update={"fetch_timeout": left})
+            opened.append(open_picture(frame, processor, own_limits, salt=salt))
+        except ImageFetchError as error:
+            if time.monotonic() < deadline:
+                raise
+            raise ImageFetchError(
+                f"the video's frames were not fetched: together they took longer than {limits.fetch_timeout:g} s"
+            ) from error
         if sum(one.num_bytes for one in opened) > limits.max_video_bytes:
             raise VideoTooLargeError(f"the video's frames have more than the {limits.max_video_bytes:,} bytes allowed")
     key = video_key([one.key for one in opened], processor.fingerprint, salt)

@@ -212,10 +212,7 @@ class Decoder(nn.Module):
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
-        longest = max(metadata.host_context_lens)
-        if positions.ndim > 1:
-            # The frames of a video may lie further apart than its tokens.
-            longest = max(longest, int(positions.max()) + 1)
+        longest = max(*metadata.host_context_lens, metadata.num_positions)
         step = StepContext(
             metadata,
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],

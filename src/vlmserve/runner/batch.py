@@ -83,6 +83,7 @@ class BatchBuilder:
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
             pictures=[(rows.first, rows.last) for rows in image_rows],
+            num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
         )
         return Batch(
             token_ids=self._tensor(token_ids),
