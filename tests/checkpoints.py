@@ -14,6 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -22,6 +24,10 @@ from transformers import (
     LlavaNextForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
 )
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
@@ -174,6 +180,99 @@ IDEFICS3_CONFIGS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedConfig]
 }
 
 
+QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN_TOKENS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
+QWEN_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 3, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 3, "patch_size": 4},
+    "qwen2_5_vl": {
+        "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "window_size": 16,
+        "fullatt_block_indexes": [1, 3], "tokens_per_second": 2,
+    },
+}  # fmt: skip
+QWEN_CLASSES = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+}
+QWEN_PIXELS = {"min_pixels": 16 * 16, "max_pixels": 48 * 48}
+
+
+def make_qwen_vl(folder: Path, kind: str) -> Path:
+    """A Qwen2-VL or Qwen2.5-VL checkpoint in `folder`, whose embeddings are 8 pixels wide."""
+    tokenizer = write_tokenizer(folder, sees=False)
+    tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in QWEN_TOKENS])
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
+    config_class, model_class = QWEN_CLASSES[kind]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    width = {"hidden_size" if kind == "qwen2_vl" else "out_hidden_size": TEXT["hidden_size"]}
+    config = config_class(
+        text_config={
+            **TEXT,
+            "vocab_size": tokenizer.get_vocab_size() + 5,
+            "rope_parameters": rope,
+            "max_position_embeddings": 4096,
+        },
+        vision_config={**QWEN_VISION[kind], **width},
+        **{f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("vision_start", "vision_end")},
+        image_token_id=tokenizer.token_to_id("<|image_pad|>"),
+        video_token_id=tokenizer.token_to_id("<|video_pad|>"),
+    )
+    _save(folder, model_class, config, 0, torch.float32, "1GB")
+    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, **QWEN_PIXELS}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "temporal_patch_size": 2}))
+    return folder
+
+
+GEMMA3_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+GEMMA3_NAMED = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+GEMMA3_TEXT: dict[str, Any] = {
+    "head_dim": 8,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+GEMMA3_PICTURE_TOKENS = 16
+
+
+def make_gemma3(folder: Path, *, published_names: bool = False, **overrides: Any) -> Path:
+    """A Gemma 3 checkpoint with eyes in `folder`; overrides are fields of its text config."""
+    tokenizer = write_tokenizer(folder, sees=False)
+    special = ["<start_of_turn>", "<end_of_turn>", *GEMMA3_NAMED.values()]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "extra_special_tokens": GEMMA3_NAMED}))
+    (folder / "chat_template.jinja").write_text(GEMMA3_TEMPLATE)
+    ids = {name: tokenizer.token_to_id(token) for name, token in GEMMA3_NAMED.items()}
+    config = Gemma3Config(
+        text_config={**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **GEMMA3_TEXT, **overrides},
+        vision_config={
+            **VISION, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 4, "vision_use_head": False
+        },
+        mm_tokens_per_image=GEMMA3_PICTURE_TOKENS,
+        **{f"{name}_index": token_id for name, token_id in ids.items()},
+    )  # fmt: skip
+    _save(folder, Gemma3ForConditionalGeneration, config, 0, torch.float32, "1GB")
+    if published_names:
+        rename_tensors(folder, published_name)
+    settings = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "do_pan_and_scan": None}))
+    return folder
+
+
 def published_name(name: str) -> str:
     """A tensor's name in transformers 5 to the name that published LLaVA checkpoints give it."""
     for new, old in {
@@ -260,6 +359,6 @@ def _save(
     model = model_class(config)
     # Ones and zeros, as transformers initializes them, would hide a norm or bias that is left out or swapped.
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith(".bias") or "class_embedding" in name:
+        if "norm" in name or name.endswith((".bias", "input_projection_weight")) or "class_embedding" in name:
             nn.init.normal_(parameter, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size, save_original_format=False)

@@ -24,7 +24,7 @@ from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
 from vlmserve.cli.chat import TerminalChat
 from vlmserve.cli.options import command
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.config import EngineConfig, MediaConfig, ProcessorOverrides, ServerConfig
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -83,13 +83,18 @@ def test_no_flags_are_the_default_settings():
 def test_flags_become_settings():
     flags = (
         "--max-model-len 128 --dtype bfloat16 --kv-cache-memory 2GiB --memory-fraction 0.5 --max-image-bytes 1MiB "
+        '--mm-processor-kwargs {"max_pixels":900} '
         "--allowed-media-hosts a --allowed-media-hosts b --port 0 --served-model-name eyes --seed 7"
     )
     received = settings_of(*flags.split())
     assert received["engine"] == EngineConfig(
         max_model_len=128, dtype="bfloat16", kv_cache_memory=2 * 1024**3, memory_fraction=0.5, seed=7
     )
-    assert received["media"] == MediaConfig(max_image_bytes=1024**2, allowed_media_hosts=("a", "b"))
+    assert received["media"] == MediaConfig(
+        max_image_bytes=1024**2,
+        allowed_media_hosts=("a", "b"),
+        mm_processor_kwargs=ProcessorOverrides(max_pixels=900),
+    )
     assert received["server"] == ServerConfig(port=0, served_model_name="eyes")
 
 
@@ -100,6 +105,8 @@ def test_flags_become_settings():
         (["--kv-cache-memory", "lots"], ["--kv-cache-memory", "lots", "4GiB"]),
         (["--device", "gpu", "--block-size", "0"], ["--device", "gpu", "--block-size", "0"]),
         (["--fetch-timeout", "0"], ["--fetch-timeout", "greater than 0"]),
+        (["--mm-processor-kwargs", "{"], ["--mm-processor-kwargs", "not JSON"]),
+        (["--mm-processor-kwargs", '{"pixels": 9}'], ["--mm-processor-kwargs", "pixels", "not permitted"]),
     ],
 )
 def test_wrong_values_are_one_line_that_names_the_flags(arguments, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,6 +13,8 @@ from vlmserve.cores import media_threads
 from vlmserve.errors import ConfigurationError
 
 BUILT_IN_MODEL = "pixie"
+MAX_FPS = 1000
+"""Frames of a second of video that anybody may ask for."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
@@ -29,6 +32,16 @@ def parse_size(value: Any) -> Any:
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{value!r} is not a size; write a number with a unit, like 4GiB or 512MB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_json(value: Any) -> Any:
+    """The value that a text is in JSON. Raises ValueError for any other text; passes what is not text through."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{value!r} is not JSON ({error})") from None
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
@@ -140,14 +153,41 @@ class EngineConfig(Settings):
         return read_settings(QuantizationConfig, values, lambda name: f"--quantize-{name}")
 
 
+class ProcessorOverrides(Settings):
+    """What counts instead of a checkpoint's own image processor, under the names that vLLM and Qwen use.
+
+    min_pixels, max_pixels: bounds of the area of a picture, or of a video's frame, once it is resized. fps: frames that
+    are taken of a second of a video.
+    """
+
+    min_pixels: Annotated[int, Field(ge=1)] | None = None
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
+
+
 class MediaConfig(Settings):
-    """Limits on pictures."""
+    """Limits on pictures and videos."""
 
     max_images: int = Field(16, ge=0, description="Pictures in one request.")
     max_image_bytes: ByteSize = Field(20 * 1024**2, description="Size of one picture's file.")
     max_image_pixels: int = Field(64_000_000, ge=1, description="Width times height of one picture.")
-    fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, redirects included.")
-    max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture.")
+    max_videos: int = Field(4, ge=0, description="Videos in one request.")
+    max_video_bytes: ByteSize = Field(
+        128 * 1024**2, description="Size of one video's file, or of the files of all its frames."
+    )
+    max_video_frames: int = Field(
+        768, ge=1, description="Frames that a model gets of one video; of a file with more, so many are taken evenly."
+    )
+    max_video_pixels: int = Field(
+        100_000_000, ge=1, description="Width times height of all frames of one video together, once they are resized."
+    )
+    max_decoded_frames: int = Field(20_000, ge=1, description="Frames in one video's file.")
+    mm_processor_kwargs: Annotated[ProcessorOverrides, BeforeValidator(parse_json)] = Field(
+        ProcessorOverrides(),
+        description="Instead of the checkpoint's own bounds of pictures, as JSON with min_pixels, max_pixels and fps.",
+    )
+    fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, or one video and its frames.")
+    max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture or video.")
     allowed_media_hosts: tuple[str, ...] = Field(
         (), description="Hosts that pictures may be fetched from although their addresses are not public."
     )

@@ -46,8 +46,20 @@ class ImageTooLargeError(InvalidRequestError):
     code = "image_too_large"
 
 
+class InvalidVideoError(InvalidRequestError):
+    """A video that cannot be read, has no frames, or frames that do not fit together."""
+
+    code = "invalid_video"
+
+
+class VideoTooLargeError(InvalidRequestError):
+    """A video over the limit of bytes, frames or pixels."""
+
+    code = "video_too_large"
+
+
 class TooManyImagesError(InvalidRequestError):
-    """More pictures in one request than the limit allows, or pictures for a model that cannot see."""
+    """More pictures or videos in one request than the limits allow, or any for a model that cannot see them."""
 
     code = "too_many_images"
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from vlmserve.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+MediaKind = Literal["picture", "video"]
 Pixels = npt.NDArray[np.float32]
 
 KEY_BYTES = 32
@@ -39,12 +40,14 @@ class Tiling(msgspec.Struct, frozen=True):
 
 
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
-    """One picture, ready for a vision tower.
+    """One picture or video, ready for a vision tower.
 
     key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
-    pixels: float32 ``[tiles, channels, height, width]``, normalized; shared between requests, so never written to.
+    pixels: float32 ``[tiles or frames, channels, height, width]``, normalized; shared between requests, so never
+    written to.
     num_tokens: how many tokens it takes in a prompt: a placeholder for each embedding that the tower returns, and text.
-    grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens.
+    grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens. frame_step:
+    positions from one frame of the grid to the next, each rounded down.
     tiling: how its tiles lie, where the tower must know. text: the tokens that are text, each with its place among all
     of the picture's, in order.
     """
@@ -53,6 +56,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     pixels: Pixels
     num_tokens: int
     grid: tuple[int, int, int] | None = None
+    frame_step: float = 1.0
     tiling: Tiling | None = None
     text: tuple[tuple[int, int], ...] = ()
 

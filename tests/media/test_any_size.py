@@ -11,9 +11,11 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.models.test_qwen_vision import QWEN2, patches
-from vlmserve.errors import InvalidImageError
+from vlmserve.config import ProcessorOverrides
+from vlmserve.errors import InvalidImageError, InvalidRequestError
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.pictures import Picture
+from vlmserve.media.processor import PixelLimits
 
 SETTINGS: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -39,7 +41,7 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int]) -> N
     theirs = Qwen2VLImageProcessorPil(**{k: v for k, v in SETTINGS.items() if k != "image_processor_type"})(
         images=picture, return_tensors="pt"
     )
-    processor = AnySizeProcessor(SETTINGS)
+    processor = AnySizeProcessor.from_settings(SETTINGS)
     pixels = processor.process(Picture.whole(picture))
     rows, grid = patches(torch.from_numpy(pixels), QWEN2)
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
@@ -49,31 +51,67 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int]) -> N
     assert count == grid.prod() // 4
 
 
-@pytest.mark.parametrize("bounds", [{"min_pixels": 400, "max_pixels": 1600}, {}], ids=["older files", "none at all"])
-def test_bounds_are_those_of_the_file_and_may_be_overridden(bounds: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"min_pixels": 400, "max_pixels": 1600},
+        {"size": {"min_pixels": 400, "max_pixels": 1600}},
+        {"size": {"shortest_edge": 400, "longest_edge": 1600}},
+        {"size": {"shortest_edge": 4, "longest_edge": 9999}, "min_pixels": 400, "max_pixels": 1600},
+        {},
+    ],
+    ids=["beside size", "in size", "as edges", "both", "none at all"],
+)
+def test_bounds_are_those_of_the_file_and_may_be_overridden(bounds: dict[str, Any]) -> None:
     settings = {"patch_size": 4, "merge_size": 2, **bounds}
     large, small = Picture.whole(noise(3000, 2000)), Picture.whole(noise(8, 8))
 
     def areas(processor: AnySizeProcessor) -> list[int]:
         return [pixels.shape[2] * pixels.shape[3] for pixels in map(processor.process, (small, large))]
 
-    least, most = areas(AnySizeProcessor(settings))
-    assert bounds.get("min_pixels", 3136) <= least < most <= bounds.get("max_pixels", 1003520)
-    least, most = areas(AnySizeProcessor(settings, min_pixels=900, max_pixels=2500))
+    least, most = areas(AnySizeProcessor.from_settings(settings))
+    if bounds:
+        assert 400 <= least <= 600
+        assert 1200 <= most <= 1600
+    else:
+        assert 3136 <= least < most <= 1003520
+    overrides = ProcessorOverrides(min_pixels=900, max_pixels=2500)
+    least, most = areas(AnySizeProcessor.from_settings(settings, overrides=overrides))
     assert 900 <= least <= 1100
     assert 2000 <= most <= 2500
 
 
 def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
     fingerprints = {
-        AnySizeProcessor({**SETTINGS, **change}).fingerprint
+        AnySizeProcessor.from_settings({**SETTINGS, **change}).fingerprint
         for change in ({}, {"max_pixels": 999}, {"merge_size": 1}, {"resample": 2}, {"do_normalize": False})
     }
-    fingerprints.add(AnySizeProcessor(SETTINGS, min_pixels=100).fingerprint)
-    fingerprints.add(AnySizeProcessor(SETTINGS, exact_pixels=True).fingerprint)
-    assert len(fingerprints) == 7
+    processor = AnySizeProcessor.from_settings(SETTINGS)
+    fingerprints.add(AnySizeProcessor.from_settings(SETTINGS, overrides=ProcessorOverrides(min_pixels=100)).fingerprint)
+    fingerprints |= {processor.within(PixelLimits(max_pixels=most)).fingerprint for most in (500, 600)}
+    fingerprints.add(AnySizeProcessor.from_settings(SETTINGS, exact_pixels=True).fingerprint)
+    assert len(fingerprints) == 9
+    assert processor.within(PixelLimits()).fingerprint in fingerprints
+
+
+def test_a_request_may_have_narrower_bounds_and_no_wider_ones() -> None:
+    processor = AnySizeProcessor.from_settings(SETTINGS)
+    narrow = processor.within(PixelLimits(max_pixels=1000)).process(Picture.whole(noise(200, 90)))
+    assert 500 <= narrow.shape[2] * narrow.shape[3] <= 1000
+    large = processor.within(PixelLimits(min_pixels=2000)).process(Picture.whole(noise(8, 8)))
+    assert 2000 <= large.shape[2] * large.shape[3] <= 2500
+    tiny = processor.within(PixelLimits(max_pixels=100)).process(Picture.whole(noise(200, 200)))
+    assert tiny.shape[2] * tiny.shape[3] == 64, "the checkpoint's own lower bound gives way"
+    for limits, message in {
+        PixelLimits(max_pixels=64 * 64 + 1): "max_pixels is 4,097; it must lie between 1 and this server's max_pixels",
+        PixelLimits(min_pixels=10**9): "min_pixels is 1,000,000,000",
+        PixelLimits(min_pixels=0): "min_pixels is 0",
+        PixelLimits(min_pixels=2000, max_pixels=1000): "min_pixels, 2,000, is more than max_pixels, 1,000",
+    }.items():
+        with pytest.raises(InvalidRequestError, match=message):
+            processor.within(limits)
 
 
 def test_a_picture_that_is_too_narrow_is_refused() -> None:
     with pytest.raises(InvalidImageError, match="200 times as long as wide"):
-        AnySizeProcessor(SETTINGS).process(Picture.whole(noise(1, 201)))
+        AnySizeProcessor.from_settings(SETTINGS).process(Picture.whole(noise(1, 201)))

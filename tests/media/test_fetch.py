@@ -11,7 +11,7 @@ from tests.media.pictures_for_tests import encoded, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError
 from vlmserve.media import fetch
-from vlmserve.media.fetch import fetch_picture, is_public
+from vlmserve.media.fetch import fetch_file, is_public
 
 PICTURE = encoded(noise(12, 9))
 Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
@@ -69,20 +69,20 @@ def send(body: bytes = PICTURE, status: int = 200, **headers: str) -> Answer:
 
 
 def test_a_picture_is_fetched(site: Site) -> None:
-    assert fetch_picture(site.url("/picture.png?size=1", send()), limits()) == PICTURE
+    assert fetch_file(site.url("/picture.png?size=1", send()), limits()) == PICTURE
 
 
 def test_redirects_are_followed_up_to_the_limit(site: Site) -> None:
     site.url("/there", send())
     url = site.url("/here", send(b"", 302, Location="there"))
-    assert fetch_picture(url, limits(max_redirects=1)) == PICTURE
+    assert fetch_file(url, limits(max_redirects=1)) == PICTURE
     with pytest.raises(ImageFetchError, match="redirects more than 0 times"):
-        fetch_picture(url, limits(max_redirects=0))
+        fetch_file(url, limits(max_redirects=0))
 
 
 def test_a_loop_of_redirects_ends(site: Site) -> None:
     with pytest.raises(ImageFetchError, match="redirects more than 3 times"):
-        fetch_picture(site.url("/loop", send(b"", 301, Location="/loop")), limits())
+        fetch_file(site.url("/loop", send(b"", 301, Location="/loop")), limits())
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_a_loop_of_redirects_ends(site: Site) -> None:
 )
 def test_a_redirect_leads_only_to_the_web(site: Site, target: str) -> None:
     with pytest.raises(ImageFetchError, match="http and https"):
-        fetch_picture(site.url("/away", send(b"", 302, Location=target)), limits())
+        fetch_file(site.url("/away", send(b"", 302, Location=target)), limits())
 
 
 def test_a_redirect_cannot_lead_inside(site: Site) -> None:
     inside = site.url("/secret", send(), host="localhost")
     asked = len(site.asked)
     with pytest.raises(ImageFetchError, match="not a public address"):
-        fetch_picture(site.url("/out", send(b"", 302, Location=inside)), limits())
+        fetch_file(site.url("/out", send(b"", 302, Location=inside)), limits())
     assert site.asked[asked:] == ["/out"]
 
 
@@ -105,7 +105,7 @@ def test_a_redirect_cannot_lead_inside(site: Site) -> None:
 def test_hosts_inside_the_network_are_refused_unless_allowed(site: Site, host: str) -> None:
     asked = len(site.asked)
     with pytest.raises(ImageFetchError, match="not a public address"):
-        fetch_picture(site.url("/inside", send(), host), MediaConfig())
+        fetch_file(site.url("/inside", send(), host), MediaConfig())
     assert len(site.asked) == asked
 
 
@@ -127,39 +127,39 @@ def test_addresses_of_the_internet_are_public(address: str) -> None:
 def test_a_name_with_one_inside_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["93.184.215.14", "127.0.0.1"])
     with pytest.raises(ImageFetchError, match="not a public address"):
-        fetch_picture(site.url("/rebound", send(), "example.com"), limits())
+        fetch_file(site.url("/rebound", send(), "example.com"), limits())
 
 
 def test_the_next_address_is_tried_when_one_is_dead(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["127.0.0.2", "127.0.0.1"])
-    assert fetch_picture(site.url("/second", send()), limits()) == PICTURE
+    assert fetch_file(site.url("/second", send()), limits()) == PICTURE
 
 
 @pytest.mark.parametrize("status", [404, 500, 403, 204])
 def test_other_answers_are_reported(site: Site, status: int) -> None:
     with pytest.raises(ImageFetchError, match=f"answered {status}"):
-        fetch_picture(site.url("/missing", send(b"", status)), limits())
+        fetch_file(site.url("/missing", send(b"", status)), limits())
 
 
 def test_a_body_that_says_it_is_too_large_is_not_read(site: Site) -> None:
     url = site.url("/large", send(b"", Content_Length="1000000"))
     with pytest.raises(ImageTooLargeError, match="1,000,000 bytes"):
-        fetch_picture(url, limits(max_image_bytes=1000))
+        fetch_file(url, limits(max_image_bytes=1000))
 
 
 def test_a_body_that_turns_out_too_large_is_not_read_to_its_end(site: Site) -> None:
     with pytest.raises(ImageTooLargeError):
-        fetch_picture(site.url("/endless", send(bytes(2_000_000))), limits(max_image_bytes=1000))
+        fetch_file(site.url("/endless", send(bytes(2_000_000))), limits(max_image_bytes=1000))
 
 
 def test_a_body_shorter_than_announced_is_refused(site: Site) -> None:
     with pytest.raises(ImageFetchError, match="not fetched"):
-        fetch_picture(site.url("/short", send(Content_Length=str(len(PICTURE) + 5))), limits())
+        fetch_file(site.url("/short", send(Content_Length=str(len(PICTURE) + 5))), limits())
 
 
 def test_compressed_bodies_are_refused(site: Site) -> None:
     with pytest.raises(ImageFetchError, match="compressed"):
-        fetch_picture(site.url("/gzip", send(Content_Encoding="gzip")), limits())
+        fetch_file(site.url("/gzip", send(Content_Encoding="gzip")), limits())
 
 
 @pytest.mark.parametrize("where", ["head", "body"])
@@ -175,7 +175,7 @@ def test_a_server_that_drips_bytes_gains_no_time(site: Site, where: str) -> None
                 return
 
     with pytest.raises(ImageFetchError, match=r"longer than 0\.3 s"):
-        fetch_picture(site.url(f"/drip-{where}", drip), limits(fetch_timeout=0.3))
+        fetch_file(site.url(f"/drip-{where}", drip), limits(fetch_timeout=0.3))
     stop.set()
 
 
@@ -189,16 +189,16 @@ def test_a_name_that_is_slow_to_resolve_gains_no_time(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(fetch.socket, "getaddrinfo", never_resolves)
     with pytest.raises(ImageFetchError, match="longer than"):
-        fetch_picture("http://slow.example/a.png", limits(fetch_timeout=0.1))
+        fetch_file("http://slow.example/a.png", limits(fetch_timeout=0.1))
     assert not resolved.is_set()
     enough.set()
 
 
 def test_hosts_that_do_not_exist_and_ports_that_nobody_listens_on_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImageFetchError, match=r"no-such-host\.invalid was not found"):
-        fetch_picture("http://no-such-host.invalid/a.png", limits())
+        fetch_file("http://no-such-host.invalid/a.png", limits())
     with pytest.raises(ImageFetchError, match="refused"):
-        fetch_picture("http://127.0.0.1:1/a.png", limits())
+        fetch_file("http://127.0.0.1:1/a.png", limits())
 
 
 def test_an_answer_that_is_not_http_is_reported(site: Site) -> None:
@@ -206,7 +206,7 @@ def test_an_answer_that_is_not_http_is_reported(site: Site) -> None:
         request.wfile.write(b"SSH-2.0-hello\r\n\r\n")
 
     with pytest.raises(ImageFetchError, match="not fetched"):
-        fetch_picture(site.url("/ssh", babble), limits())
+        fetch_file(site.url("/ssh", babble), limits())
 
 
 @pytest.mark.parametrize(
@@ -216,10 +216,10 @@ def test_an_answer_that_is_not_http_is_reported(site: Site) -> None:
 )  # fmt: skip
 def test_malformed_urls_are_refused(url: str) -> None:
     with pytest.raises(ImageFetchError, match="URL"):
-        fetch_picture(url, limits())
+        fetch_file(url, limits())
 
 
 def test_messages_do_not_repeat_the_query_of_a_url(site: Site) -> None:
     with pytest.raises(ImageFetchError) as caught:
-        fetch_picture(site.url("/private?token=hunter2", send(b"", 404)), limits())
+        fetch_file(site.url("/private?token=hunter2", send(b"", 404)), limits())
     assert "hunter2" not in str(caught.value)

@@ -77,7 +77,27 @@ def test_a_form_instead_of_json(live):
         ({"messages": [{"role": "user", "content": ""}]}, "empty", "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "empty", "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "a string or a list", "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "'image_url'", "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'", "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": []}]}]},
+            "empty",
+            "messages[0].content[0].video",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": ["/etc/passwd"]}]}]},
+            "must be a URL",
+            "messages[0].content[0].video[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": "http://a", "fps": 0}]}]},
+            "greater than 0",
+            "messages[0].content[0].fps",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a", "max_pixels": 0}]}]},
+            "greater than or equal to 1",
+            "messages[0].content[0].max_pixels",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
             "missing",

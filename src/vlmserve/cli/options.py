@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import typer
 from pydantic.fields import FieldInfo
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, Settings, parse_size, read_settings
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, Settings, parse_json, parse_size, read_settings
 from vlmserve.errors import ConfigurationError, VLMServeError
 
 PANELS: dict[type[Settings], str] = {EngineConfig: "Engine", MediaConfig: "Pictures", ServerConfig: "Server"}
@@ -88,7 +88,7 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo) -> inspect.Par
         *SHORT.get(name, ()),
         f"{flag(name)}/{flag('no_' + name)}" if field.annotation is bool else flag(name),
         help=field.description,
-        show_default=field.default not in (None, ()),
+        show_default=field.default not in (None, ()) and not _is_json(field),
         metavar=_metavar(field),
         rich_help_panel=PANELS[kind],
     )
@@ -98,6 +98,10 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo) -> inspect.Par
 
 def _is_size(field: FieldInfo) -> bool:
     return any(getattr(data, "func", None) is parse_size for data in _metadata(field))
+
+
+def _is_json(field: FieldInfo) -> bool:
+    return any(getattr(data, "func", None) is parse_json for data in _metadata(field))
 
 
 def _metadata(field: FieldInfo) -> list[Any]:
@@ -110,7 +114,7 @@ def _plain_type(field: FieldInfo) -> Any:
 
     A tuple becomes a flag that may be repeated.
     """
-    if _is_size(field):
+    if _is_size(field) or _is_json(field):
         return str | None
     annotation: Any = field.annotation
     if get_origin(annotation) in (Union, types.UnionType):
@@ -123,12 +127,14 @@ def _plain_type(field: FieldInfo) -> Any:
 
 
 def _metavar(field: FieldInfo) -> str | None:
-    return "SIZE" if _is_size(field) else None
+    return "SIZE" if _is_size(field) else "JSON" if _is_json(field) else None
 
 
 def _default(field: FieldInfo) -> Any:
     if isinstance(field.default, tuple):
         return list(field.default)
+    if _is_json(field):
+        return None
     return _size_text(field.default) if _is_size(field) and field.default is not None else field.default
 
 

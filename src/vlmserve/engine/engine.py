@@ -19,7 +19,7 @@ from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
 from vlmserve.cores import engine_threads
 from vlmserve.engine.admission import check_request
-from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError
+from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError, PromptTooLongError
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import free_memory, num_kv_blocks
 from vlmserve.runner.runner import ModelRunner, RunTimings
@@ -33,6 +33,7 @@ from vlmserve.types import (
     EngineStats,
     ImageInput,
     ModelInfo,
+    Prompt,
     RequestOutput,
     RequestSnapshot,
     RequestTimings,
@@ -83,6 +84,7 @@ class Engine:
         self._fingerprint = f"{config.model} {config.revision} {model.architecture} {model.dtype}".encode()
         self._vision = model.vision
         self._end_token_ids = model.end_token_ids
+        self._max_position = model.max_position
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._max_short_len = language_model.max_short_len
         self._first_position = language_model.first_position
@@ -109,6 +111,7 @@ class Engine:
             image_token_bytes=self._image_token_bytes,
             prefix_caching=config.enable_prefix_caching,
             window=language_model.window,
+            whole_pictures=language_model.whole_pictures,
         )
         self._info = ModelInfo(
             name=config.model,
@@ -133,6 +136,7 @@ class Engine:
             raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
         for span in request.prompt.images:
             self._check_image(span.image)
+        self._check_times(request.prompt)
         seed = request.params.seed
         first_position = self._first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
@@ -230,6 +234,16 @@ class Engine:
         requests = [_snapshot(sequence, runs=True) for sequence in self._scheduler.running]
         requests += [_snapshot(sequence, runs=False) for sequence in self._scheduler.waiting]
         return EngineSnapshot(self.stats(), requests)
+
+    def _check_times(self, prompt: Prompt) -> None:
+        """The frames of a slow video may lie further apart than the model can tell, or memory for positions holds."""
+        times = sum(int(span.image.grid[0] * span.image.frame_step) for span in prompt.images if span.image.grid)
+        if len(prompt.token_ids) + times > self._max_position:
+            raise PromptTooLongError(
+                f"the frames of the videos span {times:,} positions, and the model has {self._max_position:,} in all; "
+                "send less of them, or a higher fps",
+                param="messages",
+            )
 
     def _check_image(self, image: ImageInput) -> None:
         if self._vision is not None:

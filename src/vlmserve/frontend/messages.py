@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
+from vlmserve.media.processor import NO_LIMITS, PixelLimits
 from vlmserve.media.sources import ImageSource, is_url
-from vlmserve.prompt.template import ImagePart, Message, Role
-from vlmserve.types import MAX_CACHE_SALT
+from vlmserve.media.videos import VideoSource
+from vlmserve.prompt.template import ImagePart, Message, Part, Role, VideoPart
+from vlmserve.types import MAX_CACHE_SALT, MediaKind
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], list[tuple[str, ImageSource]]]:
-    """The turns of a conversation, and its pictures in order, each with the place that it came from.
+@dataclass(frozen=True)
+class Medium:
+    """A picture or video of a request. place: in the request. limits, fps: what the request wants of it."""
 
-    allow_local: take pictures that only a caller in this process may give.
+    kind: MediaKind
+    place: str
+    source: Any
+    limits: PixelLimits = NO_LIMITS
+    fps: float | None = None
+
+
+def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], list[Medium]]:
+    """The turns of a conversation, and its pictures and videos in order.
+
+    allow_local: take pictures and videos that only a caller in this process may give.
     Raises InvalidRequestError for anything that is not a conversation.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
@@ -24,7 +39,7 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
     parsed: list[Message] = []
-    sources: list[tuple[str, ImageSource]] = []
+    media: list[Medium] = []
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
         if not isinstance(message, Mapping):
@@ -37,8 +52,8 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
             check_unicode(content, f"{place}.content")
             parsed.append(Message(role, (content,), is_string=True))
         else:
-            parsed.append(Message(role, _parts(content, f"{place}.content", sources, allow_local)))
-    return parsed, sources
+            parsed.append(Message(role, _parts(content, f"{place}.content", media, allow_local)))
+    return parsed, media
 
 
 def check_unicode(text: str, place: str) -> None:
@@ -76,14 +91,12 @@ def _role(message: Mapping[str, Any], place: str) -> Role:
     return _ROLES[role]
 
 
-def _parts(
-    content: Any, place: str, sources: list[tuple[str, ImageSource]], allow_local: bool
-) -> tuple[str | ImagePart, ...]:
+def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> tuple[Part, ...]:
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequestError(f"{place} must be a string or a list of parts", param=place)
     if not content:
         raise InvalidRequestError(f"{place} must not be empty", param=place)
-    parts: list[str | ImagePart] = []
+    parts: list[Part] = []
     for index, part in enumerate(content):
         at = f"{place}[{index}]"
         if not isinstance(part, Mapping):
@@ -91,14 +104,20 @@ def _parts(
         kind = part.get("type")
         if kind == "text":
             parts.append(_text(part, at))
-        elif kind == "image_url":
-            sources.append(_image_url(part, at, allow_local))
+        elif kind == "image_url" or (kind == "image" and allow_local):
+            place_of, image = _url(part, kind, at, allow_local) if kind == "image_url" else _image(part, at)
+            media.append(Medium("picture", place_of, image, _pixel_limits(part, at)))
             parts.append(ImagePart())
-        elif kind == "image" and allow_local:
-            sources.append(_image(part, at))
-            parts.append(ImagePart())
+        elif kind in ("video_url", "video"):
+            place_of, video = (
+                _url(part, kind, at, allow_local) if kind == "video_url" else _video(part, at, allow_local)
+            )
+            media.append(Medium("video", place_of, video, _pixel_limits(part, at), _fps(part, at)))
+            parts.append(VideoPart())
         else:
-            raise InvalidRequestError(f"{at}.type must be text or image_url, not {kind!r:.100}", param=f"{at}.type")
+            raise InvalidRequestError(
+                f"{at}.type must be text, image_url, video_url or video, not {kind!r:.100}", param=f"{at}.type"
+            )
     return tuple(parts)
 
 
@@ -110,8 +129,8 @@ def _text(part: Mapping[str, Any], place: str) -> str:
     return text
 
 
-def _image_url(part: Mapping[str, Any], place: str, allow_local: bool) -> tuple[str, ImageSource]:
-    value, place = part.get("image_url"), f"{place}.image_url"
+def _url(part: Mapping[str, Any], kind: str, place: str, allow_local: bool) -> tuple[str, str]:
+    value, place = part.get(kind), f"{place}.{kind}"
     if isinstance(value, Mapping):
         value, place = value.get("url"), f"{place}.url"
     if allow_local and isinstance(value, str) and value:
@@ -124,3 +143,39 @@ def _image(part: Mapping[str, Any], place: str) -> tuple[str, ImageSource]:
     if source is None or source == "":
         raise InvalidRequestError(f"{place}.image must be a picture, a path or a URL", param=f"{place}.image")
     return f"{place}.image", source
+
+
+def _video(part: Mapping[str, Any], place: str, allow_local: bool) -> tuple[str, VideoSource]:
+    """A file, for callers in this process, or the list of a video's frames."""
+    source, place = part.get("video"), f"{place}.video"
+    if isinstance(source, list | tuple) and source:
+        if not allow_local:
+            for index, frame in enumerate(source):
+                check_remote(frame, f"{place}[{index}]")
+        return place, list(source)
+    if not allow_local:
+        raise InvalidRequestError(f"{place} must be a list of the URLs of frames; a file is a video_url", param=place)
+    if source is None or isinstance(source, list | tuple) or source == "":
+        raise InvalidRequestError(f"{place} must be a list of frames, a path or a URL", param=place)
+    return place, source
+
+
+def _pixel_limits(part: Mapping[str, Any], place: str) -> PixelLimits:
+    values = {name: part.get(name) for name in ("min_pixels", "max_pixels")}
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InvalidRequestError(
+                f"{place}.{name} must be a positive whole number, not {value!r:.100}", param=f"{place}.{name}"
+            )
+    return PixelLimits(**values)
+
+
+def _fps(part: Mapping[str, Any], place: str) -> float | None:
+    fps = part.get("fps")
+    if fps is None:
+        return None
+    if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps <= MAX_FPS:
+        raise InvalidRequestError(
+            f"{place}.fps must be more than 0 and at most {MAX_FPS}, not {fps!r:.100}", param=f"{place}.fps"
+        )
+    return float(fps)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.config import MediaConfig
-from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesError
-from vlmserve.frontend.messages import check_remote, check_unicode, parse_messages
+from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, TooManyImagesError
+from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.processor import ImageProcessor, PictureProcessor, implied_settings
 from vlmserve.media.sources import ImageSource, prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
+from vlmserve.media.videos import VideoProcessor, prepare_video
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
@@ -37,12 +38,19 @@ class RequestPreparer:
         self.picture_cache = PictureCache(media.picture_cache_memory)
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._template = (
-            ChatTemplate(files.chat_template, self.tokenizer.special_tokens, self.tokenizer.image_token)
+            ChatTemplate(
+                files.chat_template,
+                self.tokenizer.special_tokens,
+                self.tokenizer.picture_mark,
+                self.tokenizer.video_token,
+            )
             if files.chat_template is not None
             else None
         )
         sees_images = self.tokenizer.image_token_id is not None
-        self._processor = _image_processor(folder, self.tokenizer, media.exact_pixels) if sees_images else None
+        self._processor = _image_processor(folder, self.tokenizer, media) if sees_images else None
+        sees_videos = self.tokenizer.video_token_id is not None
+        self._video_processor = _video_processor(folder, media) if sees_videos else None
 
     @property
     def sees_images(self) -> bool:
@@ -60,9 +68,9 @@ class RequestPreparer:
         """The prompt of a conversation in OpenAI's form.
 
         Text in it is only ever text: a placeholder or another control token that somebody writes has no effect.
-        allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths; for callers
-        in the same process, never for what came over HTTP. cache_salt: of the request; pictures are only shared with
-        requests of the same one.
+        allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, and videos of
+        such frames; for callers in the same process, never for what came over HTTP. cache_salt: of the request;
+        pictures are only shared with requests of the same one.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture.
         """
         if self._template is None:
@@ -70,23 +78,21 @@ class RequestPreparer:
                 "the model has no chat template; use completions, or add a chat_template.jinja to the checkpoint",
                 param="messages",
             )
-        parsed, sources = parse_messages(messages, allow_local=allow_local)
-        self._check_count(len(sources), param="messages")
+        parsed, media = parse_messages(messages, allow_local=allow_local)
+        pictures = [medium for medium in media if medium.kind == "picture"]
+        videos = [medium for medium in media if medium.kind == "video"]
+        self._check_count(len(pictures), param="messages")
+        self._check_videos(len(videos))
         quotation = Quotation(self.tokenizer.control_tokens)
         text = self._template.render(
             [_quoted(message, quotation) for message in parsed], add_generation_prompt=add_generation_prompt
         )
+        _check_shown(text, self.tokenizer.picture_mark, len(pictures), "pictures")
+        _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
+        text = self.tokenizer.write_pictures(text)
         # Like transformers: its processors add what the template leaves out, its tokenizers do not.
         ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.sees_images)
-        image_token = self.tokenizer.image_token
-        if image_token is not None and text.count(image_token) != len(sources):
-            raise InvalidRequestError(
-                f"the model's chat template shows {text.count(image_token)} of the {len(sources)} pictures; "
-                "put pictures into the messages of the user",
-                param="messages",
-            )
-        check_placeholders(ids, self.tokenizer.image_token_id, len(sources))
-        return expand_placeholders(ids, self.tokenizer.image_token_id, self._prepare(sources, cache_salt))
+        return self._expand(ids, pictures, videos, cache_salt)
 
     def text(
         self, text: str, images: Sequence[ImageSource] = (), *, allow_local: bool = False, cache_salt: str = ""
@@ -100,13 +106,11 @@ class RequestPreparer:
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
         check_unicode(text, "prompt")
         self._check_count(len(images), param="images")
-        sources = [(f"images[{index}]", image) for index, image in enumerate(images)]
+        pictures = [Medium("picture", f"images[{index}]", image) for index, image in enumerate(images)]
         if not allow_local:
-            for param, image in sources:
-                check_remote(image, param)
-        ids = self.tokenizer.encode(text)
-        check_placeholders(ids, self.tokenizer.image_token_id, len(sources))
-        return expand_placeholders(ids, self.tokenizer.image_token_id, self._prepare(sources, cache_salt))
+            for picture in pictures:
+                check_remote(picture.source, picture.place)
+        return self._expand(self.tokenizer.encode(self.tokenizer.write_pictures(text)), pictures, [], cache_salt)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """A new detokenizer for one answer, with the request's stop strings."""
@@ -120,16 +124,45 @@ class RequestPreparer:
                 f"the request has {count} pictures; at most {self._media.max_images} are allowed", param=param
             )
 
-    def _prepare(self, sources: Sequence[tuple[str, ImageSource]], salt: str) -> list[ImageInput]:
-        images = []
-        for param, source in sources:
+    def _check_videos(self, count: int) -> None:
+        if count and self._video_processor is None:
+            raise TooManyImagesError("this model cannot see videos; send pictures or text", param="messages")
+        if count > self._media.max_videos:
+            raise TooManyImagesError(
+                f"the request has {count} videos; at most {self._media.max_videos} are allowed", param="messages"
+            )
+
+    def _expand(self, ids: Sequence[int], pictures: Sequence[Medium], videos: Sequence[Medium], salt: str) -> Prompt:
+        """The prompt of token ids in which each placeholder stands once. All is checked before a picture is read."""
+        image_token_id, video_token_id = self.tokenizer.image_token_id, self.tokenizer.video_token_id
+        check_placeholders(ids, image_token_id, len(pictures))
+        check_placeholders(ids, video_token_id, len(videos), "video")
+        images = [self._prepare(picture, salt) for picture in pictures]
+        return expand_placeholders(
+            ids, image_token_id, images, video_token_id, [self._prepare(video, salt) for video in videos]
+        )
+
+    def _prepare(self, medium: Medium, salt: str) -> ImageInput:
+        try:
+            if medium.kind == "video":
+                assert self._video_processor is not None
+                videos = self._video_processor.within(medium.limits, medium.fps)
+                return prepare_video(medium.source, videos, self._media, self.picture_cache, salt=salt)
             assert self._processor is not None
-            try:
-                images.append(prepare_image(source, self._processor, self._media, self.picture_cache, salt=salt))
-            except InvalidRequestError as error:
-                error.param = error.param or param
-                raise
-        return images
+            pictures = self._processor.within(medium.limits)
+            return prepare_image(medium.source, pictures, self._media, self.picture_cache, salt=salt)
+        except InvalidRequestError as error:
+            error.param = error.param or medium.place
+            raise
+
+
+def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:
+    if mark is not None and text.count(mark) != count:
+        raise InvalidRequestError(
+            f"the model's chat template shows {text.count(mark)} of the {count} {kind}; "
+            f"put {kind} into the messages of the user",
+            param="messages",
+        )
 
 
 def _quoted(message: Message, quotation: Quotation) -> Message:
@@ -137,25 +170,24 @@ def _quoted(message: Message, quotation: Quotation) -> Message:
     return replace(message, parts=tuple(parts))
 
 
-def _image_processor(folder: Path, tokenizer: Tokenizer, exact_pixels: bool) -> PictureProcessor:
-    processor = read_json(folder / "processor_config.json")
-    settings = processor.get("image_processor")
-    if not isinstance(settings, dict):
-        settings = read_json(folder / "preprocessor_config.json")
+def _image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:
     config = read_json(folder / "config.json")
-    settings = settings or implied_settings(config)
+    settings = _settings(folder, "image_processor", "preprocessor_config.json") or implied_settings(config)
     if not settings:
         raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
-    kind = str(settings.get("image_processor_type"))
+    kind, overrides, exact = str(settings.get("image_processor_type")), media.mm_processor_kwargs, media.exact_pixels
     if kind.startswith("Qwen2"):
-        return AnySizeProcessor(settings, exact_pixels=exact_pixels)
+        return AnySizeProcessor.from_settings(settings, exact_pixels=exact, overrides=overrides)
+    if overrides.min_pixels or overrides.max_pixels:
+        raise ConfigurationError(
+            "--mm-processor-kwargs: this model chooses the sizes of pictures; leave min_pixels and max_pixels out"
+        )
     if kind.startswith("LlavaNextImageProcessor"):
-        return AnyResolutionProcessor(config, settings, exact_pixels=exact_pixels)
+        return AnyResolutionProcessor(config, settings, exact_pixels=exact)
     if kind.startswith(("Idefics3", "SmolVLM")):
-        count = processor.get("image_seq_len")
-        words = _split_words(tokenizer)
-        return SplitProcessor(config, settings, words, tile_tokens=count, exact_pixels=exact_pixels)
-    return ImageProcessor(config, settings, exact_pixels=exact_pixels)
+        count = read_json(folder / "processor_config.json").get("image_seq_len")
+        return SplitProcessor(config, settings, _split_words(tokenizer), tile_tokens=count, exact_pixels=exact)
+    return ImageProcessor(config, settings, exact_pixels=exact)
 
 
 def _split_words(tokenizer: Tokenizer) -> SplitWords:
@@ -172,3 +204,22 @@ def _split_words(tokenizer: Tokenizer) -> SplitWords:
         around=around,
         whole=named.get("global_image_token", "<global-img>"),
     )
+
+
+def _video_processor(folder: Path, media: MediaConfig) -> VideoProcessor:
+    settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
+    return VideoProcessor.from_settings(
+        settings,
+        read_json(folder / "config.json").get("vision_config") or {},
+        exact_pixels=media.exact_pixels,
+        overrides=media.mm_processor_kwargs,
+        max_frames=media.max_video_frames,
+    )
+
+
+def _settings(folder: Path, section: str, *files: str) -> dict[str, Any]:
+    """A section of processor_config.json, or else the first of the files that older checkpoints have for it."""
+    settings = read_json(folder / "processor_config.json").get(section)
+    if isinstance(settings, dict):
+        return settings
+    return next((found for name in files if (found := read_json(folder / name))), {})

@@ -8,6 +8,7 @@ token ``t`` is in slot ``block_tables[s, t // block_size] * block_size + t % blo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -23,6 +24,8 @@ class BatchMetadata:
     block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``.
     All on the model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody
     needs to synchronize with the device to know them. num_decodes: how many leading sequences have one query row.
+    pictures: rows ``first <= row < last`` that belong to one picture. num_positions: one more than the highest one,
+    where positions do not count tokens.
     """
 
     query_starts: Tensor
@@ -32,12 +35,16 @@ class BatchMetadata:
     query_lens: list[int]
     host_context_lens: list[int]
     num_decodes: int
+    pictures: Sequence[tuple[int, int]] = ()
+    num_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a layer's attention computes. head sizes in elements; `window` is the number of positions a token sees,
-    itself included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off)."""
+    itself included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off).
+    whole_pictures: tokens also see those of their own picture that come after them, all of which are in the step.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -45,6 +52,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    whole_pictures: bool = False
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -31,6 +31,8 @@ def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> s
         return f"a head of {spec.head_size} elements is not made of pairs"
     if spec.head_size > MAX_HEAD_SIZE:
         return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
+    if spec.whole_pictures:
+        return "they let no token see what comes after it, as those of a picture do here"
     if spec.num_heads % spec.num_kv_heads:
         return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
     return None

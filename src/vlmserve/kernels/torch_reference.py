@@ -9,7 +9,7 @@ query heads of a group as its rows: keys and values are copied once and never re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,9 @@ class PromptChunk:
 
     start, end: its query rows. gather: cache rows of its blocks, None if all its context is in this step.
     key_start: position of the first gathered token. context: tokens in the cache after this step.
-    masked: whether a row sees anything else than all rows up to its own.
+    masked: whether a row sees anything else than all rows up to its own. pictures: positions ``first <= i < last`` of
+    those whose tokens see each other. biases: additive masks of its row groups, where there are any; None: it shares
+    that of the step.
     """
 
     start: int
@@ -57,6 +59,8 @@ class PromptChunk:
     key_start: int
     context: int
     masked: bool
+    pictures: list[tuple[int, int]]
+    biases: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +217,12 @@ def _attend_chunk(
     if not chunk.masked:
         result.copy_(_dot_product_attention(queries, keys, values, spec, None))
         return
-    mask = layer.mask
-    assert mask is not None
-    for first, last, low, high in _row_groups(chunk, spec.window):
-        bias = mask[-(last - first) :, mask.shape[1] - (high - low) :]
+    for index, (first, last, low, high) in enumerate(_row_groups(chunk, spec.window)):
+        if chunk.biases is not None:
+            bias = chunk.biases[index]
+        else:
+            assert layer.mask is not None
+            bias = layer.mask[-(last - first) :, layer.mask.shape[1] - (high - low) :]
         seen = slice(low - chunk.key_start, high - chunk.key_start)
         attention = _capped_attention if spec.soft_cap is not None else _dot_product_attention
         result[:, first:last] = attention(queries[:, first:last], keys[:, seen], values[:, seen], spec, bias)
@@ -229,7 +235,8 @@ def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[tuple[int, i
     for first in range(0, length, ROWS_PER_MASK):
         last = min(first + ROWS_PER_MASK, length)
         low = 0 if window is None else max(0, before + first - window + 1)
-        yield first, last, low, before + last
+        ends = (end for start, end in chunk.pictures if start < before + last and end > before + first)
+        yield first, last, low, max([before + last, *ends])
 
 
 def _dot_product_attention(
@@ -275,7 +282,7 @@ def _plan_layer(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, q
 
     order, bounds = _bucket_decodes(metadata.host_context_lens[: metadata.num_decodes], device.type)
     buckets = [_plan_bucket(metadata, block_size, spec, order, start, end) for start, end in bounds]
-    chunks = _plan_chunks(metadata, block_size, spec)
+    chunks = _plan_chunks(metadata, block_size, spec, query)
     gathers = [bucket.gather for bucket in buckets] + [chunk.gather for chunk in chunks if chunk.gather is not None]
     largest = max((len(gather) for gather in gathers), default=0)
     return LayerPlan(
@@ -336,7 +343,7 @@ def _plan_bucket(
     return DecodeBucket(start, end, _cache_rows(blocks, spec.num_kv_heads), length, mask)
 
 
-def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) -> list[PromptChunk]:
+def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, query: Tensor) -> list[PromptChunk]:
     chunks = []
     start = metadata.num_decodes
     for sequence in range(metadata.num_decodes, len(metadata.query_lens)):
@@ -347,15 +354,41 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) 
             key_start = oldest // block_size * block_size
             blocks = metadata.block_tables[sequence, key_start // block_size : -(-context // block_size)]
             gather = _cache_rows(blocks.long()[None], spec.num_kv_heads)
-        masked = gather is not None or spec.soft_cap is not None or (spec.window is not None and context > spec.window)
-        chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked))
+        pictures = []
+        if spec.whole_pictures:
+            shift = context - length - start
+            rows = [(first, last) for first, last in metadata.pictures if start <= first < start + length]
+            pictures = [(first + shift, last + shift) for first, last in rows]
+        past_window = spec.window is not None and context > spec.window
+        masked = gather is not None or spec.soft_cap is not None or past_window or bool(pictures)
+        chunk = PromptChunk(start, start + length, gather, key_start, context, masked, pictures)
+        chunks.append(replace(chunk, biases=_picture_biases(chunk, spec, query)) if pictures else chunk)
         start += length
     return chunks
 
 
+def _picture_biases(chunk: PromptChunk, spec: AttentionSpec, query: Tensor) -> list[Tensor]:
+    """A mask for each row group of a chunk with pictures that see themselves whole."""
+    before = chunk.context - (chunk.end - chunk.start)
+    rows = torch.arange(before, chunk.context, device=query.device)
+    furthest = rows.clone()
+    for first, last in chunk.pictures:
+        furthest[first - before : last - before] = last - 1
+    biases = []
+    for first, last, low, high in _row_groups(chunk, spec.window):
+        keys = torch.arange(low, high, device=query.device)
+        hidden = keys > furthest[first:last, None]
+        if spec.window is not None:
+            hidden |= keys <= rows[first:last, None] - spec.window
+        biases.append(
+            torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+        )
+    return biases
+
+
 def _chunk_mask(chunks: list[PromptChunk], spec: AttentionSpec, query: Tensor) -> Tensor | None:
     """One mask that serves every masked chunk of a step."""
-    masked = [chunk for chunk in chunks if chunk.masked]
+    masked = [chunk for chunk in chunks if chunk.masked and chunk.biases is None]
     if not masked:
         return None
     rows = min(ROWS_PER_MASK, max(chunk.end - chunk.start for chunk in masked))

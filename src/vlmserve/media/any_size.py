@@ -7,20 +7,31 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from blake3 import blake3
 from PIL import Image
 
-from vlmserve.errors import InvalidImageError
+from vlmserve.config import ProcessorOverrides
+from vlmserve.errors import InvalidImageError, InvalidRequestError
 from vlmserve.media.pictures import Picture
-from vlmserve.media.processor import Placeholders, level_table, per_channel, to_pixels, to_rgb
+from vlmserve.media.processor import (
+    NO_LIMITS,
+    PixelLimits,
+    Placeholders,
+    level_table,
+    per_channel,
+    to_pixels,
+    to_rgb,
+)
 from vlmserve.types import Pixels
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 LARGEST_ASPECT = 200
 """How many times as long as wide a picture may be."""
+PICTURE_BOUNDS = (56 * 56, 28 * 28 * 1280)
+"""Pixels that a picture has at least and at most where a checkpoint does not say."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +49,44 @@ class AnySizeRecipe:
 
 
 class AnySizeProcessor:
-    """Preprocesses pictures for one checkpoint; see `media.processor.ImageProcessor`.
+    """Preprocesses pictures for one checkpoint; see `media.processor.ImageProcessor`."""
 
-    min_pixels, max_pixels: instead of the checkpoint's own bounds.
-    """
+    def __init__(self, recipe: AnySizeRecipe, *, exact_pixels: bool = False) -> None:
+        self._recipe = recipe
+        self._exact_pixels = exact_pixels
+        described = json.dumps(["any size v1", exact_pixels, asdict(recipe)], sort_keys=True)
+        self.fingerprint = blake3(described.encode()).digest()
+        self._levels = level_table(recipe.rescale, recipe.mean, recipe.std)
 
-    def __init__(
-        self,
+    @classmethod
+    def from_settings(
+        cls,
         settings: dict[str, Any],
         *,
         exact_pixels: bool = False,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
-    ) -> None:
-        self._recipe = _recipe(settings, min_pixels, max_pixels)
-        self._exact_pixels = exact_pixels
-        described = json.dumps(["any size v1", exact_pixels, asdict(self._recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
-        self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
+        overrides: ProcessorOverrides | None = None,
+        bounds: tuple[int, int] = PICTURE_BOUNDS,
+    ) -> Self:
+        """settings: of preprocessor_config.json. overrides: what counts instead of them. bounds: pixels at least and
+        at most where nothing says."""
+        return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
+
+    def within(self, limits: PixelLimits) -> Self:
+        """The same for pictures within narrower bounds. Raises InvalidRequestError for wider ones."""
+        if limits == NO_LIMITS:
+            return self
+        most = self._recipe.max_pixels
+        for name, value in asdict(limits).items():
+            if value is not None and not 1 <= value <= most:
+                raise InvalidRequestError(
+                    f"{name} is {value:,}; it must lie between 1 and this server's max_pixels, {most:,}"
+                )
+        most = limits.max_pixels or most
+        least = limits.min_pixels or min(self._recipe.min_pixels, most)
+        if least > most:
+            raise InvalidRequestError(f"min_pixels, {least:,}, is more than max_pixels, {most:,}")
+        recipe = replace(self._recipe, min_pixels=least, max_pixels=most)
+        return type(self)(recipe, exact_pixels=self._exact_pixels)
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
@@ -75,9 +106,13 @@ class AnySizeProcessor:
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """How many tokens those pixels take, and in how many frames, rows and columns."""
-        frames, _, height, width = pixels.shape
-        grid = frames, height // self._recipe.side, width // self._recipe.side
+        grid = self.grid(pixels)
         return Placeholders(math.prod(grid), grid)
+
+    def grid(self, pixels: Pixels) -> tuple[int, int, int]:
+        """How many frames those pixels have, and how many rows and columns of embeddings each becomes."""
+        frames, _, height, width = pixels.shape
+        return frames, height // self._recipe.side, width // self._recipe.side
 
     def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
         width, height = size
@@ -98,7 +133,7 @@ class AnySizeProcessor:
         return across * side, down * side
 
 
-def _recipe(settings: dict[str, Any], min_pixels: int | None, max_pixels: int | None) -> AnySizeRecipe:
+def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: tuple[int, int]) -> AnySizeRecipe:
     values = {
         "do_resize": True,
         "do_rescale": True,
@@ -113,13 +148,14 @@ def _recipe(settings: dict[str, Any], min_pixels: int | None, max_pixels: int | 
     }
     size = values.get("size")
     bounds = size if isinstance(size, dict) else {}
-    least = min_pixels or values.get("min_pixels") or bounds.get("shortest_edge") or 56 * 56
-    most = max_pixels or values.get("max_pixels") or bounds.get("longest_edge") or 28 * 28 * 1280
+    # The bounds have moved: first beside `size`, then into it, then under the names that it has for other towers.
+    least = values.get("min_pixels") or bounds.get("min_pixels") or bounds.get("shortest_edge") or defaults[0]
+    most = values.get("max_pixels") or bounds.get("max_pixels") or bounds.get("longest_edge") or defaults[1]
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return AnySizeRecipe(
         side=int(values["patch_size"]) * int(values["merge_size"]),
-        min_pixels=int(least),
-        max_pixels=int(most),
+        min_pixels=overrides.min_pixels or int(least),
+        max_pixels=overrides.max_pixels or int(most),
         resample=int(values["resample"]),
         resize=bool(values["do_resize"]),
         rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,

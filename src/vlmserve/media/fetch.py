@@ -1,4 +1,4 @@
-"""Pictures from http(s) URLs, within limits of time, size and redirects, and not from inside the network.
+"""Pictures and videos from http(s) URLs, within limits of time, size and redirects, and not from inside the network.
 
 Every connection, that of a redirect too, goes through `_GuardedBackend.connect_tcp`: it resolves the name once, checks
 the addresses and connects to what it has checked, so a name cannot change its address in between. The environment's
@@ -22,25 +22,26 @@ import httpcore
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
 from vlmserve.media.pictures import check_num_bytes
+from vlmserve.types import MediaKind
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_HEADERS = (("User-Agent", "vlmserve"), ("Accept", "image/*,*/*;q=0.5"), ("Accept-Encoding", "identity"))
+_HEADERS = (("User-Agent", "vlmserve"), ("Accept", "image/*,video/*,*/*;q=0.5"), ("Accept-Encoding", "identity"))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
-def fetch_picture(url: str, limits: MediaConfig) -> bytes:
+def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
     """The body that an http(s) URL answers with.
 
     Raises ImageFetchError if it cannot be had within `limits.fetch_timeout` seconds in all and
     `limits.max_redirects` redirects, or if it is at an address that is not public (unless the host is one of
-    `limits.allowed_media_hosts`); ImageTooLargeError as soon as it turns out to be too large.
+    `limits.allowed_media_hosts`); ImageTooLargeError or VideoTooLargeError as soon as it turns out to be too large.
     """
     backend = _GuardedBackend(limits.allowed_media_hosts, time.monotonic() + limits.fetch_timeout)
     with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:
         for _ in range(limits.max_redirects + 1):
             _check_url(url)
             try:
-                target = _get(pool, url, limits)
+                target = _get(pool, url, limits, kind)
             except httpcore.TimeoutException as error:
                 raise _failed(url, f"it took longer than {limits.fetch_timeout:g} s") from error
             except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
@@ -53,7 +54,7 @@ def fetch_picture(url: str, limits: MediaConfig) -> bytes:
     raise _failed(url, f"it redirects more than {limits.max_redirects} times")
 
 
-def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig) -> bytes | str:
+def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig, kind: MediaKind) -> bytes | str:
     """The body, or where the answer redirects to."""
     timeouts = dict.fromkeys(("connect", "read", "write", "pool"), limits.fetch_timeout)
     with pool.stream("GET", url, headers=_HEADERS, extensions={"timeout": timeouts}) as response:
@@ -65,11 +66,11 @@ def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig) -> bytes 
         if headers.get(b"content-encoding", "identity") != "identity":
             raise _failed(url, "the server sent it compressed, although it was asked not to")
         length = headers.get(b"content-length", "")
-        check_num_bytes(int(length) if length.isdecimal() else 0, limits)
+        check_num_bytes(int(length) if length.isdecimal() else 0, limits, kind)
         body = bytearray()
         for chunk in response.iter_stream():
             body += chunk
-            check_num_bytes(len(body), limits)
+            check_num_bytes(len(body), limits, kind)
         return bytes(body)
 
 
@@ -89,9 +90,7 @@ def _check_url(url: str) -> None:
 
 def _failed(url: str, reason: str) -> ImageFetchError:
     parts = urlsplit(url)
-    return ImageFetchError(
-        f"the picture at {parts.scheme}://{parts.netloc}{parts.path[:100]} was not fetched: {reason}"
-    )
+    return ImageFetchError(f"the file at {parts.scheme}://{parts.netloc}{parts.path[:100]} was not fetched: {reason}")
 
 
 class _ForbiddenAddressError(Exception):

@@ -1,6 +1,8 @@
-"""Names of pictures: 32-byte digests of their content and of the preprocessing that turns it into pixels."""
+"""Names of pictures and videos: 32-byte digests of their content and of the preprocessing that turns it into pixels."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from blake3 import blake3
 from PIL import Image
@@ -27,6 +29,11 @@ def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> byt
         None if palette is None else (palette.mode, bytes(palette.palette)),
     )
     return _digest(b"pil", repr(look).encode(), image.tobytes(), fingerprint, salt.encode())
+
+
+def video_key(parts: Sequence[bytes], fingerprint: bytes, salt: str = "") -> bytes:
+    """Key of a video: of its file, or of the keys of its frames, in order. salt: as above."""
+    return _digest(b"video", *parts, fingerprint, salt.encode())
 
 
 def _digest(*parts: bytes) -> bytes:

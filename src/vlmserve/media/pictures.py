@@ -12,7 +12,8 @@ import msgspec
 from PIL import Image, UnidentifiedImageError
 
 from vlmserve.config import MediaConfig
-from vlmserve.errors import ImageTooLargeError, InvalidImageError
+from vlmserve.errors import ImageTooLargeError, InvalidImageError, InvalidVideoError, VideoTooLargeError
+from vlmserve.types import MediaKind
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _SIGNATURES = {
@@ -166,34 +167,37 @@ def _upright(picture: Picture) -> Picture:
     return Picture(image, (width, height), (left, upper, left + right, upper + lower))
 
 
-def decode_data_url(url: str, limits: MediaConfig) -> bytes:
+def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
     """The bytes in ``data:image/png;base64,…``.
 
-    Raises InvalidImageError unless it is strict base64 of a picture type, ImageTooLargeError over the limit.
+    Raises InvalidImageError or InvalidVideoError unless it is strict base64 of a type of that kind, ImageTooLargeError
+    or VideoTooLargeError over the limit.
     """
+    invalid = InvalidImageError if kind == "picture" else InvalidVideoError
+    example, family = ("data:image/png", "image/") if kind == "picture" else ("data:video/mp4", "video/")
     header = _DATA_URL.match(url[:256])
     if header is None:
-        raise InvalidImageError("the data URL is malformed; write data:image/png;base64, and the encoded picture")
+        raise invalid(f"the data URL is malformed; write {example};base64, and the encoded {kind}")
     media_type, parameters = header[1].strip().lower(), header[2].lower().split(";")
     if "base64" not in (parameter.strip() for parameter in parameters):
-        raise InvalidImageError("the data URL is not base64-encoded; write data:image/png;base64, and the picture")
-    if media_type and not media_type.startswith("image/") and media_type != "application/octet-stream":
-        raise InvalidImageError(f"the data URL holds {media_type}, not a picture")
+        raise invalid(f"the data URL is not base64-encoded; write {example};base64, and the {kind}")
+    if media_type and not media_type.startswith(family) and media_type != "application/octet-stream":
+        raise invalid(f"the data URL holds {media_type}, not a {kind}")
     encoded = url[header.end() :]
-    check_num_bytes(len(encoded) * 3 // 4 - encoded[-2:].count("="), limits)
+    check_num_bytes(len(encoded) * 3 // 4 - encoded[-2:].count("="), limits, kind)
     try:
         # As strict as binascii and several times as fast, which counts: no other thread runs meanwhile.
         return msgspec.convert(encoded, bytes)
     except (msgspec.ValidationError, UnicodeEncodeError):
-        raise InvalidImageError("the data URL is not valid base64") from None
+        raise invalid("the data URL is not valid base64") from None
 
 
-def check_num_bytes(size: int, limits: MediaConfig) -> None:
-    """Raises ImageTooLargeError if a file of `size` bytes is over the limit."""
-    if size > limits.max_image_bytes:
-        raise ImageTooLargeError(
-            f"the picture's file has {size:,} bytes; at most {limits.max_image_bytes:,} are allowed"
-        )
+def check_num_bytes(size: int, limits: MediaConfig, kind: MediaKind = "picture") -> None:
+    """Raises ImageTooLargeError or VideoTooLargeError if a file of `size` bytes is over the limit."""
+    most = limits.max_image_bytes if kind == "picture" else limits.max_video_bytes
+    if size > most:
+        error = ImageTooLargeError if kind == "picture" else VideoTooLargeError
+        raise error(f"the {kind}'s file has {size:,} bytes; at most {most:,} are allowed")
 
 
 def _unreadable(data: bytes) -> str:

@@ -11,14 +11,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 from PIL import Image
 
-from vlmserve.errors import UnsupportedModelError
+from vlmserve.errors import InvalidRequestError, UnsupportedModelError
 from vlmserve.media.pictures import Picture
 from vlmserve.types import Pixels, Tiling
 
@@ -42,6 +42,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "CLIP": _CLIP_DEFAULTS,
     "Llava": _CLIP_DEFAULTS,
     "Siglip": _SQUARE_DEFAULTS,
+    "Gemma3": _SQUARE_DEFAULTS | {"resample": Image.Resampling.BILINEAR},
     "ViT": _SQUARE_DEFAULTS | {"resample": Image.Resampling.BILINEAR},
 }
 _SUFFIXES = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
@@ -52,6 +53,8 @@ _TOWERS = {
     "siglip_vision_model": {"image_size": 224, "patch_size": 16, "class_tokens": 0},
 }
 """Vision towers' sizes where config.json does not say, and how many tokens stand before the patches."""
+GEMMA3_TOKENS = 256
+"""Embeddings of a picture where Gemma 3's config does not say."""
 _LLAVA_TOWER = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 
 _MAX_INTERMEDIATE_PIXELS = 16_000_000
@@ -80,10 +83,34 @@ def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class PixelLimits:
+    """Bounds that a request sets to the area of a picture once it is resized, in pixels; None: those of the server."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+NO_LIMITS = PixelLimits()
+
+
+def refuse_limits(limits: PixelLimits) -> None:
+    """Raises InvalidRequestError for any bounds, on behalf of models that choose the sizes of pictures themselves."""
+    if limits != NO_LIMITS:
+        raise InvalidRequestError("this model chooses the sizes of pictures; leave min_pixels and max_pixels out")
+
+
 class PictureProcessor(Protocol):
     """Makes a checkpoint's pixels of pictures. fingerprint: 32-byte digest of all that decides them."""
 
     fingerprint: bytes
+
+    def within(self, limits: PixelLimits) -> Self:
+        """The same for pictures within narrower bounds.
+
+        Raises InvalidRequestError for bounds that the model or the server does not allow.
+        """
+        ...
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer."""
@@ -129,6 +156,11 @@ class ImageProcessor:
         described = json.dumps(["pixels v2", exact_pixels, asdict(self._recipe)], sort_keys=True)
         self.fingerprint = blake3(described.encode()).digest()
         self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
+
+    def within(self, limits: PixelLimits) -> Self:
+        """This one: all pictures have the same size. Raises InvalidRequestError for any bounds."""
+        refuse_limits(limits)
+        return self
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
@@ -176,6 +208,8 @@ class ImageProcessor:
                 f"the image processor makes pictures of {self.height} x {self.width} pixels, "
                 f"but the vision tower reads {tower['image_size']} x {tower['image_size']}"
             )
+        if config.get("model_type") == "gemma3":
+            return int(config.get("mm_tokens_per_image", GEMMA3_TOKENS))
         dropped = 1 if config.get("vision_feature_select_strategy", "default") == "default" else 0
         side = int(tower["image_size"]) // int(tower["patch_size"])
         return side * side + int(tower["class_tokens"]) - dropped
@@ -303,6 +337,10 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
     switches = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_pad": False, "rescale_factor": 1 / 255}
     values = {**switches, "crop_size": 224, **_FAMILIES[family]}
     values |= {key: value for key, value in settings.items() if value is not None}
+    if values.get("do_pan_and_scan"):
+        raise UnsupportedModelError(
+            "pan and scan is not supported; set do_pan_and_scan to false in the image processor"
+        )
     if values["do_pad"] and family != "Llava":
         raise UnsupportedModelError(f"do_pad is not supported for {name}")
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))

@@ -1,20 +1,21 @@
-"""Where pictures come from: URLs, and in Python also paths, bytes, arrays and PIL pictures."""
+"""Where pictures and videos come from: URLs, and in Python also paths, bytes, arrays and PIL pictures."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from vlmserve.config import MediaConfig
-from vlmserve.errors import ImageFetchError, InvalidImageError
+from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidVideoError
 from vlmserve.media.cache import PictureCache
-from vlmserve.media.fetch import fetch_picture
+from vlmserve.media.fetch import fetch_file
 from vlmserve.media.keys import image_key, pil_image_key
 from vlmserve.media.pictures import (
     Picture,
@@ -25,13 +26,32 @@ from vlmserve.media.pictures import (
     upright,
 )
 from vlmserve.media.processor import PictureProcessor
-from vlmserve.types import ImageInput
+from vlmserve.types import ImageInput, MediaKind
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
 """A PIL picture, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
 
 _OPENED_LOCKS = tuple(threading.Lock() for _ in range(16))
 """A picture that is given twice is one object, and Pillow reads pixels and EXIF when they are first asked for."""
+
+
+class Preprocessing(Protocol):
+    """What is done to a picture once it is read. fingerprint: 32-byte digest of all that decides it."""
+
+    fingerprint: bytes
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """As that of `PictureProcessor`."""
+        ...
+
+
+class Opened(NamedTuple):
+    """A picture that is read and not decoded. num_bytes: what it takes until it is. decode: raises as
+    `decode_picture` does."""
+
+    key: bytes
+    num_bytes: int
+    decode: Callable[[], Picture]
 
 
 def prepare_image(
@@ -42,15 +62,21 @@ def prepare_image(
     Trusts `source`: paths are read. salt: part of the picture's key.
     Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
     """
+    key, _, decode = open_picture(source, processor, limits, salt=salt)
+    return cache.get(key, lambda: _process(key, decode(), processor))
+
+
+def open_picture(source: ImageSource, preprocessing: Preprocessing, limits: MediaConfig, *, salt: str = "") -> Opened:
+    """A picture and its key. Trusts `source`: paths are read. Raises as `prepare_image` does."""
     if isinstance(source, str | os.PathLike | bytes):
-        data = _read(source, limits)
-        key = image_key(data, processor.fingerprint, salt)
-        return cache.get(key, lambda: _process(key, decode_picture(data, limits, processor.reduction), processor))
+        data = read_source(source, limits)
+        key = image_key(data, preprocessing.fingerprint, salt)
+        return Opened(key, len(data), lambda: decode_picture(data, limits, preprocessing.reduction))
     opened = source if isinstance(source, Image.Image) else _from_array(source)
     with _OPENED_LOCKS[id(opened) // 64 % len(_OPENED_LOCKS)]:
         load_picture(opened, limits)
-        key = pil_image_key(opened, processor.fingerprint, salt)
-    return cache.get(key, lambda: _process(key, upright(opened), processor))
+        key = pil_image_key(opened, preprocessing.fingerprint, salt)
+    return Opened(key, opened.width * opened.height * len(opened.getbands()), lambda: upright(opened))
 
 
 def _process(key: bytes, picture: Picture, processor: PictureProcessor) -> ImageInput:
@@ -60,34 +86,36 @@ def _process(key: bytes, picture: Picture, processor: PictureProcessor) -> Image
 
 
 def is_url(source: str) -> bool:
-    """Whether a string is a URL that pictures may come from, not a path."""
+    """Whether a string is a URL that pictures and videos may come from, not a path."""
     return source[:8].lower().startswith(("http://", "https://", "data:"))
 
 
-def read_url(url: str, limits: MediaConfig) -> bytes:
+def read_url(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
     """The file at an http, https or data URL. Raises ImageFetchError for any other, and as fetching does."""
     if url[:5].lower() == "data:":
-        return decode_data_url(url, limits)
+        return decode_data_url(url, limits, kind)
     if not is_url(url):
-        raise ImageFetchError("a picture's URL must begin with http://, https:// or data:")
-    return fetch_picture(url, limits)
+        raise ImageFetchError(f"a {kind}'s URL must begin with http://, https:// or data:")
+    return fetch_file(url, limits, kind)
 
 
-def _read(source: str | os.PathLike[str] | bytes, limits: MediaConfig) -> bytes:
-    """A file within the limit of bytes."""
+def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
+    """A file within the limit of bytes. Raises as `read_url` does, and InvalidImageError or InvalidVideoError for a
+    path that cannot be read."""
+    invalid = InvalidImageError if kind == "picture" else InvalidVideoError
     if isinstance(source, bytes):
-        check_num_bytes(len(source), limits)
+        check_num_bytes(len(source), limits, kind)
         return source
     if isinstance(source, str) and is_url(source):
-        return read_url(source, limits)
+        return read_url(source, limits, kind)
     path = Path(source).expanduser()
     if not path.is_file():
-        raise InvalidImageError(f"there is no file {path}" if not path.exists() else f"{path} is not a file")
-    check_num_bytes(path.stat().st_size, limits)
+        raise invalid(f"there is no file {path}" if not path.exists() else f"{path} is not a file")
+    check_num_bytes(path.stat().st_size, limits, kind)
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidImageError(f"{path} cannot be read: {error.strerror}") from error
+        raise invalid(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:

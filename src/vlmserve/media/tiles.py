@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from blake3 import blake3
@@ -18,7 +18,16 @@ from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.media.pictures import Picture
-from vlmserve.media.processor import ImageProcessor, Placeholders, level_table, per_channel, to_pixels, to_rgb
+from vlmserve.media.processor import (
+    ImageProcessor,
+    PixelLimits,
+    Placeholders,
+    level_table,
+    per_channel,
+    refuse_limits,
+    to_pixels,
+    to_rgb,
+)
 from vlmserve.types import Pixels, Tiling
 
 _LARGEST_EDGE = 4096
@@ -56,6 +65,11 @@ class AnyResolutionProcessor:
         self._exact_pixels = exact_pixels
         described = json.dumps(["any resolution v1", edge, tile, self._resample, self._resolutions])
         self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
+
+    def within(self, limits: PixelLimits) -> Self:
+        """This one: the checkpoint decides sizes. Raises InvalidRequestError for any bounds."""
+        refuse_limits(limits)
+        return self
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
@@ -151,6 +165,11 @@ class SplitProcessor:
         self.fingerprint = blake3(described.encode()).digest()
         self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
         self._written = lru_cache(256)(self._write)
+
+    def within(self, limits: PixelLimits) -> Self:
+        """This one: the checkpoint decides sizes. Raises InvalidRequestError for any bounds."""
+        refuse_limits(limits)
+        return self
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if

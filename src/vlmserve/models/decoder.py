@@ -190,9 +190,17 @@ class Decoder(nn.Module):
 
     @property
     def window(self) -> int | None:
-        """How many positions a token sees at most, itself included; None if a layer sees all of them."""
+        """How many positions a token sees at most, itself included; None if a layer sees all of them, or a picture
+        itself, which needs room for all of it."""
+        if self.whole_pictures:
+            return None
         windows = [attention.window for attention in self.spec.attention if attention.window is not None]
         return max(windows) if len(windows) == len(self.spec.attention) else None
+
+    @property
+    def whole_pictures(self) -> bool:
+        """Whether the tokens of a picture see each other, so that all must be computed in the same step."""
+        return any(attention.whole_pictures for attention in self.spec.attention)
 
     @property
     def max_short_len(self) -> int | None:
@@ -220,7 +228,7 @@ class Decoder(nn.Module):
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
-        longest = max(metadata.host_context_lens)
+        longest = max(*metadata.host_context_lens, metadata.num_positions)
         step = StepContext(
             metadata,
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],

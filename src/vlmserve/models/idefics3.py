@@ -51,7 +51,7 @@ class Idefics3Vision(nn.Module):
         super().__init__()
         spec = ClipSpec.from_config(config.get("vision_config") or {}, IDEFICS3_KINDS, IDEFICS3_DEFAULTS)
         merge = int(config.get("scale_factor", 2))
-        self.vision_model = SiglipTower(spec, dtype=dtype, device=device)
+        self.vision_model = SiglipTower(spec, stretched=True, dtype=dtype, device=device)
         self.connector = Connector(spec.hidden_size, merge, hidden_size, dtype=dtype, device=device)
         self.dtype = dtype
 

@@ -52,6 +52,11 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def whole_pictures(self) -> bool:
+        """Whether the tokens of a picture see each other, so that all must be computed in the same step."""
+        ...
+
+    @property
     def max_short_len(self) -> int | None:
         """Sequences of more tokens are computed in another way, at positions behind this many; None: all alike."""
         ...

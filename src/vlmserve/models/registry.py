@@ -161,7 +161,15 @@ class Description:
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
         """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
-        return _tie_as_stored(_spec(self.config, self.text_config), self.text_config, checkpoint)
+        family = vision_family(self.architecture, self.config)
+        spec = decoder_spec(self.text_config)
+        if self.text_config is not self.config:
+            # Where a model is nested, whether its embeddings are tied is for the whole to say.
+            tied = self.config.get("tie_word_embeddings", family is not None and family.tied)
+            spec = replace(spec, tied_embeddings=bool(tied))
+        if family is not None and family.whole_pictures:
+            spec = replace(spec, attention=tuple(replace(layer, whole_pictures=True) for layer in spec.attention))
+        return _tie_as_stored(spec, self.text_config, checkpoint)
 
     def build(self, spec: ArchSpec, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> Parts:
         """The model without its weights."""
@@ -225,12 +233,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
             return str(candidate)
     supported = ", ".join(sorted(ARCHITECTURES.values()))
     raise UnsupportedModelError(f"architecture {candidates[0]!r} is not supported; supported are {supported}")
-
-
-def _spec(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> ArchSpec:
-    spec = decoder_spec(text_config)
-    # Where a model is nested, whether its embeddings are tied is for the whole to say; leaving it out says no.
-    return spec if text_config is config else replace(spec, tied_embeddings=bool(config.get("tie_word_embeddings")))
 
 
 def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: Checkpoint) -> ArchSpec:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from vlmserve.errors import ModelLoadError
+from vlmserve.models.gemma3 import IMAGE_TOKEN_ID as GEMMA3_IMAGE_TOKEN_ID
+from vlmserve.models.gemma3 import Gemma3Vision
 from vlmserve.models.idefics3 import IMAGE_TOKEN_ID as IDEFICS3_IMAGE_TOKEN_ID
 from vlmserve.models.idefics3 import Idefics3Vision
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaNextVision, LlavaVision
@@ -34,7 +36,8 @@ class VisionFamily:
 
     architecture: as config.json names it. text_type: the model type of a language model whose config does not name its
     own. build: from the whole config and the decoder's width. image_token_id: the placeholder of a config that names
-    none. section: of the config, without which a checkpoint of the architecture does not see.
+    none. section: of the config, without which a checkpoint of the architecture does not see. tied: whether embeddings
+    are tied where the config does not say. whole_pictures: see `AttentionSpec`.
     """
 
     architecture: str
@@ -42,6 +45,8 @@ class VisionFamily:
     build: Callable[..., Vision]
     image_token_id: int
     section: str | None = None
+    tied: bool = False
+    whole_pictures: bool = False
 
     def text_config(self, config: Config) -> Config:
         """The language model's part of a config, which some keep beside the rest. Raises ModelLoadError for none."""
@@ -90,12 +95,25 @@ def _qwen_vl(config: Config, hidden_size: int, *, dtype: torch.dtype, device: to
     return Vision(tower, {"visual": tower})
 
 
+def _gemma3(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    vision = Gemma3Vision(config, hidden_size, dtype=dtype, device=device)
+    return Vision(vision, dict(vision.named_children()))
+
+
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID),
     "llava_next": VisionFamily("LlavaNextForConditionalGeneration", "llama", _llava_next, IMAGE_TOKEN_ID),
     "idefics3": VisionFamily("Idefics3ForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID),
     "smolvlm": VisionFamily("SmolVLMForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID),
     "qwen_vl": VisionFamily("QWenLMHeadModel", "qwen", _qwen_vl, 151859, section="visual"),
+    "gemma3": VisionFamily(
+        "Gemma3ForConditionalGeneration",
+        "gemma3_text",
+        _gemma3,
+        GEMMA3_IMAGE_TOKEN_ID,
+        tied=True,
+        whole_pictures=True,
+    ),
     "qwen2_vl": VisionFamily("Qwen2VLForConditionalGeneration", "qwen2_vl_text", _qwen, 151655),
     "qwen2_5_vl": VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655),
 }

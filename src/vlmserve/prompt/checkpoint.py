@@ -11,8 +11,20 @@ from typing import Any
 from vlmserve.errors import ModelLoadError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-DEFAULT_IMAGE_TOKEN_IDS = {"llava": 32000, "llava_next": 32000, "idefics3": 128257, "smolvlm": 128257}
-"""Placeholders of model types whose config.json may leave them out."""
+DEFAULT_IMAGE_TOKEN_IDS = {
+    "llava": 32000,
+    "llava_next": 32000,
+    "idefics3": 128257,
+    "smolvlm": 128257,
+    "qwen2_vl": 151655,
+    "qwen2_5_vl": 151655,
+    "gemma3": 262144,
+}
+"""Placeholders of pictures, by model types whose config.json may leave them out."""
+DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656}
+"""Placeholders of videos, by the model types that take any."""
+DEFAULT_PICTURE_ENDS = {"gemma3": (255999, 256000)}
+"""The tokens before and behind a picture, by model types whose chat templates write the first alone for it."""
 
 LLAVA_TEMPLATE = (
     "{% for message in messages %}"
@@ -64,7 +76,9 @@ class PromptFiles:
     """The parts of a checkpoint that decide how prompts are written.
 
     special_tokens: by name, ``bos_token`` and the like, and the model's own, like ``image_token``.
-    image_token_id: the placeholder's id, None for a model that cannot see.
+    image_token_id, video_token_id: the placeholders' ids, None for a model that takes no pictures, or no videos.
+    picture_ends: ids of the tokens around a picture's placeholders, where chat templates write the first alone, and the
+    rest, with empty lines around it, follows from it; None: they write the placeholder.
     chat_template: jinja source, None if there is none.
     """
 
@@ -74,6 +88,8 @@ class PromptFiles:
     image_token_id: int | None
     chat_template: str | None
     end_token_ids: frozenset[int] = field(default=frozenset())
+    video_token_id: int | None = None
+    picture_ends: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> PromptFiles:
@@ -93,6 +109,7 @@ class PromptFiles:
             # What lies between the tokens for a picture's beginning and its end.
             default_id = visual.get("image_start_id", 151857) + 2
         image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if sees else None
+        ends = DEFAULT_PICTURE_ENDS.get(model_type)
         return cls(
             model_type=model_type,
             tokenizer_config=tokenizer_config,
@@ -100,6 +117,12 @@ class PromptFiles:
             image_token_id=image_token_id,
             chat_template=_chat_template(folder, tokenizer_config) or _built_in_template(folder, config),
             end_token_ids=_end_token_ids(folder, config),
+            video_token_id=config.get("video_token_id", DEFAULT_VIDEO_TOKEN_IDS[model_type])
+            if model_type in DEFAULT_VIDEO_TOKEN_IDS
+            else None,
+            picture_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
+            if ends is not None
+            else None,
         )
 
 

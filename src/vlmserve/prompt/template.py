@@ -29,11 +29,19 @@ class ImagePart:
 
 
 @dataclass(frozen=True)
+class VideoPart:
+    """Where a video stands in a message."""
+
+
+Part = str | ImagePart | VideoPart
+
+
+@dataclass(frozen=True)
 class Message:
-    """One turn. parts: texts and pictures in order. is_string: the content came as one string, not as parts."""
+    """One turn. parts: texts, pictures and videos in order. is_string: the content came as one string, not as parts."""
 
     role: Role
-    parts: tuple[str | ImagePart, ...]
+    parts: tuple[Part, ...]
     is_string: bool = False
 
 
@@ -45,13 +53,21 @@ class ChatTemplate:
     Raises ModelLoadError for a template that does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], image_token: str | None) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        image_token: str | None,
+        video_token: str | None = None,
+    ) -> None:
+        """image_token, video_token: what the template writes for a picture and for a video."""
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
         self._variables = dict(special_tokens)
         self._image_token = image_token
+        self._video_token = video_token
         if image_token is not None:
             self._variables.setdefault("image_token", image_token)
         self.takes_strings = self._probe(_PROBE) is not None
@@ -70,17 +86,20 @@ class ChatTemplate:
             ) from error
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
-        has_image = any(isinstance(part, ImagePart) for part in message.parts)
+        has_image = any(not isinstance(part, str) for part in message.parts)
         if message.is_string and self.takes_strings:
             return "".join(part for part in message.parts if isinstance(part, str))
         if self.takes_images or (self.takes_parts and not has_image):
-            return [
-                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts
-            ]
-        texts = [part if isinstance(part, str) else self._image_token or "" for part in message.parts]
+            return [_typed(part) for part in message.parts]
+        texts = [self._text(part) for part in message.parts]
         if self.takes_parts and not self.takes_strings:
             return [{"type": "text", "text": text} for text in texts]
         return "\n".join(texts)
+
+    def _text(self, part: Part) -> str:
+        if isinstance(part, str):
+            return part
+        return (self._image_token if isinstance(part, ImagePart) else self._video_token) or ""
 
     def _probe(self, content: Any) -> str | None:
         try:
@@ -101,6 +120,12 @@ class ChatTemplate:
                 "documents": None,
             }
         )
+
+
+def _typed(part: Part) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}
 
 
 class _GenerationBlocks(Extension):

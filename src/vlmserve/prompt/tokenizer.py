@@ -26,7 +26,8 @@ from vlmserve.prompt.untrusted import ControlTokens, Quotation
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    image_token, image_token_id: the placeholder of a picture, None for a model that cannot see.
+    image_token, image_token_id: the placeholder of a picture, None for a model that cannot see; video_token,
+    video_token_id: of a video. picture_mark: what chat templates write for a picture.
     special_tokens: by name (``bos_token``…). end_token_ids: ids that end an answer.
     control_tokens: what users' text must never be read as.
     """
@@ -38,11 +39,17 @@ class Tokenizer:
         _complete(backend, files)
         self._backend = backend
         self.special_tokens = dict(files.special_tokens)
-        self.image_token_id = files.image_token_id
-        self.image_token = _ensure_image_token(backend, files)
+        self.image_token_id, self.video_token_id = files.image_token_id, files.video_token_id
+        self.image_token = _ensure_token(backend, files.image_token_id, "the placeholder of pictures")
+        self.video_token = _ensure_token(backend, files.video_token_id, "the placeholder of videos")
+        self.picture_mark, self._picture = self.image_token, None
+        if files.picture_ends is not None:
+            begin, end = (_ensure_token(backend, id_, "a token beside pictures") for id_ in files.picture_ends)
+            self.picture_mark, self._picture = begin, f"\n\n{begin}{self.image_token}{end}\n\n"
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        self._control_ids = self.special_ids | ({self.image_token_id} if self.image_token_id is not None else set())
+        media_ids = (files.image_token_id, files.video_token_id, *(files.picture_ends or ()))
+        self._control_ids = self.special_ids | {id_ for id_ in media_ids if id_ is not None}
         self._added = {token.content: (id_, token) for id_, token in added.items()}
         # A tokenizer may write its unknown token for ordinary text; it means nothing to a model.
         self._forbidden_ids = self._control_ids - {_unknown_id(backend, files)}
@@ -89,6 +96,12 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a token, None if there is no such token."""
         return self._backend.token_to_id(token)
+
+    def write_pictures(self, text: str) -> str:
+        """Text in which everything that belongs to a picture stands where the template has its mark."""
+        if self.picture_mark is None or self._picture is None:
+            return text
+        return text.replace(self.picture_mark, self._picture)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, control tokens in it included. A beginning token is never put before another one."""
@@ -181,13 +194,14 @@ def _unknown_id(backend: tokenizers.Tokenizer, files: PromptFiles) -> int | None
     return backend.token_to_id(token) if token is not None else getattr(backend.model, "unk_id", None)
 
 
-def _ensure_image_token(backend: tokenizers.Tokenizer, files: PromptFiles) -> str | None:
-    if files.image_token_id is None:
+def _ensure_token(backend: tokenizers.Tokenizer, token_id: int | None, meaning: str) -> str | None:
+    """The token with that id, which is read as such from now on."""
+    if token_id is None:
         return None
-    token = backend.id_to_token(files.image_token_id)
+    token = backend.id_to_token(token_id)
     if token is None:
         raise UnsupportedModelError(
-            f"config.json names token {files.image_token_id} as the placeholder of pictures, "
+            f"config.json names token {token_id} as {meaning}, "
             f"but the tokenizer has only {backend.get_vocab_size()} tokens"
         )
     if token not in {added.content for added in backend.get_added_tokens_decoder().values()}:

@@ -82,6 +82,8 @@ class BatchBuilder:
             query_lens=counts,
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
+            pictures=[(rows.first, rows.last) for rows in image_rows],
+            num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
         )
         return Batch(
             token_ids=self._tensor(token_ids),
@@ -141,8 +143,8 @@ def _has_grid(chunk: ScheduledChunk) -> bool:
 
 
 def _grid_positions(step: Step, positions: np.ndarray) -> np.ndarray:
-    """int64 ``[3, tokens]`` from positions that count tokens: within a picture by frames, rows and columns, each from
-    where the picture begins; behind it from the highest of its rows and columns on."""
+    """int64 ``[3, tokens]`` from positions that count tokens: within a picture or video by frames, rows and columns,
+    each from where it begins; behind it from the highest of all three on (https://arxiv.org/abs/2409.12191)."""
     result = np.repeat(positions[None], 3, 0)
     first = 0
     for sequence, count, _ in step.chunks:
@@ -153,13 +155,15 @@ def _grid_positions(step: Step, positions: np.ndarray) -> np.ndarray:
         for span in sequence.image_spans:
             if span.start > places[-1] or span.image.grid is None:
                 break
-            _, rows, columns = span.image.grid
+            frames, rows, columns = span.image.grid
+            # In float32, where a product may fall short of a whole number, as in transformers.
+            times = (np.arange(frames, dtype=np.float32) * np.float32(span.image.frame_step)).astype(np.int64)
             inside = (places >= span.start) & (places < span.end)
             within = places[inside] - span.start
             begin = span.start + shift
-            own[0, inside] = begin + within // (rows * columns)
+            own[0, inside] = begin + times[within // (rows * columns)]
             own[1, inside] = begin + within // columns % rows
             own[2, inside] = begin + within % columns
-            shift += max(rows, columns) - span.image.num_tokens
+            shift += max(int(times[-1]) + 1, rows, columns) - span.image.num_tokens
             own[:, places >= span.end] = places[places >= span.end] + shift
     return result

@@ -59,8 +59,10 @@ class Scheduler:
         image_token_bytes: int,
         prefix_caching: bool,
         window: int | None = None,
+        whole_pictures: bool = False,
     ) -> None:
-        """window: how many positions a token sees at most, itself included, in every layer; None: all."""
+        """window: how many positions a token sees at most, itself included, in every layer; None: all.
+        whole_pictures: the tokens of a picture see each other, so that they are computed in one step."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
         self.encoder_cache = encoder_cache
@@ -78,6 +80,7 @@ class Scheduler:
         self._image_token_bytes = image_token_bytes
         self._prefix_caching = prefix_caching
         self._window = window
+        self._whole_pictures = whole_pictures
         # Who is computing the block with a key: whoever needs it too had better wait for it.
         self._computing: dict[bytes, Sequence] = {}
         self._by_id: dict[str, Sequence] = {}
@@ -278,13 +281,20 @@ class Scheduler:
     def _schedule_chunk(self, step: Step, sequence: Sequence, budget: int) -> int:
         """A chunk of at most `budget` tokens, cut before the first picture that cannot be encoded in this step.
 
+        Where pictures see themselves whole, it is cut before one that does not fit, and takes one that it begins with
+        even beyond the budget. It may begin inside one: what others have computed of a picture has seen all of it.
         Returns its number of tokens, which may be 0.
         """
-        if budget == 0:
+        if budget <= 0:
             return 0
         start = sequence.num_computed
         end = start + min(sequence.num_uncomputed, budget)
         for span in sequence.spans_between(start, end):
+            if self._whole_pictures and span.end > end:
+                if span.start > start:
+                    end = span.start
+                    break
+                end = span.end
             if not self._secure(step, sequence, span.image):
                 end = max(start, span.start)
                 break

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
 from vlmserve.types import MAX_CACHE_SALT, SamplingParams
 
@@ -83,11 +84,50 @@ class ImageURL(RequestModel):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(RequestModel):
+class VideoURL(RequestModel):
+    """Where a video's file is: a data URL or an http(s) URL."""
+
+    url: str
+
+
+def _as_url(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+Pixels = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
+
+
+class MediumPart(RequestModel):
+    """What pictures and videos have in common: bounds of their area once resized, for models that take any size."""
+
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+
+
+class ImagePart(MediumPart):
     """A picture."""
 
     type: Literal["image_url"]
-    image_url: Annotated[ImageURL, BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)]
+    image_url: Annotated[ImageURL, BeforeValidator(_as_url)]
+
+
+class VideoURLPart(MediumPart):
+    """A video's file. fps: frames to take of a second of it."""
+
+    type: Literal["video_url"]
+    video_url: Annotated[VideoURL, BeforeValidator(_as_url)]
+    fps: float | None = Field(None, gt=0, le=MAX_FPS)
+
+
+class VideoPart(MediumPart):
+    """A video as the URLs of its frames. fps: how many of them are a second."""
+
+    type: Literal["video"]
+    video: Annotated[list[str], Field(min_length=1)]
+    fps: float | None = Field(None, gt=0, le=MAX_FPS)
+
+
+PARTS = ("text", "image_url", "video_url", "video")
 
 
 # Tags in angle brackets never reach a client: `_path` leaves them out.
@@ -97,15 +137,18 @@ def _content_kind(value: Any) -> str | None:
 
 def _part_kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("text", "image_url") else None
+    return f"<{kind}>" if kind in PARTS else None
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ImagePart, Tag("<image_url>")]
+    | Annotated[VideoURLPart, Tag("<video_url>")]
+    | Annotated[VideoPart, Tag("<video>")],
     Discriminator(
         _part_kind,
         custom_error_type="part",
-        custom_error_message="Input should be an object with type 'text' or 'image_url'",
+        custom_error_message=f"Input should be an object with a type out of {', '.join(map(repr, PARTS))}",
     ),
 ]
 Content = Annotated[

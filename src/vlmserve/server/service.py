@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Literal, Protocol
@@ -186,11 +186,11 @@ class Service:
         """The prompt of a conversation, made in a worker thread. Raises what the preparer does."""
         assert self._preparer is not None
         urls = [
-            part["image_url"]["url"]
+            url
             for message in messages
             if isinstance(message["content"], list)
             for part in message["content"]
-            if part["type"] == "image_url"
+            for url in _urls(part)
         ]
         remote = any(not url.startswith("data:") for url in urls)
         workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
@@ -206,3 +206,11 @@ class Service:
         """A new detokenizer for one answer."""
         assert self._preparer is not None
         return self._preparer.detokenizer(params)
+
+
+def _urls(part: Mapping[str, Any]) -> Sequence[str]:
+    """Where a part's picture, or the video or its frames, come from."""
+    kind = part["type"]
+    if kind == "text":
+        return ()
+    return part["video"] if kind == "video" else (part[kind]["url"],)

@@ -49,7 +49,7 @@ class ClipSpec:
         kinds: Sequence[str] = ("clip_vision_model",),
         defaults: Mapping[str, Any] = DEFAULTS,
     ) -> ClipSpec:
-        """From a ``vision_config``. kinds: model types that are meant. defaults: what the first of them leaves out.
+        """From a ``vision_config``. kinds: the model types that are taken. defaults: what it may leave out.
 
         Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes.
         """

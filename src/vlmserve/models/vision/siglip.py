@@ -1,5 +1,5 @@
-"""The vision transformer of SigLIP (https://arxiv.org/abs/2303.15343), as Idefics3 and SmolVLM use it: CLIP's layers
-over patches alone, for pictures that need not have the size of its table of positions."""
+"""The vision transformer of SigLIP (https://arxiv.org/abs/2303.15343): CLIP's layers over patches alone. Idefics3 and
+SmolVLM have it see pictures that need not have the size of its table of positions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from vlmserve.layers.norm import LayerNorm
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
 
 IDEFICS3_KINDS = ("idefics3_vision", "idefics3", "smolvlm_vision", "smolvlm")
-IDEFICS3_DEFAULTS: Mapping[str, Any] = {
-    "hidden_size": 1152,
+SIGLIP_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
-    "num_attention_heads": 16,
+    "num_attention_heads": 12,
     "num_channels": 3,
     "image_size": 224,
-    "patch_size": 32,
+    "patch_size": 16,
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
+IDEFICS3_DEFAULTS = {**SIGLIP_DEFAULTS, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 
 
 def patch_positions(down: int, across: int, side: int) -> Tensor:
@@ -45,30 +46,35 @@ def patch_positions(down: int, across: int, side: int) -> Tensor:
 class SiglipEmbeddings(nn.Module):
     """Pictures to tokens: the patches row by row, each with its position."""
 
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, stretched: bool, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
         self.position_embedding = Embedding(spec.num_patches, spec.hidden_size, dtype=dtype, device=device)
         self._patch_size = spec.patch_size
         self._side = spec.image_size // spec.patch_size
+        self._stretched = stretched
 
     def forward(self, pixels: Tensor) -> Tensor:
-        down, across = (edge // self._patch_size for edge in pixels.shape[2:])
-        positions = patch_positions(down, across, self._side).to(pixels.device)
-        output: Tensor = self.patch_embedding(pixels) + self.position_embedding(positions)
+        positions: Tensor = self.position_embedding.weight
+        if self._stretched:
+            # Of a picture of the table's own size, too: rounding moves some of its patches.
+            down, across = (edge // self._patch_size for edge in pixels.shape[2:])
+            positions = positions[patch_positions(down, across, self._side).to(pixels.device)]
+        output: Tensor = self.patch_embedding(pixels) + positions
         return output
 
 
 class SiglipTower(nn.Module):
     """``[pictures, channels, height, width]`` to ``[pictures, patches, hidden_size]``: the normed output of all layers.
 
-    Modules are named as checkpoints name them.
+    stretched: positions are those of `patch_positions`; otherwise all pictures have the size of their table. Modules
+    are named as checkpoints name them.
     """
 
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, *, stretched: bool = False, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
-        self.embeddings = SiglipEmbeddings(spec, dtype=dtype, device=device)
+        self.embeddings = SiglipEmbeddings(spec, stretched, dtype=dtype, device=device)
         layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)

@@ -1,0 +1,105 @@
+"""Video files to frames, through FFmpeg's libraries (PyAV, the extra ``video``), which are loaded when one comes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import InvalidVideoError, VideoTooLargeError
+
+CONTAINERS = {"mov": (4, b"ftyp"), "matroska": (0, b"\x1aE\xdf\xa3"), "avi": (8, b"AVI ")}
+"""FFmpeg's names of file formats, and where in a file which bytes tell them. It must not guess: some of the formats
+that it knows are lists of other files, on this machine or the network, and it would open them."""
+_SAFE = {"protocol_whitelist": "", "format_whitelist": ",".join(CONTAINERS)}
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What was taken of a file. indices: of the frames. rate: how many of those that were taken are a second. frames:
+    upright RGB pictures, decoded as they are asked for."""
+
+    indices: Sequence[int]
+    rate: float
+    frames: Iterator[Image.Image]
+
+
+@contextmanager
+def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limits: MediaConfig) -> Iterator[Sampled]:
+    """Some of the frames of an MP4, MOV, WebM, Matroska or AVI file.
+
+    sample: which ones, of so many, with so many a second. Raises InvalidVideoError for a file that cannot be read, also
+    while frames are asked for, and VideoTooLargeError for too many frames or pixels.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise InvalidVideoError(
+            "videos are only read as lists of frames here; for files, install vlmserve with the extra [video]"
+        ) from error
+    container_format = next((name for name, (at, mark) in CONTAINERS.items() if data[at:].startswith(mark)), None)
+    if container_format is None:
+        raise InvalidVideoError("the data is not a video in a supported format (MP4, MOV, WebM, Matroska, AVI)")
+    try:
+        with av.open(io.BytesIO(data), format=container_format, options=dict(_SAFE)) as container:
+            if not container.streams.video:
+                raise InvalidVideoError("the file has no video in it, only sound")
+            stream = container.streams.video[0]
+            # As many videos are decoded at once as there are threads for it.
+            stream.codec_context.thread_count = 1
+            check_frame(stream.width, stream.height, limits)
+            count = _count(container, stream, limits)
+            rate = float(stream.average_rate or stream.guessed_rate or 0)
+            if count == 0 or rate <= 0:
+                raise InvalidVideoError(f"the video has {count} frames, {rate:g} a second")
+            indices = sample(count, rate)
+            container.seek(0)
+            frames = _decoded(container, stream, indices, limits)
+            yield Sampled(indices, len(indices) / count * rate, frames)
+    except av.error.FFmpegError as error:
+        raise InvalidVideoError(f"the video is broken: {error}") from error
+
+
+def check_frame(width: int, height: int, limits: MediaConfig) -> None:
+    """Raises VideoTooLargeError for frames with more pixels than a picture may have."""
+    if width * height > limits.max_image_pixels:
+        raise VideoTooLargeError(
+            f"the video's frames have {width:,} x {height:,} pixels; at most {limits.max_image_pixels:,} are allowed"
+        )
+
+
+def _count(container: Any, stream: Any, limits: MediaConfig) -> int:
+    """How many frames a stream has, without decoding any: what its header says may be wrong."""
+    count = 0
+    for packet in container.demux(stream):
+        count += packet.size > 0
+        if count > limits.max_decoded_frames:
+            raise VideoTooLargeError(f"the video has more than {limits.max_decoded_frames:,} frames")
+    return count
+
+
+def _decoded(container: Any, stream: Any, indices: Sequence[int], limits: MediaConfig) -> Iterator[Image.Image]:
+    """The frames with those ascending numbers."""
+    wanted = list(indices)[::-1]
+    image = None
+    for number, frame in enumerate(container.decode(stream)):
+        if number < wanted[-1]:
+            continue
+        check_frame(frame.width, frame.height, limits)
+        image = frame.to_image()
+        if frame.rotation:
+            image = image.rotate(frame.rotation, expand=True)
+        while wanted and wanted[-1] == number:
+            wanted.pop()
+            yield image
+        if not wanted:
+            return
+    if image is None:
+        raise InvalidVideoError("the video is broken: none of its frames could be decoded")
+    # A packet need not be a frame that is shown.
+    yield from [image] * len(wanted)

@@ -1,0 +1,201 @@
+"""Videos to pixels: frames one by one through the preprocessing of pictures, timed for positions that count them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from blake3 import blake3
+
+from vlmserve.config import MediaConfig, ProcessorOverrides
+from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeError
+from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.cache import PictureCache
+from vlmserve.media.keys import video_key
+from vlmserve.media.pictures import Picture
+from vlmserve.media.processor import PixelLimits
+from vlmserve.media.sources import ImageSource, Opened, open_picture, read_source
+from vlmserve.media.video_files import sample_file
+from vlmserve.types import ImageInput, Pixels
+
+VideoSource: TypeAlias = ImageSource | Sequence[ImageSource]
+"""A video's file, as a path, a URL or bytes, or its frames."""
+
+FRAME_BOUNDS = (128 * 28 * 28, 768 * 28 * 28)
+"""Pixels that a frame has at least and at most where a checkpoint does not say."""
+FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How time becomes frames and frames become positions.
+
+    fps: frames taken of a second of a file; of frames that come one by one, how many are a second. min_frames,
+    max_frames: taken of a file, if it has them. depth: frames that share an embedding. positions_per_second: None: one
+    position each for so many frames.
+    """
+
+    fps: float
+    min_frames: int
+    max_frames: int
+    depth: int
+    positions_per_second: float | None
+
+    def sample(self, num_frames: int, rate: float) -> list[int]:
+        """Which frames are taken of a file of so many, `rate` a second: evenly spread, whole embeddings if it has
+        them."""
+        depth = self.depth
+        most = min(self.max_frames, num_frames) // depth * depth
+        wanted = min(max(num_frames / rate * self.fps, self.min_frames), most)
+        count = max(1, int(wanted) // depth * depth)
+        return [int(index * (num_frames / count)) for index in range(count)]
+
+    def frame_step(self, rate: float) -> float:
+        """`ImageInput.frame_step` of frames of which there are `rate` a second."""
+        if self.positions_per_second is None:
+            return 1.0
+        return float(np.float32(self.positions_per_second) * np.float32(self.depth / rate))
+
+
+class VideoProcessor:
+    """Preprocesses videos for one checkpoint. fingerprint: 32-byte digest of all that decides pixels and positions."""
+
+    def __init__(self, frames: AnySizeProcessor, timing: Timing) -> None:
+        self._frames = frames
+        self.timing = timing
+        described = json.dumps(["videos v1", asdict(timing)], sort_keys=True).encode()
+        self.fingerprint = blake3(frames.fingerprint + described).digest()
+
+    @classmethod
+    def from_settings(
+        cls,
+        settings: dict[str, Any],
+        vision_config: dict[str, Any],
+        *,
+        exact_pixels: bool = False,
+        overrides: ProcessorOverrides | None = None,
+        max_frames: int = MAX_FRAMES,
+    ) -> Self:
+        """settings: of the checkpoint's video processor. vision_config: of its config.json. max_frames: the server's
+        own limit."""
+        overrides = overrides or ProcessorOverrides()
+        frames = AnySizeProcessor.from_settings(
+            settings, exact_pixels=exact_pixels, overrides=overrides, bounds=FRAME_BOUNDS
+        )
+        counts_seconds = str(vision_config.get("model_type")).startswith("qwen2_5_vl")
+        timing = Timing(
+            fps=float(overrides.fps or settings.get("fps") or FPS),
+            min_frames=int(settings.get("min_frames") or MIN_FRAMES),
+            max_frames=min(int(settings.get("max_frames") or MAX_FRAMES), max_frames),
+            depth=int(settings.get("temporal_patch_size") or 2),
+            positions_per_second=float(vision_config.get("tokens_per_second", 4)) if counts_seconds else None,
+        )
+        return cls(frames, timing)
+
+    def within(self, limits: PixelLimits, fps: float | None) -> VideoProcessor:
+        """The same with frames within narrower bounds, and other `Timing.fps`.
+
+        Raises InvalidRequestError for bounds that are wider.
+        """
+        timing = self.timing if fps is None else replace(self.timing, fps=fps)
+        return VideoProcessor(self._frames.within(limits), timing)
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """As that of `AnySizeProcessor`."""
+        return self._frames.reduction(size)
+
+    def process(self, frames: Iterator[Picture], num_frames: int, limits: MediaConfig) -> Pixels:
+        """Float32 ``[frames, 3, height, width]`` of so many frames, which are taken one by one.
+
+        Raises InvalidVideoError for frames of different sizes, VideoTooLargeError for too many pixels, and as
+        `AnySizeProcessor.process` does.
+        """
+        first = next(frames)
+        pixels = self._frames.process(first)
+        if num_frames * pixels[0, 0].size > limits.max_video_pixels:
+            raise VideoTooLargeError(
+                f"the video has {num_frames} frames of {pixels.shape[3]} x {pixels.shape[2]} pixels, more than "
+                f"{limits.max_video_pixels:,} in all; lower its fps or max_pixels"
+            )
+        video = np.empty((num_frames, *pixels.shape[1:]), np.float32)
+        video[0] = pixels[0]
+        for index, frame in enumerate(frames, start=1):
+            if frame.size != first.size:
+                raise InvalidVideoError(
+                    f"frame {index} of the video has {frame.size[0]} x {frame.size[1]} pixels, those before it "
+                    f"{first.size[0]} x {first.size[1]}; all need one size"
+                )
+            video[index] = self._frames.process(frame)[0]
+        return video
+
+    def finish(self, key: bytes, pixels: Pixels, rate: float) -> ImageInput:
+        """The video with these pixels, `rate` frames a second."""
+        pixels.flags.writeable = False  # other requests may see the same video
+        frames, rows, columns = self._frames.grid(pixels)
+        grid = -(-frames // self.timing.depth), rows, columns
+        return ImageInput(key, pixels, math.prod(grid), grid, self.timing.frame_step(rate))
+
+
+def prepare_video(
+    source: VideoSource, processor: VideoProcessor, limits: MediaConfig, cache: PictureCache, *, salt: str = ""
+) -> ImageInput:
+    """A video ready for the vision tower; those in `cache` are not decoded again. Trusts `source`: paths are read.
+
+    salt: part of the video's key. Raises InvalidVideoError or VideoTooLargeError, and as `prepare_image` does for the
+    frames of a list.
+    """
+    if isinstance(source, list | tuple):
+        return _of_frames(source, processor, limits, cache, salt)
+    if not isinstance(source, str | bytes | os.PathLike):
+        raise InvalidVideoError(f"a video cannot come from a {type(source).__name__}; give a file or a list of frames")
+    data = read_source(source, limits, "video")
+    key = video_key([data], processor.fingerprint, salt)
+
+    def prepare() -> ImageInput:
+        with sample_file(data, processor.timing.sample, limits) as sampled:
+            frames = (Picture.whole(frame) for frame in sampled.frames)
+            pixels = processor.process(frames, len(sampled.indices), limits)
+        return processor.finish(key, pixels, sampled.rate)
+
+    return cache.get(key, prepare)
+
+
+def _of_frames(
+    frames: Sequence[ImageSource], processor: VideoProcessor, limits: MediaConfig, cache: PictureCache, salt: str
+) -> ImageInput:
+    """A video of which every frame is a picture."""
+    if not frames:
+        raise InvalidVideoError("the video has no frames")
+    if len(frames) > limits.max_video_frames:
+        raise VideoTooLargeError(
+            f"the video has {len(frames)} frames; at most {limits.max_video_frames} are allowed, send every other one"
+        )
+    opened: list[Opened] = []
+    deadline = time.monotonic() + limits.fetch_timeout
+    for frame in frames:
+        # Those that come from a URL share the time for one.
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            own_limits = limits.model_copy(update={"fetch_timeout": left})
+            opened.append(open_picture(frame, processor, own_limits, salt=salt))
+        except ImageFetchError as error:
+            if time.monotonic() < deadline:
+                raise
+            raise ImageFetchError(
+                f"the video's frames were not fetched: together they took longer than {limits.fetch_timeout:g} s"
+            ) from error
+        if sum(one.num_bytes for one in opened) > limits.max_video_bytes:
+            raise VideoTooLargeError(f"the video's frames have more than the {limits.max_video_bytes:,} bytes allowed")
+    key = video_key([one.key for one in opened], processor.fingerprint, salt)
+
+    def prepare() -> ImageInput:
+        pixels = processor.process((one.decode() for one in opened), len(opened), limits)
+        return processor.finish(key, pixels, processor.timing.fps)
+
+    return cache.get(key, prepare)

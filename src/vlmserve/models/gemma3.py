@@ -1,0 +1,84 @@
+"""Gemma 3's eyes (https://arxiv.org/abs/2503.19786): a SigLIP tower whose patches are averaged in squares, normed and
+projected into the decoder's embedding space. Implements `VisionEncoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.errors import InvalidImageError, ModelLoadError
+from vlmserve.layers.linear import empty_parameter
+from vlmserve.layers.norm import RMSNorm
+from vlmserve.models.vision.clip import ClipSpec
+from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
+from vlmserve.types import Tiling
+
+IMAGE_TOKEN_ID = 262144
+TOKENS_PER_IMAGE = 256
+
+
+class Gemma3Projector(nn.Module):
+    """``[pictures, patches, vision width]`` to ``[pictures, embeddings, hidden_size]``, the averages of squares."""
+
+    def __init__(
+        self, spec: ClipSpec, hidden_size: int, num_tokens: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._side = spec.image_size // spec.patch_size
+        self._square = self._side // max(1, int(num_tokens**0.5))
+        if self._square < 1 or (self._side // self._square) ** 2 != num_tokens:
+            raise ModelLoadError(
+                f"config.json: {self._side} x {self._side} patches cannot be averaged to mm_tokens_per_image "
+                f"{num_tokens} embeddings"
+            )
+        # As wide as the tower and as the decoder, the other way round than a linear layer has it.
+        self.mm_input_projection_weight = empty_parameter(spec.hidden_size, hidden_size, dtype=dtype, device=device)
+        self.mm_soft_emb_norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=1.0, dtype=dtype, device=device)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        pictures, _, width = patches.shape
+        planes = patches.transpose(1, 2).reshape(pictures, width, self._side, self._side)
+        averaged = F.avg_pool2d(planes, self._square).flatten(2).transpose(1, 2)
+        output: Tensor = self.mm_soft_emb_norm(averaged) @ self.mm_input_projection_weight
+        return output
+
+
+class Gemma3Vision(nn.Module):
+    """Tower and projector of a Gemma 3 config; modules are named as checkpoints name them.
+
+    Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        spec = ClipSpec.from_config(config.get("vision_config") or {}, ("siglip_vision_model",), SIGLIP_DEFAULTS)
+        self.num_tokens = config.get("mm_tokens_per_image", TOKENS_PER_IMAGE)
+        self.vision_tower = SiglipTower(spec, **kind)
+        self.multi_modal_projector = Gemma3Projector(spec, hidden_size, self.num_tokens, **kind)
+        self.dtype = dtype
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        spec = self.vision_tower.spec
+        expected = (1, spec.num_channels, spec.image_size, spec.image_size)
+        if tuple(shape) != expected:
+            raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(shape)}")
+        if num_tokens != self.num_tokens:
+            raise InvalidImageError(f"the picture makes {self.num_tokens} embeddings and has {num_tokens} placeholders")
+
+    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+        """Embeddings of pictures, in one call.
+
+        pixels: one float tensor ``[1, channels, height, width]`` a picture, on the model's device.
+        Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
+        """
+        if not pixels:
+            return []
+        return list(self.multi_modal_projector(self.vision_tower(torch.cat(pixels).to(self.dtype))))

@@ -1,0 +1,270 @@
+"""Gemma 3 with eyes against transformers' processor and model: pictures that see themselves whole, however prompts are
+cut and cached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from transformers import Gemma3ForConditionalGeneration, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+from tests.checkpoints import GEMMA3_NAMED, GEMMA3_PICTURE_TOKENS, GEMMA3_TEMPLATE, change_config, make_gemma3
+from tests.engine.test_parity import generate
+from tests.engine.test_qwen_chat import assistant, tokens, user
+from vlmserve import LLM, SamplingParams
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.types import Prompt
+
+NEW_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def blotches(width: int, height: int, seed: int) -> Image.Image:
+    """A picture of a few large spots, which are still there when it is resized."""
+    levels = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(levels).resize((width, height), Image.Resampling.BILINEAR)
+
+
+PICTURES = [blotches(40, 30, 0), blotches(20, 60, 1), blotches(90, 50, 2)]
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [user(PICTURES[0], "What is in the picture?")],
+    [user("Hi"), assistant("Hello world"), user("First", PICTURES[1], "then\n", PICTURES[2], "\n?")],
+    [user(PICTURES[2], PICTURES[0], PICTURES[1])],
+    [user("How many green triangles are there?")],
+    [user("The end of it is ", PICTURES[1])],
+    [user(PICTURES[2], "?"), assistant("A number"), user("And now?")],
+]
+
+
+@dataclass
+class Oracle:
+    """A checkpoint and transformers' opinion of it."""
+
+    folder: Path
+    model: nn.Module
+    processor: Any
+
+    def llm(self, **settings: Any) -> LLM:
+        settings = {"kv_cache_memory": "16MiB", "dtype": "float32", "device": "cpu", "block_size": 4, **settings}
+        return LLM(str(self.folder), **settings)
+
+    def inputs(self, conversation: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        text = self.processor.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
+        parts = [
+            part for message in conversation if isinstance(message["content"], list) for part in message["content"]
+        ]
+        pictures = [part["image"] for part in parts if part["type"] == "image"]
+        # The template has written the token that begins a text.
+        return dict(self.processor(text=text, images=pictures or None, return_tensors="pt", add_special_tokens=False))
+
+    @torch.inference_mode()
+    def greedy(self, inputs: dict[str, torch.Tensor]) -> list[int]:
+        generated = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        return generated[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module", params=["mixed layers", "all layers slide"])
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    kinds = {} if request.param == "mixed layers" else {"layer_types": ["sliding_attention"] * 3, "sliding_window": 30}
+    folder = make_gemma3(tmp_path_factory.mktemp("gemma3"), **kinds)
+    model = Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    processor = Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+        PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=GEMMA3_NAMED),
+        chat_template=GEMMA3_TEMPLATE,
+        image_seq_length=GEMMA3_PICTURE_TOKENS,
+    )
+    return Oracle(folder, model, processor)
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle) -> list[list[int]]:
+    return [oracle.greedy(oracle.inputs(conversation)) for conversation in CONVERSATIONS]
+
+
+def test_ids_and_pixels_are_those_of_the_processor(oracle: Oracle) -> None:
+    preparer = oracle.llm(load="lazy")._preparer
+    for conversation in CONVERSATIONS:
+        prompt, theirs = preparer.chat(conversation, allow_local=True), oracle.inputs(conversation)
+        assert prompt.token_ids == theirs["input_ids"][0].tolist()
+        if prompt.images:
+            pixels = np.concatenate([span.image.pixels for span in prompt.images])
+            np.testing.assert_allclose(pixels, theirs["pixel_values"].numpy(), rtol=0, atol=1e-6)
+    raw = preparer.text("a <start_of_image> b", [PICTURES[0]], allow_local=True)
+    assert raw.token_ids == oracle.processor(text="a <start_of_image> b", images=[PICTURES[0]])["input_ids"][0]
+
+
+def test_tokens_around_pictures_that_users_write_are_only_words(oracle: Oracle) -> None:
+    preparer = oracle.llm(load="lazy")._preparer
+    words = " ".join(GEMMA3_NAMED.values())
+    prompt = preparer.chat([user(words, PICTURES[0], words)], allow_local=True)
+    controls = {preparer.tokenizer.token_id(token) for token in GEMMA3_NAMED.values()}
+    assert sum(token_id in controls for token_id in prompt.token_ids) == GEMMA3_PICTURE_TOKENS + 2
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("budget", [5, 30, 2048])
+def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[int]], budget: int) -> None:
+    """A budget of 5 would cut through every picture, one of 30 through some."""
+    assert len({tuple(answer) for answer in expected}) == len(expected), "answers that are alike would prove little"
+    llm = oracle.llm(max_num_batched_tokens=budget)
+    ends = chunk_ends(llm)
+    assert tokens(llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)) == expected
+    assert len(ends) > {5: 60, 30: 10, 2048: 5}[budget]
+    assert not any(span.start < end < span.end for end, spans in ends for span in spans)
+    again = llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)
+    assert tokens(again) == expected
+    assert all(result.num_cached_tokens > 0 for result in again)
+    alone = oracle.llm(max_num_batched_tokens=budget)
+    assert [tokens(alone.chat(asked, GREEDY, use_tqdm=False))[0] for asked in CONVERSATIONS] == expected
+
+
+def chunk_ends(llm: LLM) -> list[tuple[int, Any]]:
+    """Where the chunks of prompts end that an engine runs from now on, with the pictures of each."""
+    ends: list[tuple[int, Any]] = []
+    scheduler = llm.engine._scheduler  # type: ignore[attr-defined]
+    schedule = scheduler.schedule
+
+    def recording() -> Any:
+        step = schedule()
+        ends.extend(
+            (chunk.sequence.num_computed + chunk.num_tokens, chunk.sequence.image_spans)
+            for chunk in step.chunks
+            if chunk.sequence.num_computed < chunk.sequence.num_prompt_tokens
+        )
+        return step
+
+    scheduler.schedule = recording
+    return ends
+
+
+def test_preempted_requests_give_the_same(oracle: Oracle, expected: list[list[int]]) -> None:
+    probe = oracle.llm(block_size=2)
+    longest = max(len(oracle.inputs(asked)["input_ids"][0]) for asked in CONVERSATIONS) + NEW_TOKENS
+    block = probe.engine.info.kv_cache_bytes // probe.engine.stats().kv_blocks_total
+    tight = oracle.llm(block_size=2, kv_cache_memory=(longest // 2 + 4) * block, max_num_batched_tokens=100)
+    assert tokens(tight.chat(CONVERSATIONS, GREEDY, use_tqdm=False)) == expected
+    assert tight.engine.stats().preemptions > 0
+
+
+def test_a_prefix_hit_may_end_inside_a_picture(oracle: Oracle) -> None:
+    """The cached part of the picture was computed with all of it in sight, so the rest can follow by itself."""
+    llm = oracle.llm(block_size=16)
+    inside = 0
+    for words in ("a", "green triangles", "The number is 42. hello world, the quick brown fox"):
+        one, other = ([user(words, PICTURES[0], question)] for question in ("What?", "How many?"))
+        llm.chat(one, GREEDY, use_tqdm=False)
+        [result] = llm.chat(other, GREEDY, use_tqdm=False)
+        assert tokens([result]) == [oracle.greedy(oracle.inputs(other))]
+        [span] = llm._preparer.chat(other, allow_local=True).images
+        inside += span.start < result.num_cached_tokens < span.end
+    assert inside
+
+
+def test_a_picture_may_end_a_prompt(oracle: Oracle) -> None:
+    """Then nothing but the last of its tokens is left to compute when the prompt comes again."""
+    llm = oracle.llm()
+    prompt = llm._preparer.chat([user("See", PICTURES[1])], allow_local=True)
+    [span] = prompt.images
+    cut = Prompt(prompt.token_ids[: span.end], prompt.images)
+    inputs = {
+        name: value[:, : span.end]
+        for name, value in oracle.inputs([user("See", PICTURES[1])]).items()
+        if value.ndim == 2
+    }
+    inputs["pixel_values"] = oracle.inputs([user("See", PICTURES[1])])["pixel_values"]
+    answer = oracle.greedy(inputs)
+    for _ in range(2):
+        assert generate(llm.engine, [cut]) == [answer]  # type: ignore[arg-type]
+
+
+def test_without_sight_of_itself_a_picture_means_something_else(
+    oracle: Oracle, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = oracle.llm()
+    monkeypatch.setattr(
+        "vlmserve.runner.batch.BatchMetadata", lambda **fields: BatchMetadata(**{**fields, "pictures": ()})
+    )
+    changed = tokens(llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False))
+    assert changed[3] == expected[3], "without a picture nothing differs"
+    assert changed != expected
+
+
+def test_published_layouts_load_and_have_tied_embeddings(tmp_path: Path) -> None:
+    plain, published = make_gemma3(tmp_path / "new"), make_gemma3(tmp_path / "old", published_names=True)
+    text = json.loads((published / "config.json").read_text())["text_config"]
+    del text["tie_word_embeddings"]
+    change_config(published, tie_word_embeddings=None, text_config=text)
+    answers = [
+        tokens(
+            LLM(str(folder), dtype="float32", kv_cache_memory="4MiB").chat(CONVERSATIONS[:2], GREEDY, use_tqdm=False)
+        )
+        for folder in (plain, published)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_attention_is_torchs_whatever_kernels_there_are(oracle: Oracle, kernels: str) -> None:
+    assert isinstance(oracle.llm().engine._runner.model.backend, TorchReference)  # type: ignore[attr-defined]
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = make_gemma3(tmp_path)
+    change_config(folder, mm_tokens_per_image=15)
+    with pytest.raises(ModelLoadError, match="8 x 8 patches cannot be averaged to mm_tokens_per_image 15"):
+        LLM(str(folder), device="cpu")
+    change_config(folder, mm_tokens_per_image=16)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "do_pan_and_scan": True}))
+    with pytest.raises(UnsupportedModelError, match="do_pan_and_scan"):
+        LLM(str(folder), device="cpu")
+
+
+def test_bfloat16_is_within_its_own_rounding(oracle: Oracle) -> None:
+    """As far from float32 as transformers' own bfloat16 is, and no further."""
+    rounded = Gemma3ForConditionalGeneration.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
+    conversations = CONVERSATIONS[:3]
+    ours: list[torch.Tensor] = []
+    llm = oracle.llm(dtype="bfloat16")
+    runner = llm.engine._runner  # type: ignore[attr-defined]
+    logits = runner._logits
+
+    def keep(batch: Any) -> torch.Tensor:
+        result = logits(batch)
+        ours.extend(result.float().clone())
+        return result
+
+    runner._logits = keep
+    one_token = SamplingParams(temperature=0, max_tokens=1)
+    errors = []
+    for conversation in conversations:
+        llm.chat(conversation, one_token, use_tqdm=False)
+        inputs = oracle.inputs(conversation)
+        with torch.inference_mode():
+            exact = oracle.model(**inputs).logits[0, -1]
+            inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+            theirs = rounded(**inputs).logits[0, -1].float()
+        errors.append(((ours[-1] - exact).square().mean(), (theirs - exact).square().mean()))
+    assert sum(mine for mine, _ in errors) < 2 * sum(other for _, other in errors)
+
+
+def test_another_picture_means_another_answer(oracle: Oracle) -> None:
+    llm = oracle.llm()
+    asked = [[user("What is in", picture, "?")] for picture in PICTURES]
+    answers = tokens(llm.chat(asked, GREEDY, use_tqdm=False))
+    assert answers == [oracle.greedy(oracle.inputs(conversation)) for conversation in asked]
+    assert len({tuple(answer) for answer in answers}) > 1

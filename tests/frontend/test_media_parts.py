@@ -1,0 +1,154 @@
+"""Parts of messages that are pictures with limits, or videos."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_qwen_vl
+from tests.frontend.test_requests import TINY, data_url, user
+from tests.media.pictures_for_tests import encoded, noise
+from tests.media.test_videos import COLOURS, video_file
+from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
+from vlmserve.config import MediaConfig, ProcessorOverrides, read_settings
+from vlmserve.errors import ConfigurationError, InvalidRequestError, TooManyImagesError
+from vlmserve.frontend.requests import RequestPreparer
+
+FRAME = data_url(encoded(noise(40, 24)))["image_url"]["url"]
+VIDEO = {"type": "video", "video": [FRAME, FRAME, FRAME]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen_vl(tmp_path_factory.mktemp("qwen"), "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def preparer(folder: Path) -> RequestPreparer:
+    return RequestPreparer(folder, MediaConfig())
+
+
+def test_pictures_and_videos_stand_where_they_were_put(preparer: RequestPreparer) -> None:
+    prompt = preparer.chat([user(VIDEO, "and", data_url(encoded(noise(60, 60))), VIDEO)])
+    tokenizer = preparer.tokenizer
+    kinds = [tokenizer.token(prompt.token_ids[span.start]) for span in prompt.images]
+    assert kinds == ["<|video_pad|>", "<|image_pad|>", "<|video_pad|>"]
+    for span in prompt.images:
+        start, end = tokenizer.token_id("<|vision_start|>"), tokenizer.token_id("<|vision_end|>")
+        assert prompt.token_ids[span.start - 1] == start
+        assert prompt.token_ids[span.end] == end
+        assert len(set(prompt.token_ids[span.start : span.end])) == 1
+    assert prompt.images[0].image.key == prompt.images[2].image.key
+
+
+def test_a_file_comes_as_a_url_and_in_this_process_as_a_path(preparer: RequestPreparer, tmp_path: Path) -> None:
+    data = video_file(COLOURS)
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    path = tmp_path / "film.mp4"
+    path.write_bytes(data)
+    remote = [{"type": "video_url", "video_url": {"url": url}}, {"type": "video_url", "video_url": url}]
+    local = [{"type": "video", "video": source} for source in (path, str(path), data)]
+    keys = {preparer.chat([user(part)]).images[0].image.key for part in remote}
+    keys |= {preparer.chat([user(part)], allow_local=True).images[0].image.key for part in local}
+    assert len(keys) == 1
+    for part in local:
+        with pytest.raises(InvalidRequestError, match="must be a list of the URLs of frames"):
+            preparer.chat([user(part)])
+
+
+def test_words_that_look_like_a_video_are_only_words(preparer: RequestPreparer) -> None:
+    text = "<|video_pad|><|image_pad|><|vision_start|>"
+    prompt = preparer.chat([user(text, VIDEO)])
+    assert len(prompt.images) == 1
+    assert text in preparer.tokenizer.decode(prompt.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "message"),
+    [
+        ({**TINY, "max_pixels": 0}, "messages[0].content[0].max_pixels", "positive whole number"),
+        ({**TINY, "min_pixels": "9"}, "messages[0].content[0].min_pixels", "positive whole number"),
+        ({**TINY, "min_pixels": True}, "messages[0].content[0].min_pixels", "positive whole number"),
+        ({**TINY, "max_pixels": 10**9}, "messages[0].content[0].image_url.url", "this server's max_pixels, 2,304"),
+        ({**VIDEO, "fps": 0}, "messages[0].content[0].fps", "more than 0"),
+        ({**VIDEO, "fps": float("nan")}, "messages[0].content[0].fps", "more than 0"),
+        ({**VIDEO, "max_pixels": 10**9}, "messages[0].content[0].video", "this server's max_pixels"),
+        ({"type": "video", "video": []}, "messages[0].content[0].video", "list"),
+        ({"type": "video"}, "messages[0].content[0].video", "list"),
+        ({"type": "video", "video": [FRAME, "/etc/passwd"]}, "messages[0].content[0].video[1]", "must be a URL"),
+        ({"type": "video_url", "video_url": {"url": "/etc/passwd"}}, "messages[0].content[0].video_url.url", "URL"),
+    ],
+)
+def test_a_refusal_names_the_place(preparer: RequestPreparer, part: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        preparer.chat([user(part)])
+    assert caught.value.param == param
+
+
+def test_too_many_videos_are_refused_before_any_is_read(folder: Path) -> None:
+    preparer = RequestPreparer(folder, MediaConfig(max_videos=1))
+    broken = {"type": "video", "video": ["data:image/png;base64,AAAA"]}
+    with pytest.raises(TooManyImagesError, match="2 videos; at most 1"):
+        preparer.chat([user(broken, broken)])
+
+
+def test_models_that_see_pictures_of_one_size_take_neither_videos_nor_limits(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, byte_level())
+    preparer = RequestPreparer(folder, MediaConfig())
+    with pytest.raises(TooManyImagesError, match="cannot see videos"):
+        preparer.chat([user(VIDEO)])
+    with pytest.raises(InvalidRequestError, match="leave min_pixels and max_pixels out"):
+        preparer.chat([user({**TINY, "max_pixels": 900})])
+    with pytest.raises(ConfigurationError, match="--mm-processor-kwargs"):
+        RequestPreparer(folder, MediaConfig(mm_processor_kwargs=ProcessorOverrides(max_pixels=900)))
+
+
+def test_a_plain_text_has_no_place_for_videos(preparer: RequestPreparer) -> None:
+    with pytest.raises(InvalidRequestError, match="1 placeholder for videos, but 0 videos"):
+        preparer.text("<|vision_start|><|video_pad|><|vision_end|>")
+
+
+IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 32 * 32},
+}
+VIDEOS = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24}}
+
+
+@pytest.mark.parametrize(
+    ("files", "tokens"),
+    [
+        ({"preprocessor_config": IMAGES}, (16, 16)),
+        ({"preprocessor_config": IMAGES, "video_preprocessor_config": VIDEOS}, (16, 9)),
+        ({"processor_config": {"image_processor": IMAGES, "video_processor": VIDEOS}}, (16, 9)),
+    ],
+    ids=["one file", "two files", "transformers 5"],
+)
+def test_settings_are_read_wherever_releases_of_transformers_put_them(
+    folder: Path, tmp_path: Path, files: dict[str, Any], tokens: tuple[int, int]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "preprocessor_config.json").unlink()
+    for name, content in files.items():
+        (copy / f"{name}.json").write_text(json.dumps(content))
+    large = data_url(encoded(noise(200, 200)))
+    video = {"type": "video", "video": [large["image_url"]["url"]]}
+    prompt = RequestPreparer(copy, MediaConfig()).chat([user(large, video)])
+    assert tuple(span.image.num_tokens for span in prompt.images) == tokens
+
+
+def test_overrides_come_as_json_or_as_what_it_says() -> None:
+    for value in ('{"max_pixels": 900, "fps": 1}', {"max_pixels": 900, "fps": 1}):
+        settings = read_settings(MediaConfig, {"mm_processor_kwargs": value})
+        assert settings.mm_processor_kwargs == ProcessorOverrides(max_pixels=900, fps=1)
+    for value, message in {"{": "not JSON", '{"pixels": 9}': "pixels", '{"max_pixels": 0}': "greater"}.items():
+        with pytest.raises(ConfigurationError, match=message):
+            read_settings(MediaConfig, {"mm_processor_kwargs": value})

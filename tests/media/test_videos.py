@@ -1,0 +1,274 @@
+"""Videos as lists of frames and as files: which frames are taken, what they become, what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.media.pictures_for_tests import encoded, noise
+from vlmserve.config import MediaConfig, ProcessorOverrides
+from vlmserve.errors import (
+    ImageFetchError,
+    ImageTooLargeError,
+    InvalidImageError,
+    InvalidRequestError,
+    InvalidVideoError,
+    VideoTooLargeError,
+)
+from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.cache import PictureCache
+from vlmserve.media.pictures import Picture
+from vlmserve.media.processor import PixelLimits
+from vlmserve.media.videos import Timing, VideoProcessor, VideoSource, prepare_video
+from vlmserve.types import ImageInput
+
+SETTINGS: dict[str, Any] = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 256, "longest_edge": 2048},
+}
+QWEN25 = {"model_type": "qwen2_5_vl", "tokens_per_second": 2}
+PROCESSOR = VideoProcessor.from_settings(SETTINGS, QWEN25)
+LIMITS = MediaConfig()
+FRAMES = [noise(40, 24, seed=seed) for seed in range(6)]
+
+
+def prepare(source: VideoSource, processor: VideoProcessor = PROCESSOR, salt: str = "", **limits: Any) -> ImageInput:
+    return prepare_video(source, processor, MediaConfig(**limits), PictureCache(0), salt=salt)
+
+
+def timing(**fields: Any) -> Timing:
+    return Timing(**{"fps": 2.0, "min_frames": 4, "max_frames": 768, "depth": 2, "positions_per_second": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "rate", "fields", "expected"),
+    [
+        (100, 25.0, {}, [0, 12, 25, 37, 50, 62, 75, 87]),
+        (100, 25.0, {"fps": 0.5}, [0, 25, 50, 75]),
+        (100, 25.0, {"fps": 1.3}, [0, 25, 50, 75]),
+        (100, 25.0, {"max_frames": 3}, [0, 50]),
+        (9, 3.0, {"fps": 100.0}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (3, 30.0, {}, [0, 1]),
+        (1, 30.0, {}, [0]),
+    ],
+)
+def test_frames_are_taken_evenly_and_in_whole_pairs(
+    num_frames: int, rate: float, fields: dict[str, Any], expected: list[int]
+) -> None:
+    assert timing(**fields).sample(num_frames, rate) == expected
+
+
+def test_time_becomes_positions_where_the_model_counts_seconds() -> None:
+    assert timing().frame_step(2.0) == 2.0
+    assert timing().frame_step(0.5) == 8.0
+    assert timing(positions_per_second=None).frame_step(0.5) == 1.0
+    assert VideoProcessor.from_settings(SETTINGS, {"model_type": "qwen2_vl"}).timing.positions_per_second is None
+    assert VideoProcessor.from_settings(SETTINGS, {"model_type": "qwen2_5_vl"}).timing.positions_per_second == 4
+    assert prepare(FRAMES[:4]).frame_step == 2.0
+    assert prepare(FRAMES[:4], PROCESSOR.within(PixelLimits(), 0.5)).frame_step == 8.0
+
+
+def test_frames_become_what_pictures_within_the_same_bounds_do(tmp_path: Path) -> None:
+    video = prepare(FRAMES[:5])
+    pictures = AnySizeProcessor.from_settings(SETTINGS)
+    expected = np.concatenate([pictures.process(Picture.whole(frame)) for frame in FRAMES[:5]])
+    np.testing.assert_array_equal(video.pixels, expected)
+    assert video.grid == (3, 3, 5)
+    assert video.num_tokens == 45
+    assert not video.pixels.flags.writeable
+    paths = [tmp_path / f"{index}.png" for index in range(5)]
+    for path, frame in zip(paths, FRAMES, strict=False):
+        path.write_bytes(encoded(frame))
+    urls = ["data:image/png;base64," + base64.b64encode(path.read_bytes()).decode() for path in paths]
+    for sources in (paths, urls, [path.read_bytes() for path in paths]):
+        np.testing.assert_array_equal(prepare(sources).pixels, expected)
+
+
+def test_whatever_changes_pixels_or_positions_changes_the_key() -> None:
+    slow, small = PROCESSOR.within(PixelLimits(), 1.0), PROCESSOR.within(PixelLimits(max_pixels=600), None)
+    other = VideoProcessor.from_settings(SETTINGS, {"model_type": "qwen2_vl"})
+    keys = {
+        prepare(FRAMES[:4]).key,
+        prepare(FRAMES[:4][::-1]).key,
+        prepare(FRAMES[:3]).key,
+        prepare(FRAMES[:4], salt="tenant").key,
+        *(prepare(FRAMES[:4], processor).key for processor in (slow, small, other)),
+    }
+    assert len(keys) == 7
+    assert prepare(FRAMES[:4]).key in keys
+
+
+def test_a_video_that_comes_again_is_not_prepared_again() -> None:
+    cache = PictureCache(10**6)
+    first = prepare_video(FRAMES, PROCESSOR, LIMITS, cache)
+    assert prepare_video(list(FRAMES), PROCESSOR, LIMITS, cache) is first
+    assert prepare_video(FRAMES[1:], PROCESSOR, LIMITS, cache) is not first
+
+
+@pytest.mark.parametrize(
+    ("source", "limits", "error", "message"),
+    [
+        ([], {}, InvalidVideoError, "no frames"),
+        ([*FRAMES[:2], noise(40, 30)], {}, InvalidVideoError, "frame 2 of the video has 40 x 30 pixels.*40 x 24"),
+        (FRAMES, {"max_video_frames": 5}, VideoTooLargeError, "6 frames; at most 5"),
+        (FRAMES, {"max_video_pixels": 5000}, VideoTooLargeError, "6 frames of 40 x 24 pixels, more than 5,000"),
+        (FRAMES, {"max_video_bytes": 5 * 40 * 24 * 3}, VideoTooLargeError, "more than the 14,400 bytes"),
+        (FRAMES, {"max_image_pixels": 900}, ImageTooLargeError, "40 x 24"),
+        ([FRAMES[0], b"no picture"], {}, InvalidImageError, "not a picture"),
+        (noise(9, 9), {}, InvalidVideoError, "cannot come from a Image"),
+        (b"", {}, InvalidVideoError, "not a video in a supported format"),
+        ("/nowhere.mp4", {}, InvalidVideoError, "no file /nowhere.mp4"),
+        ("data:image/png;base64,AAAA", {}, InvalidVideoError, "holds image/png, not a video"),
+        (b"\0" * 100, {"max_video_bytes": 99}, VideoTooLargeError, "the video's file has 100 bytes; at most 99"),
+    ],
+)
+def test_what_is_no_video_or_too_large_is_refused(
+    source: VideoSource, limits: dict[str, Any], error: type[InvalidRequestError], message: str
+) -> None:
+    if isinstance(source, bytes | str) and "format" in message:
+        pytest.importorskip("av")
+    with pytest.raises(error, match=message):
+        prepare(source, **limits)
+
+
+def test_requests_may_ask_for_less_and_not_for_more() -> None:
+    assert prepare(FRAMES, PROCESSOR.within(PixelLimits(max_pixels=400), None)).grid == (3, 1, 3)
+    with pytest.raises(InvalidRequestError, match="max_pixels"):
+        PROCESSOR.within(PixelLimits(max_pixels=2049), None)
+    bounded = VideoProcessor.from_settings(SETTINGS, QWEN25, overrides=ProcessorOverrides(max_pixels=400, fps=1.0))
+    assert prepare(FRAMES, bounded).grid == (3, 1, 3)
+    assert prepare(FRAMES, bounded).frame_step == 4.0
+
+
+def test_frames_from_the_network_share_the_time_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr("vlmserve.media.videos.time.monotonic", lambda: float(next(clock)))
+    left = []
+
+    def fetch(url: str, limits: MediaConfig, kind: str) -> bytes:
+        left.append(limits.fetch_timeout)
+        if limits.fetch_timeout < 1:
+            raise ImageFetchError("it took too long")
+        return encoded(FRAMES[len(left)])
+
+    monkeypatch.setattr("vlmserve.media.sources.fetch_file", fetch)
+    with pytest.raises(ImageFetchError, match="together they took longer than 10 s"):
+        prepare([f"http://example.com/{index}.png" for index in range(5)])
+    assert left == [7.0, 4.0, 1.0, 0.001]
+
+
+COLOURS = [(250, 20, 20), (20, 250, 20), (20, 20, 250), (240, 240, 20), (20, 240, 240), (240, 20, 240)]
+
+
+def video_file(colours: Sequence[tuple[int, int, int]], *, rate: int = 4, size: tuple[int, int] = (64, 48)) -> bytes:
+    """An MP4 file with a frame of each colour, whose left half is darker."""
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=Fraction(rate))
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.bit_rate = 4_000_000
+        for colour in colours:
+            image = Image.new("RGB", size, colour)
+            image.paste(tuple(level // 4 for level in colour), (0, 0, size[0] // 2, size[1]))
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def brightness(pixels: np.ndarray) -> np.ndarray:
+    """Of each channel of each frame's right half, from 0 to 255, roughly."""
+    mean, std = np.array([0.4815, 0.4578, 0.4082]), np.array([0.2686, 0.2613, 0.2758])
+    return (pixels[..., pixels.shape[3] // 2 + 2 :].mean((2, 3)) * std + mean) * 255
+
+
+def test_frames_of_a_file_are_those_that_were_asked_for(tmp_path: Path) -> None:
+    data = video_file([colour for colour in COLOURS for _ in range(4)])
+    path = tmp_path / "film.mp4"
+    path.write_bytes(data)
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    for source in (data, path, str(path), url):
+        video = prepare(source, PROCESSOR.within(PixelLimits(), 1.0))
+        assert video.pixels.shape[0] == 6
+        np.testing.assert_allclose(brightness(video.pixels), COLOURS, atol=25)
+        assert video.frame_step == 4.0, "2 frames a second apart, 2 positions a second"
+    few = prepare(data, PROCESSOR.within(PixelLimits(), 0.1))
+    np.testing.assert_allclose(brightness(few.pixels), [COLOURS[index] for index in (0, 1, 3, 4)], atol=25)
+    assert few.frame_step == 6.0, "4 of 6 seconds"
+    capped = prepare(data, VideoProcessor.from_settings(SETTINGS, QWEN25, max_frames=2))
+    assert capped.pixels.shape[0] == 2
+    assert len({few.key, capped.key, video.key}) == 3
+
+
+def test_a_file_that_was_filmed_sideways_stands_upright() -> None:
+    data = bytearray(video_file(COLOURS[:4]))
+    header = data.index(b"tkhd")
+    matrix = header + 4 + 40
+    quarter = np.array([0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30], ">i4").tobytes()
+    assert data[matrix : matrix + 4] == (1 << 16).to_bytes(4, "big")
+    data[matrix : matrix + 36] = quarter
+    video = prepare(bytes(data))
+    assert video.pixels.shape[2] > video.pixels.shape[3]
+    upper, lower = np.split(video.pixels[..., : video.pixels.shape[2] // 2 * 2, :], 2, 2)
+    # The matrix turns clockwise, so the dark left half comes to lie above.
+    assert upper.mean() < lower.mean() - 0.5
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_decoded_frames": 5}, "more than 5 frames"),
+        ({"max_image_pixels": 3000}, "frames have 64 x 48 pixels; at most 3,000"),
+        ({"max_video_pixels": 5000}, "more than 5,000 in all"),
+    ],
+)
+def test_a_file_that_is_too_large_is_refused(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(VideoTooLargeError, match=message):
+        prepare(video_file(COLOURS), **limits)
+
+
+def test_broken_files_are_refused() -> None:
+    data = video_file(COLOURS)
+    for broken in (data[: len(data) // 3], data[:40], data[:8] + bytes(200)):
+        with pytest.raises(InvalidVideoError, match=r"broken|frames"):
+            prepare(broken)
+    damaged = bytearray(data)
+    start = damaged.index(b"mdat") + 4
+    damaged[start : start + len(damaged) // 2] = bytes(len(damaged) // 2)
+    with pytest.raises(InvalidVideoError, match="broken"):
+        prepare(bytes(damaged))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
+        b"ffconcat version 1.0\nfile '/etc/passwd'\n",
+        b"<?xml version='1.0'?><MPD></MPD>",
+        b"RIFF\x24\0\0\0WAVEfmt " + bytes(40),
+        encoded(noise(9, 9)),
+    ],
+    ids=["hls", "concat", "dash", "sound", "a picture"],
+)
+def test_lists_of_other_files_are_not_opened(data: bytes) -> None:
+    pytest.importorskip("av")
+    with pytest.raises(InvalidVideoError, match="supported format"):
+        prepare(data)
+
+
+def test_without_the_library_only_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(InvalidVideoError, match=r"extra \[video\]"):
+        prepare(b"\0\0\0\x20ftypisom")
+    assert prepare(FRAMES).num_tokens
