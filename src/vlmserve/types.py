@@ -28,7 +28,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
 
     key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
     pixels: float32 ``[tiles, channels, height, width]``, normalized; shared between requests, so never written to.
-    num_tokens: how many placeholder tokens it takes in a prompt, which is how many embeddings the tower returns.
+    num_tokens: how many embeddings the tower returns, which is how many placeholder tokens it takes in a prompt.
     grid: frames, rows and columns of these, where positions count them; None: they count tokens.
     """
 
@@ -49,11 +49,34 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
         return self.start + self.image.num_tokens
 
 
+class CrossInput(msgspec.Struct, frozen=True, eq=False):
+    """What a decoder with cross attention looks at: a picture, or a text that its encoder reads along with the picture.
+
+    token_ids: of that text; none for the picture alone.
+    """
+
+    image: ImageInput
+    token_ids: list[int] = []
+
+    @property
+    def num_states(self) -> int:
+        """How many states the decoder looks at: one for each token of the text, or each of the picture's features."""
+        return len(self.token_ids) or self.image.num_tokens
+
+
 class Prompt(msgspec.Struct, frozen=True, eq=False):
-    """What a model reads: token ids with placeholders expanded, and the pictures behind them in prompt order."""
+    """What a model reads: token ids with placeholders expanded, and the pictures behind them in prompt order.
+
+    cross: what it looks at beside, if its decoder has cross attention.
+    """
 
     token_ids: list[int]
     images: tuple[ImageSpan, ...] = ()
+    cross: CrossInput | None = None
+
+    @property
+    def num_images(self) -> int:
+        return len(self.images) + (self.cross is not None)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

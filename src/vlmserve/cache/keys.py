@@ -2,7 +2,8 @@
 
 A block's key covers its parent's key, its own token ids, and for every picture that it touches the picture's key, the
 offset into the picture at which the block meets it, and which of the block's tokens are the picture's. Placeholder
-tokens look alike for all pictures, and a text may hold their id, too; the key is what tells them apart.
+tokens look alike for all pictures, and a text may hold their id, too; the key is what tells them apart. What a decoder
+looks at by cross attention changes every token's states, so it is in the root of all blocks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,18 @@ def root_key(fingerprint: bytes, *, adapter: str = "", salt: str = "") -> bytes:
     """The parent of every first block: one for each model, adapter and tenant."""
     parts = (fingerprint, adapter.encode(), salt.encode())
     return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
+
+
+def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of what a decoder looks at: a picture, or a text that was read along with it."""
+    if len(image_key) != KEY_BYTES:
+        raise ValueError(f"keys have {KEY_BYTES} bytes")
+    return blake3(b"cross" + image_key + array("q", token_ids).tobytes()).digest()
+
+
+def looking_root(root: bytes, cross: bytes) -> bytes:
+    """The parent of the first blocks of sequences that look at what has the key `cross`, which changes all states."""
+    return blake3(b"looking" + root + cross).digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedImage]) -> bytes:

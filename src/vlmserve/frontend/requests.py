@@ -17,6 +17,7 @@ from vlmserve.media.sources import ImageSource, prepare_image
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
+from vlmserve.prompt.one_picture import one_picture_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
@@ -39,7 +40,8 @@ class RequestPreparer:
             if files.chat_template is not None
             else None
         )
-        sees_images = self.tokenizer.image_token_id is not None
+        self._one_picture = one_picture_prompts(read_json(folder / "config.json"))
+        sees_images = self.tokenizer.image_token_id is not None or self._one_picture is not None
         self._processor = _image_processor(folder, media.exact_pixels) if sees_images else None
 
     @property
@@ -63,6 +65,9 @@ class RequestPreparer:
         requests of the same one.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture.
         """
+        if self._one_picture is not None:
+            parsed, sources = parse_messages(messages, allow_local=allow_local)
+            return self._with_one_picture(only_text(parsed), sources, cache_salt, param="messages")
         if self._template is None:
             raise InvalidRequestError(
                 "the model has no chat template; use completions, or add a chat_template.jinja to the checkpoint",
@@ -91,10 +96,10 @@ class RequestPreparer:
     ) -> Prompt:
         """The prompt that `text` is, with the model's placeholder written out where each of `images` stands.
 
-        allow_local, cache_salt: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many
+        For a model that takes one picture and one text it is that text, and may be empty. allow_local, cache_salt: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many
         placeholders as pictures.
         """
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str) or not (text or self._one_picture):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
         check_unicode(text, "prompt")
         self._check_count(len(images), param="images")
@@ -102,6 +107,8 @@ class RequestPreparer:
         if not allow_local:
             for param, image in sources:
                 check_remote(image, param)
+        if self._one_picture is not None:
+            return self._with_one_picture(text, sources, cache_salt, param="images")
         ids = self.tokenizer.encode(text)
         check_placeholders(ids, self.tokenizer.image_token_id, len(sources))
         return expand_placeholders(ids, self.tokenizer.image_token_id, self._prepare(sources, cache_salt))
@@ -109,6 +116,24 @@ class RequestPreparer:
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """A new detokenizer for one answer, with the request's stop strings."""
         return Detokenizer(self.tokenizer, params.stop)
+
+    def _with_one_picture(
+        self, text: str, sources: Sequence[tuple[str, ImageSource]], salt: str, *, param: str
+    ) -> Prompt:
+        assert self._one_picture is not None
+        if len(sources) != 1:
+            raise (TooManyImagesError if sources else InvalidRequestError)(
+                f"this model takes one picture with each request, not {len(sources)}", param=param
+            )
+        if not (text or self._one_picture.describes):
+            raise InvalidRequestError("this model answers questions: ask one about the picture", param=param)
+        quotation = Quotation(self.tokenizer.control_tokens)
+
+        def encode(text: str, framed: bool) -> list[int]:
+            return self.tokenizer.encode_quoted(quotation.quote(text), quotation, add_special_tokens=framed)
+
+        (image,) = self._prepare(sources, salt)
+        return self._one_picture.prompt(image, text, encode)
 
     def _check_count(self, count: int, param: str) -> None:
         if count and not self.sees_images:

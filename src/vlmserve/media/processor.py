@@ -41,6 +41,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "CLIP": _CLIP_DEFAULTS,
     "Llava": _CLIP_DEFAULTS,
     "Siglip": _SQUARE_DEFAULTS,
+    "Blip": _SQUARE_DEFAULTS
+    | {"size": {"height": 384, "width": 384}, "image_mean": _CLIP_MEAN, "image_std": _CLIP_STD},
     "ViT": _SQUARE_DEFAULTS | {"resample": Image.Resampling.BILINEAR},
 }
 _SUFFIXES = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
@@ -49,8 +51,10 @@ _TYPES = {family + suffix: family for family in _FAMILIES for suffix in _SUFFIXE
 _TOWERS = {
     "clip_vision_model": {"image_size": 224, "patch_size": 32, "class_tokens": 1},
     "siglip_vision_model": {"image_size": 224, "patch_size": 16, "class_tokens": 0},
+    "blip_vision_model": {"image_size": 384, "patch_size": 16, "class_tokens": 1, "strategy": "full"},
 }
-"""Vision towers' sizes where config.json does not say, and how many tokens stand before the patches."""
+"""Vision towers' sizes where config.json does not say, how many tokens stand before the patches, and whether the first
+of all tokens is left out ("default") or kept ("full")."""
 _LLAVA_TOWER = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 
 _MAX_INTERMEDIATE_PIXELS = 16_000_000
@@ -146,7 +150,8 @@ class ImageProcessor:
         vision = config.get("vision_config") or {}
         if config.get("model_type") == "llava" and not vision:
             vision = _LLAVA_TOWER
-        kind = vision.get("model_type", "clip_vision_model")
+        own_kind = "blip_vision_model" if config.get("model_type") == "blip" else "clip_vision_model"
+        kind = vision.get("model_type", own_kind)
         if kind not in _TOWERS:
             raise UnsupportedModelError(f"the vision tower {kind!r} is not supported; supported: {', '.join(_TOWERS)}")
         tower = {**_TOWERS[kind], **vision}
@@ -155,7 +160,8 @@ class ImageProcessor:
                 f"the image processor makes pictures of {self.height} x {self.width} pixels, "
                 f"but the vision tower reads {tower['image_size']} x {tower['image_size']}"
             )
-        dropped = 1 if config.get("vision_feature_select_strategy", "default") == "default" else 0
+        strategy = config.get("vision_feature_select_strategy", tower.get("strategy", "default"))
+        dropped = 1 if strategy == "default" else 0
         side = int(tower["image_size"]) // int(tower["patch_size"])
         return side * side + int(tower["class_tokens"]) - dropped
 

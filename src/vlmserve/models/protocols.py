@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.layers.attention import CrossRows
+from vlmserve.types import CrossInput
 
 
 class VisionEncoder(Protocol):
@@ -27,6 +30,24 @@ class VisionEncoder(Protocol):
         pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
         Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
         """
+        ...
+
+
+class CrossEncoder(Protocol):
+    """Makes what a decoder's cross attention looks at.
+
+    feature_size: elements of one of a picture's features. state_size: of what the decoder keeps of one state.
+    """
+
+    feature_size: int
+    state_size: int
+
+    def check(self, cross: CrossInput) -> None:
+        """Raises InvalidRequestError for an input whose text does not fit the model."""
+        ...
+
+    def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """`CrossRows.states` of each input, from what a `VisionEncoder` makes of its picture and from its text's ids."""
         ...
 
 
@@ -62,11 +83,16 @@ class LanguageModel(Protocol):
         ...
 
     def forward(
-        self, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: list[LayerCache]
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        metadata: BatchMetadata,
+        caches: list[LayerCache],
+        cross: Sequence[CrossRows] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
-        Positions of sequences of more than `max_short_len` tokens begin there.
+        cross: what each sequence looks at, for a model with a `CrossEncoder`. Positions of sequences of more than `max_short_len` tokens begin there.
         """
         ...
 
@@ -81,7 +107,8 @@ class LoadedModel:
 
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model sees. max_position: the longest context its positions allow.
-    native: whether native kernels compute what they can.
+    native: whether native kernels compute what they can. cross: of a decoder that looks at pictures by cross attention,
+    for which their embeddings stand in no prompt.
     """
 
     architecture: str
@@ -95,3 +122,4 @@ class LoadedModel:
     backend: AttentionBackend
     num_parameters: int
     native: bool
+    cross: CrossEncoder | None = None

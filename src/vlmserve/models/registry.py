@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,13 +23,14 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.models.cross import PictureReader, text_reader
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
 from vlmserve.models.packed import load_packed
-from vlmserve.models.protocols import LoadedModel, VisionEncoder
+from vlmserve.models.protocols import CrossEncoder, LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
-from vlmserve.models.weights import Checkpoint
+from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.quant.compressed_tensors import read_group_sizes
 from vlmserve.quant.model import quantize
 
@@ -60,7 +62,7 @@ def load_model(
     """
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
-    checkpoint = Checkpoint(folder, description.family.rename)
+    checkpoint = Checkpoint(folder, description.rename)
     packed = config.get("quantization_config")
     if packed and quantization is not None and quantization.wanted:
         raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
@@ -70,7 +72,7 @@ def load_model(
         wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
         native = choose_kernels(kernels, device, wanted)
         backend = _attention_backend(spec, wanted, device) if native else TorchReference()
-        model, decoder, vision = description.build(spec, backend, dtype=wanted, device=device)
+        model, decoder, vision, cross = description.build(spec, backend, dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     filled = load_packed(checkpoint, model, group_sizes) if packed else set()
     checkpoint.load(model, filled=filled)
@@ -90,6 +92,7 @@ def load_model(
         backend=backend,
         num_parameters=num_parameters,
         native=native,
+        cross=cross,
     )
 
 
@@ -99,6 +102,7 @@ class Parts(NamedTuple):
     modules: nn.Module
     language_model: Decoder
     vision: VisionEncoder | None
+    cross: CrossEncoder | None
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,13 @@ class Description:
         """Of the language model. Raises UnsupportedModelError for an unknown one."""
         return decoder_family(self.text_config)
 
+    def rename(self, name: str) -> str:
+        """From a tensor's name in the files to its canonical one."""
+        vision = vision_family(self.architecture)
+        for pattern, replacement in () if vision is None else vision.names:
+            name = re.sub(pattern, replacement, name)
+        return canonical_name(name, self.family.rename)
+
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
         """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
         return _tie_as_stored(_spec(self.config, self.text_config), self.text_config, checkpoint)
@@ -147,11 +158,15 @@ class Description:
         modules.language_model = decoder = Decoder(spec, backend, dtype=dtype, device=device)
         family = vision_family(self.architecture)
         if family is None:
-            return Parts(modules, decoder, None)
+            return Parts(modules, decoder, None, None)
         vision = family.build(self.config, spec.hidden_size, dtype=dtype, device=device)
         for name, module in vision.modules.items():
             modules.add_module(name, module)
-        return Parts(modules, decoder, vision.encoder)
+        if not spec.cross_size:
+            return Parts(modules, decoder, vision.encoder, None)
+        reader = text_reader(spec, dtype=dtype, device=device) if family.reads else None
+        modules.text_encoder = reader
+        return Parts(modules, decoder, vision.encoder, PictureReader(decoder, reader))
 
 
 def vision_family(architecture: str) -> VisionFamily | None:
@@ -250,9 +265,9 @@ def _cpu_has_bfloat16() -> bool:
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:
     path = folder / "generation_config.json"
     generation_config = read_json(path) if path.is_file() else {}
-    defaults = decoder_family(text_config).defaults
-    for source in (generation_config, config, text_config, defaults):
-        ids = source.get("eos_token_id")
+    family = decoder_family(text_config)
+    for source in (generation_config, config, text_config, family.defaults):
+        ids = source.get(family.end_token)
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()

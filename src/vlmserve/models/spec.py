@@ -36,10 +36,13 @@ class ArchSpec:
     """The shape of one decoder. Sizes in elements; `attention` and `ropes` have one entry a layer.
 
     ropes: how a layer's queries and keys turn; None: not at all. learned_positions: vectors that are added to
-    embeddings by their positions; 0: none. norms: "before" attention and MLP, "after" them, or "around" them.
-    parallel: both read the same normed input. gated: the MLP multiplies its activation by a second projection.
-    embedding_scale: what embeddings of tokens are multiplied with. logit_cap: bounds logits as `AttentionSpec.soft_cap`
-    does scores; None: off.
+    embeddings by their positions; 0: none. norms: "before" attention and MLP, "after" them, "around" them, or of the
+    "sums" of their outputs and inputs, with none behind the last layer. parallel: both read the same normed input.
+    gated: the MLP multiplies its activation by a second projection. cross_size: width of the states, no part of the
+    sequence, that every layer looks at between attention and MLP; 0: none. embedding_scale: what embeddings of tokens
+    are multiplied with. embedding_norm: whether they are normed once positions are added. head_transform: whether a
+    dense layer, the activation and a norm come before the output head. logit_cap: bounds logits as
+    `AttentionSpec.soft_cap` does scores; None: off.
     """
 
     family: str
@@ -52,7 +55,7 @@ class ArchSpec:
     activation: str
     tied_embeddings: bool
     max_position: int
-    norms: Literal["before", "after", "around"] = "before"
+    norms: Literal["before", "after", "around", "sums"] = "before"
     head_norm: HeadNormSpec | None = None
     parallel: bool = False
     gated: bool = True
@@ -60,6 +63,9 @@ class ArchSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    head_transform: bool = False
+    cross_size: int = 0
     learned_positions: int = 0
+    embedding_norm: bool = False
     embedding_scale: float = 1.0
     logit_cap: float | None = None

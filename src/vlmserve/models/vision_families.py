@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from vlmserve.errors import ModelLoadError
+from vlmserve.models.families import Names
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
 from vlmserve.models.protocols import VisionEncoder
+from vlmserve.models.vision.blip import BlipTower, blip_vision_spec
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
 
 Config = Mapping[str, Any]
@@ -31,13 +33,18 @@ class VisionFamily:
 
     architecture: as config.json names it. text_type: the model type of a language model whose config does not name its
     own. build: from the whole config and the decoder's width. image_token_id: the placeholder of a config that names
-    none.
+    none; None: pictures stand in no prompt, the decoder looks at them by cross attention. names: regular expressions
+    for tensors' names in the files and what to put in their place. text_fields: what a config says of the language
+    model elsewhere than in its part. reads: whether an encoder reads a question along with the picture.
     """
 
     architecture: str
     text_type: str
     build: Callable[..., Vision]
-    image_token_id: int
+    image_token_id: int | None
+    names: Names = ()
+    text_fields: Callable[[Config], Config] = lambda config: {}
+    reads: bool = False
 
     def text_config(self, config: Config) -> Config:
         """The language model's part of a config, which some keep beside the rest. Raises ModelLoadError for none."""
@@ -47,10 +54,12 @@ class VisionFamily:
         if not isinstance(nested, Mapping):
             raise ModelLoadError("config.json: text_config is not an object")
         own_type = nested.get("model_type") if nested is not config else None
-        return {**nested, "model_type": own_type or self.text_type}
+        return {**nested, **self.text_fields(config), "model_type": own_type or self.text_type}
 
-    def placeholder(self, config: Config) -> int:
-        """The token that stands for a picture. Raises ModelLoadError for one that is none."""
+    def placeholder(self, config: Config) -> int | None:
+        """The token that stands for a picture, if one does. Raises ModelLoadError for one that is none."""
+        if self.image_token_id is None:
+            return None
         token_id = config.get("image_token_index", config.get("image_token_id", self.image_token_id))
         if not isinstance(token_id, int):
             raise ModelLoadError(f"config.json: image_token_index is {token_id!r}, not a token id")
@@ -69,8 +78,31 @@ def _qwen(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch
     return Vision(tower, {"visual": tower})
 
 
+def _blip(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    tower = BlipTower(blip_vision_spec(config.get("vision_config") or {}), dtype=dtype, device=device)
+    return Vision(tower, {"vision_tower": tower})
+
+
+def _blip_text(config: Config) -> Config:
+    text = config.get("text_config") or {}
+    width = blip_vision_spec(config.get("vision_config") or {}).hidden_size
+    return {"encoder_hidden_size": width, "tie_word_embeddings": text.get("tie_word_embeddings", True)}
+
+
+_BLIP_NAMES: Names = (
+    (r"^text_decoder\.(bert\.)?", "language_model."),
+    (r"^vision_model\.", "vision_tower."),
+    (r"^(vision_tower\..*\.self_attn)\.qkv\.", r"\1.qkv_proj."),
+    (r"^(vision_tower\..*\.self_attn)\.projection\.", r"\1.out_proj."),
+)
+
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID),
     "qwen2_vl": VisionFamily("Qwen2VLForConditionalGeneration", "qwen2_vl_text", _qwen, 151655),
     "qwen2_5_vl": VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655),
+    "blip": VisionFamily("BlipForConditionalGeneration", "blip_text_model", _blip, None, _BLIP_NAMES, _blip_text),
+    # Its model type is blip as well.
+    "blip_vqa": VisionFamily(
+        "BlipForQuestionAnswering", "blip_text_model", _blip, None, _BLIP_NAMES, _blip_text, reads=True
+    ),
 }

@@ -24,13 +24,22 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LookingRows:
+    """Rows ``first <= row < last`` of a batch look at what has this key."""
+
+    key: bytes
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A step as tensors on the model's device.
 
     token_ids, positions: int64 ``[tokens]``; positions of long sequences are behind those of short ones; placeholders
     of pictures have token id 0, `image_rows` says whose they are. Where pictures have grids, positions are ``[3,
     tokens]``: frames, rows and columns. sampled_rows: int64, the rows after which a token is sampled, in the order of
-    the chunks.
+    the chunks. looking: which rows look at what, by cross attention.
     """
 
     token_ids: Tensor
@@ -38,6 +47,7 @@ class Batch:
     metadata: BatchMetadata
     image_rows: list[ImageRows]
     sampled_rows: Tensor
+    looking: list[LookingRows]
 
 
 class BatchBuilder:
@@ -89,6 +99,11 @@ class BatchBuilder:
             metadata=metadata,
             image_rows=image_rows,
             sampled_rows=self._tensor(np.asarray(sampled, np.int64)),
+            looking=[
+                LookingRows(chunk.sequence.cross_key, int(end) - chunk.num_tokens, int(end))
+                for end, chunk in zip(ends, step.chunks, strict=True)
+                if chunk.sequence.cross_key is not None
+            ],
         )
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:

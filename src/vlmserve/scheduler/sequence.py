@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from vlmserve.cache.keys import block_key, touched_images
-from vlmserve.types import EngineRequest, ImageSpan
+from vlmserve.cache.keys import block_key, cross_key, looking_root, touched_images
+from vlmserve.types import EngineRequest, ImageInput, ImageSpan
 
 
 class Sequence:
@@ -15,7 +15,7 @@ class Sequence:
     block_table: grows while the sequence keeps its blocks; once they are gone, a new one takes its place.
     first_block: the first block of the table that is held; those before it are behind the attention window.
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
-    num_encoded: pictures encoded for its sake.
+    num_encoded: pictures encoded for its sake. cross, cross_key: what it looks at by cross attention, if anything.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
     max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
     arrived, started, answered: when it was added, first ran and had its first token, on the clock of
@@ -29,6 +29,8 @@ class Sequence:
         "arrived",
         "block_keys",
         "block_table",
+        "cross",
+        "cross_key",
         "end_token_ids",
         "first_block",
         "image_spans",
@@ -68,6 +70,11 @@ class Sequence:
         self.arrived = self.started = self.answered = self.vision_seconds = 0.0
         self.block_table = array("i")
         self.first_block = 0
+        self.cross = request.prompt.cross
+        self.cross_key: bytes | None = None
+        if self.cross is not None:
+            self.cross_key = cross_key(self.cross.image.key, self.cross.token_ids)
+            root_key = looking_root(root_key, self.cross_key)
         self._long_root_key = block_key(root_key, (), ())
         self.max_short_len = max_short_len
         self.block_keys = [self._long_root_key if self.is_long else root_key]
@@ -108,6 +115,11 @@ class Sequence:
     def spans_between(self, start: int, end: int) -> list[ImageSpan]:
         """Pictures with a placeholder in ``start <= i < end``."""
         return [span for span in self.image_spans if span.start < end and span.end > start]
+
+    def pictures_for(self, start: int, end: int) -> list[ImageInput]:
+        """Pictures that tokens ``start <= i < end`` are computed from: whose places they have, or what they look at."""
+        images = [span.image for span in self.spans_between(start, end)]
+        return images if self.cross is None else [*images, self.cross.image]
 
     def keys_of_full_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
