@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.made_up import BLOCK, END, image, scheduler, sequence
+from tests.scheduler.made_up import BLOCK, END, image, looking, scheduler, sequence
 from vlmserve.scheduler.scheduler import Step
 from vlmserve.scheduler.sequence import Sequence
 
@@ -22,7 +22,11 @@ def requests(draw):
             break
         images.append((image(draw(st.integers(0, 3)) * 10 + size, size), start))
         start += size
-    return length, draw(st.integers(1, 12)), images, draw(st.sampled_from(["", "", "other"]))
+    cross = None
+    if not images and draw(st.booleans()):
+        size = draw(st.integers(1, 4))
+        cross = looking(draw(st.integers(5, 7)) * 10 + size, size, draw(st.integers(0, 4)))
+    return length, draw(st.integers(1, 12)), images, cross, draw(st.sampled_from(["", "", "other"]))
 
 
 OPERATIONS = st.lists(
@@ -99,10 +103,15 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
         embeddings.difference_update(planned.evict)
         assert not embeddings & {picture.key for picture in planned.encode}
         embeddings.update(picture.key for picture in planned.encode)
+        for look in planned.look:
+            assert look.cross.image.key in embeddings
+            assert look.key not in embeddings
+            embeddings.add(look.key)
         for chunk in planned.chunks:
             start, end = chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_tokens
             assert end <= len(chunk.sequence.block_table) * BLOCK
             assert all(span.image.key in embeddings for span in chunk.sequence.spans_between(start, end))
+            assert chunk.sequence.cross is None or chunk.sequence.cross_key in embeddings
         contents.run(planned, window)
         sampled = [token + index % 2 if token != END else END for index, _ in enumerate(planned.chunks)]
         for output in s.update(planned, [t for t, c in zip(sampled, planned.chunks, strict=True) if c.samples]):
@@ -121,10 +130,11 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
 
     for operation, argument in operations:
         if operation == "add":
-            length, max_tokens, images, salt = argument
+            length, max_tokens, images, cross, salt = argument
             if length < capacity:
                 name = f"request {added}"
-                s.add(sequence(name, length, max_tokens=max_tokens, capacity=capacity, images=images, salt=salt))
+                given = {"images": images, "cross": cross, "salt": salt}
+                s.add(sequence(name, length, max_tokens=max_tokens, capacity=capacity, **given))
                 open_requests.add(name)
                 added += 1
         elif operation == "abort":

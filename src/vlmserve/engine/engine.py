@@ -233,15 +233,12 @@ class Engine:
 
     def _check_cross(self, prompt: Prompt) -> None:
         cross = prompt.cross
-        if self._cross is None or cross is None:
-            if self._cross is not cross:
-                raise InvalidRequestError(
-                    "this model takes one picture with each request, and nothing without"
-                    if cross is None
-                    else "this model has no cross attention to look at a picture by",
-                    param="messages",
-                )
+        if self._cross is None:
+            if cross is not None:
+                raise InvalidRequestError("this model has no cross attention to look at a picture by", param="prompt")
             return
+        if cross is None:
+            raise InvalidRequestError("this model takes one picture with each request", param="messages")
         self._cross.check(cross)
         num_bytes = cross.image.num_tokens * self._image_token_bytes + cross.num_states * self._state_bytes
         self._check_image(cross.image, num_bytes)

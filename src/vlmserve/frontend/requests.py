@@ -96,8 +96,8 @@ class RequestPreparer:
     ) -> Prompt:
         """The prompt that `text` is, with the model's placeholder written out where each of `images` stands.
 
-        For a model that takes one picture and one text it is that text, and may be empty. allow_local, cache_salt: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many
-        placeholders as pictures.
+        For a model that takes one picture and one text it is that text, which may be empty. allow_local, cache_salt: as
+        for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many placeholders as pictures.
         """
         if not isinstance(text, str) or not (text or self._one_picture):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")

@@ -45,12 +45,16 @@ class FullAttention:
         plan: object,
     ) -> Tensor:
         """``[tokens, heads, head_size]`` and keys and values to ``[tokens, heads * head_size]``."""
-        attended = [
-            F.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in rows),
+        output = torch.empty_like(query)
+        end = 0
+        for length in metadata.query_lens:
+            rows = slice(end, end + length)
+            end += length
+            output[rows] = F.scaled_dot_product_attention(
+                query[None, rows].transpose(1, 2),
+                key[None, rows].transpose(1, 2),
+                value[None, rows].transpose(1, 2),
                 scale=spec.scale,
                 enable_gqa=spec.num_heads != spec.num_kv_heads,
             )[0].transpose(0, 1)
-            for rows in zip(*(x.split(metadata.query_lens) for x in (query, key, value)), strict=True)
-        ]
-        return torch.cat(attended).flatten(1)
+        return output.flatten(1)

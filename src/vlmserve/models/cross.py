@@ -79,7 +79,7 @@ class PictureReader:
         metadata = _without_cache(lengths, device)
         caches = reader.allocate_cache(0, 1)
         hidden = reader.forward(reader.embed(token_ids), positions, metadata, caches, cross)
-        return list(hidden.split(lengths))
+        return [hidden[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def _without_cache(lengths: list[int], device: torch.device) -> BatchMetadata:

@@ -282,7 +282,9 @@ class Decoder(nn.Module):
     def _through_layers(self, x: Tensor, caches: list[LayerCache], step: StepContext) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache, step)
-        return x if self.norm is None else cast(Tensor, self.norm(x))
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
 
     def _program(self, caches: list[LayerCache]) -> Program | None:
         """All layers over these caches in one call, where native kernels can do all that they do."""

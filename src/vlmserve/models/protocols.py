@@ -47,7 +47,7 @@ class CrossEncoder(Protocol):
         ...
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """`CrossRows.states` of each input, from what a `VisionEncoder` makes of its picture and from its text's ids."""
+        """`CrossRows.states` of each input, from what a `VisionEncoder` made of its picture and its text's ids."""
         ...
 
 
@@ -92,7 +92,8 @@ class LanguageModel(Protocol):
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
-        cross: what each sequence looks at, for a model with a `CrossEncoder`. Positions of sequences of more than `max_short_len` tokens begin there.
+        Positions of sequences of more than `max_short_len` tokens begin there. cross: what each sequence looks at,
+        where the model has a `CrossEncoder`.
         """
         ...
 

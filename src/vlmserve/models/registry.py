@@ -164,8 +164,9 @@ class Description:
             modules.add_module(name, module)
         if not spec.cross_size:
             return Parts(modules, decoder, vision.encoder, None)
-        reader = text_reader(spec, dtype=dtype, device=device) if family.reads else None
-        modules.text_encoder = reader
+        reader = None
+        if family.reads:
+            modules.text_encoder = reader = text_reader(spec, dtype=dtype, device=device)
         return Parts(modules, decoder, vision.encoder, PictureReader(decoder, reader))
 
 

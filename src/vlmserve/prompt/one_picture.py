@@ -15,9 +15,12 @@ Encode = Callable[[str, bool], list[int]]
 
 
 class OnePicturePrompts(Protocol):
-    """How one family writes its prompts. describes: whether it takes a picture without a text."""
+    """How one family writes its prompts."""
 
-    describes: bool
+    @property
+    def describes(self) -> bool:
+        """Whether it takes a picture without a text."""
+        ...
 
     def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
         """The prompt of a picture and a text."""
@@ -37,7 +40,7 @@ class CaptionPrompts:
 
 @dataclass(frozen=True)
 class QuestionPrompts:
-    """An encoder reads the text along with the picture, and the decoder looks at what it made of it. begin: as above."""
+    """An encoder reads the text along with the picture, and the decoder looks at what came of it. begin: as above."""
 
     begin: int
     describes: bool = False

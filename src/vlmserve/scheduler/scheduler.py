@@ -69,8 +69,8 @@ class Scheduler:
         window: int | None = None,
         state_bytes: int = 0,
     ) -> None:
-        """window: how many positions a token sees at most, itself included, in every layer; None: all. image_token_bytes:
-        of an embedding. state_bytes: of a state that sequences look at by cross attention."""
+        """image_token_bytes: of an embedding. window: how many positions a token sees at most, itself included, in
+        every layer; None: all. state_bytes: of a state that sequences look at by cross attention."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
         self.encoder_cache = encoder_cache

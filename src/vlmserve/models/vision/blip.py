@@ -39,9 +39,7 @@ class BlipEmbeddings(nn.Module):
         super().__init__()
         self.class_embedding = empty_parameter(1, 1, spec.hidden_size, dtype=dtype, device=device)
         self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
-        self.position_embedding = empty_parameter(
-            1, spec.num_patches + 1, spec.hidden_size, dtype=dtype, device=device
-        )
+        self.position_embedding = empty_parameter(1, spec.num_patches + 1, spec.hidden_size, dtype=dtype, device=device)
 
     def forward(self, pixels: Tensor) -> Tensor:
         patches = self.patch_embedding(pixels)
