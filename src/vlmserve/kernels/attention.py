@@ -8,11 +8,22 @@ token ``t`` is in slot ``block_tables[s, t // block_size] * block_size + t % blo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+
+class WideRows(NamedTuple):
+    """Query rows ``first <= row < last`` of a batch, all of one sequence, see its first `reach` positions: more than
+    those up to their own. All of these are in the cache or in this batch."""
+
+    sequence: int
+    first: int
+    last: int
+    reach: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +34,7 @@ class BatchMetadata:
     block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``.
     All on the model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody
     needs to synchronize with the device to know them. num_decodes: how many leading sequences have one query row.
+    wide: rows that see what comes after them, in order, for layers without a window.
     """
 
     query_starts: Tensor
@@ -32,6 +44,7 @@ class BatchMetadata:
     query_lens: list[int]
     host_context_lens: list[int]
     num_decodes: int
+    wide: Sequence[WideRows] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,7 @@ class RotaryRows(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Paged causal attention over a flat batch."""
+    """Paged attention over a flat batch, causal but for its wide rows."""
 
     name: str
 

@@ -73,10 +73,11 @@ class CpuAttention:
 
     def prepare(self, metadata: BatchMetadata, block_size: int) -> CpuPlan:
         """Addresses and sizes of the batch."""
-        tables = metadata.block_tables.to(torch.int32)
+        starts_of, contexts_of, tables = _without_wide_rows(metadata)
+        tables = tables.to(torch.int32)
         tensors = (
-            metadata.query_starts.to(torch.int32).contiguous(),
-            metadata.context_lens.to(torch.int32).contiguous(),
+            starts_of.to(torch.int32).contiguous(),
+            contexts_of.to(torch.int32).contiguous(),
             tables if tables.stride(1) == 1 else tables.contiguous(),
             metadata.slot_mapping.to(torch.int64).contiguous(),
         )
@@ -84,7 +85,7 @@ class CpuAttention:
         return CpuPlan(
             tensors=tensors,
             addresses=(starts, contexts, blocks, slots),
-            num_sequences=len(metadata.query_lens),
+            num_sequences=len(tensors[1]),
             num_tokens=tensors[3].shape[0],
             table_stride=tensors[2].stride(0),
             threads=torch.get_num_threads(),
@@ -162,6 +163,33 @@ class CpuAttention:
             plan.threads,
         )
         return output
+
+
+def _without_wide_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    """Query starts, context lengths and block tables of a batch in which no row sees what comes after it.
+
+    A wide row becomes a sequence of its own that ends where the row's reach does. All keys and values are written
+    before any are read, so that it does not matter who writes them.
+    """
+    if not metadata.wide:
+        return metadata.query_starts, metadata.context_lens, metadata.block_tables
+    starts, contexts, owners = [0], [], []
+
+    def add(sequence: int, last: int, context: int) -> None:
+        if last > starts[-1]:
+            starts.append(last)
+            contexts.append(context)
+            owners.append(sequence)
+
+    end = 0
+    for sequence, (length, context) in enumerate(zip(metadata.query_lens, metadata.host_context_lens, strict=True)):
+        end += length
+        for _, first, last, reach in (rows for rows in metadata.wide if rows.sequence == sequence):
+            add(sequence, first, context - (end - first))
+            for row in range(first, last):
+                add(sequence, row + 1, reach)
+        add(sequence, end, context)
+    return torch.tensor(starts), torch.tensor(contexts), metadata.block_tables[owners]
 
 
 def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, WideRows
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 
 # What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
@@ -48,7 +48,7 @@ class PromptChunk:
 
     start, end: its query rows. gather: cache rows of its blocks, None if all its context is in this step.
     key_start: position of the first gathered token. context: tokens in the cache after this step.
-    masked: whether a row sees anything else than all rows up to its own.
+    masked: whether a row sees anything else than all rows up to its own. wide: those of its rows that see more.
     """
 
     start: int
@@ -57,6 +57,7 @@ class PromptChunk:
     key_start: int
     context: int
     masked: bool
+    wide: tuple[WideRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,12 @@ def _attend_chunk(
     if not chunk.masked:
         result.copy_(_dot_product_attention(queries, keys, values, spec, None))
         return
+    for _, begin, end, reach in chunk.wide:
+        wide = slice(begin - chunk.start, end - chunk.start)
+        seen = slice(0, reach - chunk.key_start)
+        bias = query.new_zeros(1, 1).expand(end - begin, reach - chunk.key_start)
+        attention = _capped_attention if spec.soft_cap is not None else _dot_product_attention
+        result[:, wide] = attention(queries[:, wide], keys[:, seen], values[:, seen], spec, bias)
     mask = layer.mask
     assert mask is not None
     for first, last, low, high in _row_groups(chunk, spec.window):
@@ -223,13 +230,16 @@ def _attend_chunk(
 
 
 def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Query rows ``first <= row < last`` of a chunk with the positions ``low <= key < high`` that they can see."""
+    """Query rows ``first <= row < last`` of a chunk, wide ones left out, with the positions ``low <= key < high`` that
+    they can see."""
     length = chunk.end - chunk.start
     before = chunk.context - length
-    for first in range(0, length, ROWS_PER_MASK):
-        last = min(first + ROWS_PER_MASK, length)
-        low = 0 if window is None else max(0, before + first - window + 1)
-        yield first, last, low, before + last
+    edges = [0, *(edge - chunk.start for _, first, last, _ in chunk.wide for edge in (first, last)), length]
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        for first in range(begin, end, ROWS_PER_MASK):
+            last = min(first + ROWS_PER_MASK, end)
+            low = 0 if window is None else max(0, before + first - window + 1)
+            yield first, last, low, before + last
 
 
 def _dot_product_attention(
@@ -347,8 +357,9 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) 
             key_start = oldest // block_size * block_size
             blocks = metadata.block_tables[sequence, key_start // block_size : -(-context // block_size)]
             gather = _cache_rows(blocks.long()[None], spec.num_kv_heads)
+        wide = tuple(rows for rows in metadata.wide if rows.sequence == sequence)
         masked = gather is not None or spec.soft_cap is not None or (spec.window is not None and context > spec.window)
-        chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked))
+        chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked or bool(wide), wide))
         start += length
     return chunks
 
@@ -359,7 +370,8 @@ def _chunk_mask(chunks: list[PromptChunk], spec: AttentionSpec, query: Tensor) -
     if not masked:
         return None
     rows = min(ROWS_PER_MASK, max(chunk.end - chunk.start for chunk in masked))
-    width = max(high - low for chunk in masked for _, _, low, high in _row_groups(chunk, spec.window))
+    groups = (group for chunk in masked for group in _row_groups(chunk, spec.window))
+    width = max((high - low for _, _, low, high in groups), default=0)
     age_of_query = torch.arange(rows - 1, -1, -1, device=query.device)[:, None]
     age_of_key = torch.arange(width - 1, -1, -1, device=query.device)
     hidden = age_of_key < age_of_query
