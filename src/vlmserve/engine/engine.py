@@ -86,6 +86,7 @@ class Engine:
         self._end_token_ids = model.end_token_ids
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._max_short_len = language_model.max_short_len
+        self._prefix_attention = language_model.prefix_attention
         cross = model.cross
         self._image_token_bytes = (cross.feature_size if cross else language_model.hidden_size) * model.dtype.itemsize
         self._state_bytes = cross.state_size * model.dtype.itemsize if cross else 0
@@ -145,6 +146,7 @@ class Engine:
             max_len=self._max_len,
             end_token_ids=self._end_token_ids,
             max_short_len=self._max_short_len,
+            prefix_attention=self._prefix_attention,
         )
         sequence.arrived = time.perf_counter()
         self._scheduler.add(sequence)

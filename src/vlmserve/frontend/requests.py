@@ -12,6 +12,7 @@ from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesEr
 from vlmserve.frontend.messages import check_remote, check_unicode, parse_messages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
+from vlmserve.media.crops import CropProcessor
 from vlmserve.media.processor import ImageProcessor, PictureProcessor
 from vlmserve.media.sources import ImageSource, prepare_image
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
@@ -161,6 +162,9 @@ def _quoted(message: Message, quotation: Quotation) -> Message:
 
 
 def _image_processor(folder: Path, exact_pixels: bool) -> PictureProcessor:
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == "moondream1":
+        return CropProcessor(config, exact_pixels=exact_pixels)
     settings = read_json(folder / "processor_config.json").get("image_processor")
     if not isinstance(settings, dict):
         settings = read_json(folder / "preprocessor_config.json")
@@ -168,4 +172,4 @@ def _image_processor(folder: Path, exact_pixels: bool) -> PictureProcessor:
         raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
     if str(settings.get("image_processor_type")).startswith("Qwen2"):
         return AnySizeProcessor(settings, exact_pixels=exact_pixels)
-    return ImageProcessor(read_json(folder / "config.json"), settings, exact_pixels=exact_pixels)
+    return ImageProcessor(config, settings, exact_pixels=exact_pixels)

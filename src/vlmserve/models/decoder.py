@@ -231,6 +231,11 @@ class Decoder(nn.Module):
         """Sequences of more tokens turn by other frequencies; None: all by the same."""
         return next((rope.switch for rope in self.spec.ropes if rope is not None), None)
 
+    @property
+    def prefix_attention(self) -> bool:
+        """Whether tokens up to the end of a prompt's first picture see each other."""
+        return self.spec.prefix_attention
+
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
         return [

@@ -333,6 +333,22 @@ def _olmo2(family: str, config: Config) -> ArchSpec:
     )
 
 
+def _moondream(family: str, config: Config) -> ArchSpec:
+    return _decoder(
+        family,
+        config,
+        norm=NormSpec(1e-5, layer=True),
+        rope_part=0.5,
+        parallel=True,
+        gated=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        prefix_attention=True,
+    )
+
+
 def _bert_decoder(family: str, config: Config) -> ArchSpec:
     layers, positions = config["num_hidden_layers"], config["max_position_embeddings"]
     return _decoder(
@@ -610,6 +626,29 @@ FAMILIES: dict[str, Family] = {
         (
             (r"\.post_attention_layernorm\.", ".attention_output_norm."),
             (r"\.post_feedforward_layernorm\.", ".mlp_output_norm."),
+        ),
+    ),
+    "moondream_text": Family(
+        "HfMoondream",
+        {
+            **_LLAMA,
+            "vocab_size": 51200,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 2048,
+            "eos_token_id": 50256,
+        },
+        _moondream,
+        (
+            (r"^wte$", "embed_tokens.weight"),
+            (r"^post_ln\.", "norm."),
+            (r"^blocks\.", "layers."),
+            (r"\.ln\.", ".attention_norm."),
+            (r"\.attn\.qkv\.", ".self_attn.qkv_proj."),
+            (r"\.attn\.proj\.", ".self_attn.o_proj."),
+            *_PHI_MLP,
         ),
     ),
     "blip_text_model": Family(

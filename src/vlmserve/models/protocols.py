@@ -74,6 +74,11 @@ class LanguageModel(Protocol):
         """Sequences of more tokens are computed in another way, at positions behind this many; None: all alike."""
         ...
 
+    @property
+    def prefix_attention(self) -> bool:
+        """Whether tokens up to the end of a prompt's first picture see each other, so that no chunk may end there."""
+        ...
+
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
         ...

@@ -39,10 +39,11 @@ class ArchSpec:
     embeddings by their positions; 0: none. norms: "before" attention and MLP, "after" them, "around" them, or of the
     "sums" of their outputs and inputs, with none behind the last layer. parallel: both read the same normed input.
     gated: the MLP multiplies its activation by a second projection. cross_size: width of the states, no part of the
-    sequence, that every layer looks at between attention and MLP; 0: none. embedding_scale: what embeddings of tokens
-    are multiplied with. embedding_norm: whether they are normed once positions are added. head_transform: whether a
-    dense layer, the activation and a norm come before the output head. logit_cap: bounds logits as
-    `AttentionSpec.soft_cap` does scores; None: off.
+    sequence, that every layer looks at between attention and MLP; 0: none. prefix_attention: whether tokens up to the
+    end of a prompt's first picture see each other, which goes with layers without a window. embedding_scale: what
+    embeddings of tokens are multiplied with. embedding_norm: whether they are normed once positions are added.
+    head_transform: whether a dense layer, the activation and a norm come before the output head. logit_cap: bounds
+    logits as `AttentionSpec.soft_cap` does scores; None: off.
     """
 
     family: str
@@ -65,6 +66,7 @@ class ArchSpec:
     head_bias: bool = False
     head_transform: bool = False
     cross_size: int = 0
+    prefix_attention: bool = False
     learned_positions: int = 0
     embedding_norm: bool = False
     embedding_scale: float = 1.0

@@ -14,6 +14,7 @@ from vlmserve.models.families import Names
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaVision
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.vision.blip import BlipTower, blip_vision_spec
+from vlmserve.models.vision.moondream import MoondreamSpec, MoondreamTower
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
 
 Config = Mapping[str, Any]
@@ -33,7 +34,7 @@ class VisionFamily:
 
     architecture: as config.json names it. text_type: the model type of a language model whose config does not name its
     own. build: from the whole config and the decoder's width. image_token_id: the placeholder of a config that names
-    none; None: pictures stand in no prompt, the decoder looks at them by cross attention. names: regular expressions
+    none; None: no token stands for a picture. names: regular expressions
     for tensors' names in the files and what to put in their place. text_fields: what a config says of the language
     model elsewhere than in its part. reads: whether an encoder reads a question along with the picture.
     """
@@ -96,10 +97,48 @@ _BLIP_NAMES: Names = (
     (r"^(vision_tower\..*\.self_attn)\.projection\.", r"\1.out_proj."),
 )
 
+
+def _moondream(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    tower = MoondreamTower(MoondreamSpec.from_config(config, hidden_size), dtype=dtype, device=device)
+    return Vision(tower, {"vision_tower": tower})
+
+
+# As the model's own code calls them, and as decoders here do.
+_MOONDREAM_FIELDS = {
+    "dim": "hidden_size",
+    "ff_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "max_context": "max_position_embeddings",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+}
+
+
+def _moondream_text(config: Config) -> Config:
+    own = config.get("config") or {}
+    text = own.get("text") or {}
+    fields = {ours: text[theirs] for theirs, ours in _MOONDREAM_FIELDS.items() if theirs in text}
+    return {**fields, "eos_token_id": (own.get("tokenizer") or {}).get("eos_id", 50256)}
+
+
+_MOONDREAM_NAMES: Names = (
+    (r"^(model\.)?text\.", "language_model."),
+    (r"^(model\.)?vision\.", "vision_tower."),
+    (r"^vision_tower\.patch_emb\.", "vision_tower.patch_embedding."),
+    (r"^vision_tower\.pos_emb$", "vision_tower.position_embedding"),
+    (r"^vision_tower\.post_ln\.", "vision_tower.post_layernorm."),
+    (r"^vision_tower\.proj_mlp\.fc", "vision_tower.projector.linear_"),
+    (r"^(vision_tower\.blocks\.\d+)\.ln([12])\.", r"\1.layer_norm\2."),
+    (r"^(vision_tower\.blocks\.\d+)\.attn\.qkv\.", r"\1.self_attn.qkv_proj."),
+    (r"^(vision_tower\.blocks\.\d+)\.attn\.proj\.", r"\1.self_attn.out_proj."),
+)
+
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID),
     "qwen2_vl": VisionFamily("Qwen2VLForConditionalGeneration", "qwen2_vl_text", _qwen, 151655),
     "qwen2_5_vl": VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655),
+    "moondream1": VisionFamily("HfMoondream", "moondream_text", _moondream, None, _MOONDREAM_NAMES, _moondream_text),
     "blip": VisionFamily("BlipForConditionalGeneration", "blip_text_model", _blip, None, _BLIP_NAMES, _blip_text),
     # Its model type is blip as well.
     "blip_vqa": VisionFamily(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.prompt.template import ImagePart, Message
-from vlmserve.types import CrossInput, ImageInput, Prompt
+from vlmserve.types import CrossInput, ImageInput, ImageSpan, Prompt
 
 Encode = Callable[[str, bool], list[int]]
 """From a text, and whether it stands between the tokenizer's own beginning and end tokens, to token ids."""
@@ -49,19 +49,45 @@ class QuestionPrompts:
         return Prompt([self.begin], cross=CrossInput(image, encode(text, True)))
 
 
+@dataclass(frozen=True)
+class MoondreamPrompts:
+    """The picture comes first, behind the token `begin`, then the question between the words that the model knows."""
+
+    begin: int
+    describes: bool = True
+
+    def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
+        pieces = ["\n\nQuestion:", f" {text}", "\n\nAnswer:"] if text else ["\n\nCaption:"]
+        asked = [token_id for piece in pieces for token_id in encode(piece, False)]
+        # No token stands for pictures; the span says whose places these are.
+        return Prompt([self.begin] * (1 + image.num_tokens) + asked, (ImageSpan(image, 1),))
+
+
 def one_picture_prompts(config: Mapping[str, Any]) -> OnePicturePrompts | None:
     """How the model of a config.json is prompted, None for one that holds conversations.
 
     Raises ModelLoadError for a config whose first token is none.
     """
-    if config.get("model_type") != "blip":
+    kind = config.get("model_type")
+    if kind == "moondream1":
+        return MoondreamPrompts(_token_id(_part(_part(config, "config"), "tokenizer"), "bos_id", 50256))
+    if kind != "blip":
         return None
-    text_config = config.get("text_config")
-    begin = text_config.get("bos_token_id", 30522) if isinstance(text_config, Mapping) else 30522
-    if not isinstance(begin, int):
-        raise ModelLoadError(f"config.json: bos_token_id is {begin!r}, not a token id")
+    begin = _token_id(_part(config, "text_config"), "bos_token_id", 30522)
     answers = "BlipForQuestionAnswering" in (config.get("architectures") or ())
     return QuestionPrompts(begin) if answers else CaptionPrompts(begin)
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _token_id(config: Mapping[str, Any], name: str, default: int) -> int:
+    token_id = config.get(name, default)
+    if not isinstance(token_id, int):
+        raise ModelLoadError(f"config.json: {name} is {token_id!r}, not a token id")
+    return token_id
 
 
 def only_text(messages: Sequence[Message]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.attention import BatchMetadata, WideRows
 from vlmserve.scheduler.scheduler import ScheduledChunk, Step
 
 
@@ -92,6 +92,7 @@ class BatchBuilder:
             query_lens=counts,
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
+            wide=_wide_rows(step, ends),
         )
         return Batch(
             token_ids=self._tensor(token_ids),
@@ -148,6 +149,16 @@ class BatchBuilder:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _wide_rows(step: Step, ends: np.ndarray) -> list[WideRows]:
+    """Rows of prefixes whose tokens see each other, but for the last of each, which sees all of them anyway."""
+    wide = []
+    for number, ((sequence, count, _), end) in enumerate(zip(step.chunks, ends.tolist(), strict=True)):
+        last = sequence.prefix_len - 1 - sequence.num_computed
+        if last > 0:
+            wide.append(WideRows(number, end - count, end - count + last, sequence.prefix_len))
+    return wide
 
 
 def _has_grid(chunk: ScheduledChunk) -> bool:

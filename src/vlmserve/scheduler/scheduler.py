@@ -292,17 +292,18 @@ class Scheduler:
     def _schedule_chunk(self, step: Step, sequence: Sequence, budget: int) -> int:
         """A chunk of at most `budget` tokens, cut before the first picture that cannot be encoded in this step.
 
-        Returns its number of tokens, which may be 0.
+        What is left of a prefix whose tokens see each other is never cut: it goes over the budget instead, as it may be
+        longer than all of it. Returns the chunk's number of tokens, which may be 0.
         """
         if budget == 0:
             return 0
         if sequence.cross is not None and not self._secure_look(step, sequence, sequence.cross):
             return 0
         start = sequence.num_computed
-        end = start + min(sequence.num_uncomputed, budget)
+        end = max(start + min(sequence.num_uncomputed, budget), sequence.prefix_len)
         for span in sequence.spans_between(start, end):
             if not self._secure(step, sequence, span.image):
-                end = max(start, span.start)
+                end = start if span.start < sequence.prefix_len else max(start, span.start)
                 break
         if end > start:
             step.chunks.append(ScheduledChunk(sequence, end - start, end == len(sequence.token_ids)))

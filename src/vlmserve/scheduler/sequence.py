@@ -15,7 +15,8 @@ class Sequence:
     block_table: grows while the sequence keeps its blocks; once they are gone, a new one takes its place.
     first_block: the first block of the table that is held; those before it are behind the attention window.
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
-    num_encoded: pictures encoded for its sake. cross, cross_key: what it looks at by cross attention, if anything.
+    prefix_len: leading tokens that see each other, so that they are computed in one go. num_encoded: pictures encoded for
+    its sake. cross, cross_key: what it looks at by cross attention, if anything.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
     max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
     arrived, started, answered: when it was added, first ran and had its first token, on the clock of
@@ -41,6 +42,7 @@ class Sequence:
         "num_encoded",
         "num_prompt_tokens",
         "params",
+        "prefix_len",
         "request_id",
         "seed",
         "started",
@@ -57,7 +59,9 @@ class Sequence:
         max_len: int,
         end_token_ids: frozenset[int],
         max_short_len: int | None = None,
+        prefix_attention: bool = False,
     ) -> None:
+        """prefix_attention: tokens up to the end of the first picture see each other."""
         self.request_id = request.request_id
         self.params = request.params
         self.seed = seed
@@ -75,6 +79,11 @@ class Sequence:
         if self.cross is not None:
             self.cross_key = cross_key(self.cross.image.key, self.cross.token_ids)
             root_key = looking_root(root_key, self.cross_key)
+        self.prefix_len = self.image_spans[0].end if prefix_attention and self.image_spans else 0
+        if self.prefix_len:
+            # Whatever is in it changes the states of all that is in it, of its first block, too.
+            images = touched_images(self.image_spans, 0, self.prefix_len)
+            root_key = block_key(root_key, self.token_ids[: self.prefix_len], images)
         self._long_root_key = block_key(root_key, (), ())
         self.max_short_len = max_short_len
         self.block_keys = [self._long_root_key if self.is_long else root_key]
