@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 from tests.blip import BEGIN, CLASSES, FEATURES, make_blip
 from tests.media.pictures_for_tests import noise
+from tests.moondream import SETTINGS, TOKENS, make_moondream
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesError
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.media.crops import CropProcessor
+from vlmserve.media.pictures import Picture
 from vlmserve.prompt.one_picture import one_picture_prompts
 
 PICTURE = noise(40, 30)
@@ -92,6 +96,37 @@ def test_tenants_pictures_have_keys_of_their_own(preparer: RequestPreparer) -> N
     assert len(keys) == 3
 
 
+@pytest.fixture(scope="module")
+def moondream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_moondream(tmp_path_factory.mktemp("moondream"))[0]
+
+
+@pytest.mark.parametrize("text", ["What is in the picture?", " two\n\nlines ", "<|endoftext|> and <|endof", "naïve 😀"])
+def test_moondream_puts_the_picture_before_a_question_in_its_own_words(moondream: Path, text: str) -> None:
+    prompt = RequestPreparer(moondream, MediaConfig()).chat(user(text, PICTURE), allow_local=True)
+    plain = Tokenizer.from_file(str(moondream / "tokenizer.json"))
+    plain.encode_special_tokens = True  # what a user writes is never a control token
+    pieces = ["\n\nQuestion:", f" {text.strip()}", "\n\nAnswer:"]
+    asked = [token for piece in pieces for token in plain.encode(piece, add_special_tokens=False).ids]
+    assert prompt.token_ids == [0] * (1 + TOKENS) + asked
+    [span] = prompt.images
+    assert (span.start, span.end) == (1, 1 + TOKENS)
+    assert prompt.cross is None
+    np.testing.assert_array_equal(
+        span.image.pixels, CropProcessor({"config": SETTINGS}).process(Picture.whole(PICTURE))
+    )
+
+
+def test_moondream_describes_a_picture_without_a_question(moondream: Path) -> None:
+    preparer = RequestPreparer(moondream, MediaConfig())
+    plain = Tokenizer.from_file(str(moondream / "tokenizer.json"))
+    asked = plain.encode("\n\nCaption:", add_special_tokens=False).ids
+    for messages in (user(PICTURE), user(PICTURE, "")):
+        assert preparer.chat(messages, allow_local=True).token_ids[1 + TOKENS :] == asked
+    with pytest.raises(InvalidRequestError, match="not 0"):
+        preparer.chat(user("What?"), allow_local=True)
+
+
 def test_the_first_token_is_the_configs(tmp_path: Path) -> None:
     def first(config: dict[str, Any]) -> int:
         prompts = one_picture_prompts({"model_type": "blip", **config})
@@ -102,4 +137,6 @@ def test_the_first_token_is_the_configs(tmp_path: Path) -> None:
     assert first({"text_config": {"bos_token_id": 7}}) == 7
     with pytest.raises(ModelLoadError, match="bos_token_id"):
         first({"text_config": {"bos_token_id": [7]}})
+    assert first({"model_type": "moondream1"}) == 50256
+    assert first({"model_type": "moondream1", "config": {"tokenizer": {"bos_id": 7}}}) == 7
     assert one_picture_prompts({"model_type": "llava"}) is None

@@ -14,8 +14,11 @@ from tests.moondream import SETTINGS, TEXT, TOKENS, VISION, Moondream, make_moon
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.pictures import Picture
+from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
+from vlmserve.models.vision.moondream import MoondreamSpec
+from vlmserve.models.vision_families import VISION_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -60,10 +63,6 @@ def test_names_may_come_without_the_outer_module(tmp_path: Path) -> None:
 
 def test_the_published_shape_is_what_an_empty_config_means() -> None:
     """The published config.json says nothing of it."""
-    from vlmserve.models.families import decoder_spec
-    from vlmserve.models.vision.moondream import MoondreamSpec
-    from vlmserve.models.vision_families import VISION_FAMILIES
-
     config: dict[str, Any] = {"architectures": ["HfMoondream"], "model_type": "moondream1", "config": {}}
     spec = decoder_spec(VISION_FAMILIES["moondream1"].text_config(config))
     assert (spec.hidden_size, spec.intermediate_size, len(spec.attention), spec.vocab_size) == (2048, 8192, 24, 51200)

@@ -69,9 +69,8 @@ class MoondreamOracle:
         side = self.vision["crop_size"] // self.vision["enc_patch_size"]
         margin = self.vision["overlap_margin"]
         window = side - 2 * margin
-        whole = torch.zeros(
-            tiles[0] * window + 2 * margin, tiles[1] * window + 2 * margin, self.vision["enc_dim"]
-        ).double()
+        height, width = (count * window + 2 * margin for count in tiles)
+        whole = torch.zeros(height, width, self.vision["enc_dim"]).double()
         # A crop keeps its margin only where it has no neighbour.
         for number, crop in enumerate(features[1:]):
             row, column = divmod(number, tiles[1])

@@ -25,13 +25,19 @@ def looking(number: int, num_tokens: int, text: int = 0) -> CrossInput:
 
 
 def sequence(
-    name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), cross=None, **params
-) -> Sequence:
+    name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), cross=None, prefix_attention=False,
+    **params,
+) -> Sequence:  # fmt: skip
     spans = tuple(ImageSpan(picture, start) for picture, start in images)
     prompt = Prompt([token] * length, spans, cross)
     request = EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, **params))
     return Sequence(
-        request, root_key=root_key(b"", salt=salt), seed=0, max_len=capacity, end_token_ids=frozenset({END})
+        request,
+        root_key=root_key(b"", salt=salt),
+        seed=0,
+        max_len=capacity,
+        end_token_ids=frozenset({END}),
+        prefix_attention=prefix_attention,
     )
 
 

@@ -24,8 +24,8 @@ from vlmserve.types import Pixels
 
 @dataclass(frozen=True)
 class CropRecipe:
-    """Every setting that changes pixels. size: of a crop's side. margin: of it, on either side, what its neighbours have
-    as well. max_crops: of one picture."""
+    """Every setting that changes pixels. size: of a crop's side. margin: what its neighbours have as well of it, on
+    either side. patch: of a patch's side. max_crops: of one picture."""
 
     size: int
     margin: int

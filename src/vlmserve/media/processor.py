@@ -48,7 +48,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 _SUFFIXES = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 _TYPES = {family + suffix: family for family in _FAMILIES for suffix in _SUFFIXES}
 
-_TOWERS = {
+_TOWERS: dict[str, dict[str, Any]] = {
     "clip_vision_model": {"image_size": 224, "patch_size": 32, "class_tokens": 1},
     "siglip_vision_model": {"image_size": 224, "patch_size": 16, "class_tokens": 0},
     "blip_vision_model": {"image_size": 384, "patch_size": 16, "class_tokens": 1, "strategy": "full"},

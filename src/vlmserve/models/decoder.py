@@ -251,7 +251,7 @@ class Decoder(nn.Module):
         """``[states, cross_size]`` to what `CrossRows.states` are."""
         assert self.cross_states is not None
         attention = self.spec.attention[0]
-        by_head = self.cross_states(states).view(
+        by_head: Tensor = self.cross_states(states).view(
             len(states), len(self.layers), 2, attention.num_kv_heads, attention.head_size
         )
         return by_head.permute(1, 2, 3, 0, 4).contiguous()

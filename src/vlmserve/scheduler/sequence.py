@@ -15,8 +15,8 @@ class Sequence:
     block_table: grows while the sequence keeps its blocks; once they are gone, a new one takes its place.
     first_block: the first block of the table that is held; those before it are behind the attention window.
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
-    prefix_len: leading tokens that see each other, so that they are computed in one go. num_encoded: pictures encoded for
-    its sake. cross, cross_key: what it looks at by cross attention, if anything.
+    prefix_len: leading tokens that see each other, so that they are computed in one go.
+    num_encoded: pictures encoded for its sake. cross, cross_key: what it looks at by cross attention, if anything.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
     max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
     arrived, started, answered: when it was added, first ran and had its first token, on the clock of

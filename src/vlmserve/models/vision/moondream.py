@@ -74,8 +74,8 @@ class MoondreamSpec:
             )
         if vision["proj_out_dim"] != hidden_size or layers.image_size % layers.patch_size:
             raise UnsupportedModelError(
-                f"config.json: pictures of {vision['proj_out_dim']} features for a decoder of {hidden_size}, or crops of "
-                f"{layers.image_size} pixels in patches of {layers.patch_size}, are not supported"
+                f"config.json: pictures of {vision['proj_out_dim']} features for a decoder of {hidden_size}, or crops "
+                f"of {layers.image_size} pixels in patches of {layers.patch_size}, are not supported"
             )
         if layers.image_size // layers.patch_size <= 2 * vision["overlap_margin"]:
             raise UnsupportedModelError("config.json: overlap_margin leaves nothing of a crop")
@@ -95,17 +95,17 @@ class MoondreamSpec:
 
 
 class MoondreamTower(nn.Module):
-    """A `VisionEncoder`. Pixels of a picture are one plane: the whole picture at a crop's size in the upper left corner,
-    and below it the picture that crops are cut from."""
+    """A `VisionEncoder`. Pixels of a picture are one plane: the whole picture at a crop's size in the upper left
+    corner, and below it the one that crops are cut from."""
 
     def __init__(self, spec: MoondreamSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
         self.dtype = dtype
-        shape, kind = spec.layers, {"dtype": dtype, "device": device}
+        shape = spec.layers
         self.patch_embedding = PatchEmbedding(shape, bias=True, as_matrix=True, dtype=dtype, device=device)
         self.position_embedding = empty_parameter(1, shape.num_patches, shape.hidden_size, dtype=dtype, device=device)
-        self.blocks = nn.ModuleList(ClipLayer(shape, **kind) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(ClipLayer(shape, dtype=dtype, device=device) for _ in range(shape.num_layers))
         self.post_layernorm = LayerNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
         self.projector = Projector(
             2 * shape.hidden_size,
