@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, WideRows
 
 Chunk = tuple[int, int]  # tokens in the cache before this step, new tokens
+
+Wide = tuple[int, int, int]  # first and last row of a chunk that see so many positions
 
 CPU = torch.device("cpu")
 CHUNKS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12) | st.just(1)), min_size=1, max_size=8)
 
 
-def naive_attention(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+def naive_attention(
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, wide: Sequence[Wide] = ()
+) -> Tensor:
     """One sequence, ``[new, heads, head_size]`` over ``[context, kv_heads, head_size]``, in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     new, context, group = len(query), len(keys), spec.num_heads // spec.num_kv_heads
@@ -24,6 +31,9 @@ def naive_attention(query: Tensor, keys: Tensor, values: Tensor, spec: Attention
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     age = torch.arange(context - new, context)[:, None] - torch.arange(context)
     hidden = age < 0 if spec.window is None else (age < 0) | (age >= spec.window)
+    for first, last, reach in wide:
+        too_old = torch.zeros_like(age) if spec.window is None else age >= spec.window
+        hidden[first:last] = (torch.arange(context) >= reach) | too_old[first:last]
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).reshape(new, -1)
 
@@ -38,10 +48,12 @@ def attend(
     spread: float = 1.0,
     junk: float = 1e4,
     seed: int = 0,
+    wide: Sequence[Sequence[Wide]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The backend's output for a batch and the naive one, each ``[tokens, heads * head_size]``.
 
-    All that the cache holds beyond the sequences' own tokens is `junk`, so reading it shows.
+    wide: of each chunk, those of one token first. All that the cache holds beyond the sequences' own tokens is `junk`,
+    so reading it shows.
     """
     torch.manual_seed(seed)
     chunks = sorted(chunks, key=lambda chunk: chunk[1] > 1)
@@ -63,6 +75,10 @@ def attend(
         if not parts:
             continue
         metadata = blocks.metadata(parts)
+        if new and wide is not None:
+            starts = metadata.query_starts.tolist()
+            rows_of = [(i, starts[i] + first, starts[i] + last, r) for i, w in enumerate(wide) for first, last, r in w]
+            metadata = replace(metadata, wide=[WideRows(*rows) for rows in rows_of])
 
         def rows(tensors: list[Tensor], parts: list[tuple[int, int, int]] = parts) -> Tensor:
             return torch.cat([tensors[i][before : before + count] for i, before, count in parts])
@@ -70,8 +86,8 @@ def attend(
         plan = backend.prepare(metadata, block_size)
         output = backend.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
     expected = [
-        naive_attention(q[before:], k, v, spec)
-        for (before, _), q, k, v in zip(chunks, queries, keys, values, strict=True)
+        naive_attention(q[before:], k, v, spec, seen)
+        for (before, _), q, k, v, seen in zip(chunks, queries, keys, values, wide or [()] * len(chunks), strict=True)
     ]
     return output, torch.cat(expected)
 

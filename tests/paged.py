@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, LayerCache
+from vlmserve.layers.attention import CrossRows
 from vlmserve.models.protocols import LanguageModel
 
 
@@ -51,12 +53,20 @@ class BlockTables:
 class PagedRun:
     """Feeds whole sequences of embeddings through a decoder in batches of chunks, and collects all logits."""
 
-    def __init__(self, model: LanguageModel, sequences: Sequence[Tensor], block_size: int = 4, seed: int = 0) -> None:
-        """sequences: ``[length, hidden_size]`` each."""
+    def __init__(
+        self,
+        model: LanguageModel,
+        sequences: Sequence[Tensor],
+        block_size: int = 4,
+        seed: int = 0,
+        looked_at: Sequence[Tensor] = (),
+    ) -> None:
+        """sequences: ``[length, hidden_size]`` each. looked_at: `CrossRows.states` of each, if they look at any."""
         self.model = model
         self.sequences = sequences
         self.blocks = BlockTables([len(sequence) for sequence in sequences], block_size, seed)
         self.caches: list[LayerCache] = model.allocate_cache(self.blocks.num_blocks, block_size)
+        self.looked_at = looked_at
         self.done = [0] * len(sequences)
         self.logits: list[list[Tensor]] = [[] for _ in sequences]
 
@@ -72,7 +82,13 @@ class PagedRun:
             return
         embeddings = torch.cat([self.sequences[i][before : before + new] for i, before, new in chunks])
         positions = torch.cat([torch.arange(before, before + new) for _, before, new in chunks])
-        hidden = self.model.forward(embeddings, positions, self.blocks.metadata(chunks), self.caches)
+        ends = list(accumulate(new for _, _, new in chunks))
+        cross = [
+            CrossRows(end - new, end, self.looked_at[i])
+            for (i, _, new), end in zip(chunks, ends, strict=True)
+            if self.looked_at
+        ]
+        hidden = self.model.forward(embeddings, positions, self.blocks.metadata(chunks), self.caches, cross)
         for (i, _, new), rows in zip(chunks, hidden.split([new for _, _, new in chunks]), strict=True):
             self.logits[i].append(self.model.logits(rows))
             self.done[i] += new

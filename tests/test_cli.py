@@ -19,6 +19,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import vlmserve
+from tests.blip import make_blip
+from tests.checkpoints import change_config
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
@@ -159,6 +161,25 @@ def test_ask_wants_a_question_after_the_picture(picture):
     result = run("ask", picture)
     assert result.exit_code == 2
     assert "question" in result.stderr
+
+
+def test_ask_lets_a_captioning_model_describe_a_picture(tmp_path, picture):
+    folder = make_blip(tmp_path)
+
+    def caption(*words: object) -> str:
+        result = run("ask", "--model", folder, "--max-tokens", "6", picture, *words)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    llm = LLM(str(folder))
+    asked = {"prompt": "", "multi_modal_data": {"image": picture}}
+    [described] = llm.generate(asked, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    assert caption() == caption("") == described.outputs[0].text + "\n"
+    assert described.num_images_encoded == 1
+    assert caption("the brown fox") != caption()
+    change_config(folder, architectures=["BlipForQuestionAnswering"])
+    result = run("ask", "--model", folder, picture)
+    assert (result.exit_code, "question" in result.stderr) == (2, True)
 
 
 def test_ask_names_a_picture_that_is_not_there():

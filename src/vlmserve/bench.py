@@ -19,6 +19,7 @@ from torch import nn
 
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.engine import Engine, load
+from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Embedding, Weight
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel
@@ -109,6 +110,8 @@ def bench(
         progress(f"{scheme}: loading")
         settings = config.model_copy(update={"quantize": scheme, "enable_prefix_caching": False})
         model = load(settings, folder)
+        if model.cross is not None:
+            raise ConfigurationError("bench measures models that read their pictures as part of the prompt")
         limits = limits or Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
         engine = Engine.from_model(settings, model)
         info = engine.info

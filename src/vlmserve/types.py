@@ -18,6 +18,8 @@ from vlmserve.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MediaKind = Literal["picture", "video"]
+SeesAhead = Literal["pictures", "prefix"]
+"""Which tokens of a prompt see each other: those of each picture, or all up to the end of the first one."""
 Pixels = npt.NDArray[np.float32]
 
 KEY_BYTES = 32
@@ -95,11 +97,34 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
             first, passed = stop + 1, passed + 1
 
 
+class CrossInput(msgspec.Struct, frozen=True, eq=False):
+    """What a decoder with cross attention looks at: a picture, or a text that its encoder reads along with the picture.
+
+    token_ids: of that text; none for the picture alone.
+    """
+
+    image: ImageInput
+    token_ids: list[int] = []
+
+    @property
+    def num_states(self) -> int:
+        """How many states the decoder looks at: one for each token of the text, or each of the picture's features."""
+        return len(self.token_ids) or self.image.num_embeddings
+
+
 class Prompt(msgspec.Struct, frozen=True, eq=False):
-    """What a model reads: token ids with placeholders expanded, and the pictures behind them in prompt order."""
+    """What a model reads: token ids with placeholders expanded, and the pictures behind them in prompt order.
+
+    cross: what it looks at beside, if its decoder has cross attention.
+    """
 
     token_ids: list[int]
     images: tuple[ImageSpan, ...] = ()
+    cross: CrossInput | None = None
+
+    @property
+    def num_images(self) -> int:
+        return len(self.images) + (self.cross is not None)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

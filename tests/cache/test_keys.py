@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.cache.keys import TouchedImage, block_key, root_key, touched_images
+from vlmserve.cache.keys import TouchedImage, block_key, cross_key, looking_root, root_key, touched_images
 from vlmserve.types import ImageInput, ImageSpan
 
 ROOT = root_key(b"model")
@@ -42,6 +42,9 @@ def test_a_block_may_touch_several_pictures():
         (root_key(b"m", adapter="ab", salt="c"), root_key(b"m", adapter="a", salt="bc")),
         (block_key(ROOT, [1, 2], []), block_key(ROOT, [2, 1], [])),
         (block_key(ROOT, [1, 2], []), block_key(block_key(ROOT, [1, 2], []), [1, 2], [])),
+        (block_key(ROOT, [1, 2], [], ahead=[3]), block_key(ROOT, [1, 2], [], ahead=[4])),
+        (block_key(ROOT, [1, 2], [], ahead=[3]), block_key(ROOT, [1, 2], [])),
+        (block_key(ROOT, [1, 2], [], ahead=[3]), block_key(ROOT, [1, 2, 3], [])),
         *(
             (block_key(ROOT, [9, 9], [image(0)]), block_key(ROOT, [9, 9], images))
             for images in (
@@ -53,6 +56,12 @@ def test_a_block_may_touch_several_pictures():
                 [image(0), image(1)],
             )
         ),
+        (looking_root(ROOT, cross_key(PICTURES[0], [])), ROOT),
+        (looking_root(ROOT, cross_key(PICTURES[0], [])), looking_root(ROOT, cross_key(PICTURES[1], []))),
+        (looking_root(ROOT, cross_key(PICTURES[0], [])), looking_root(ROOT, cross_key(PICTURES[0], [5]))),
+        (looking_root(ROOT, cross_key(PICTURES[0], [5, 6])), looking_root(ROOT, cross_key(PICTURES[0], [6, 5]))),
+        (looking_root(ROOT, PICTURES[0]), looking_root(root_key(b"other"), PICTURES[0])),
+        (cross_key(PICTURES[0], []), PICTURES[0]),
         (block_key(ROOT, [9, 9], [image(0), image(1)]), block_key(ROOT, [9, 9], [image(1), image(0)])),
     ],
 )

@@ -196,9 +196,7 @@ def test_without_sight_of_itself_a_picture_means_something_else(
     oracle: Oracle, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = oracle.llm()
-    monkeypatch.setattr(
-        "vlmserve.runner.batch.BatchMetadata", lambda **fields: BatchMetadata(**{**fields, "pictures": ()})
-    )
+    monkeypatch.setattr("vlmserve.runner.batch.BatchMetadata", lambda **fields: BatchMetadata(**{**fields, "wide": ()}))
     changed = tokens(llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False))
     assert changed[3] == expected[3], "without a picture nothing differs"
     assert changed != expected

@@ -25,6 +25,7 @@ from vlmserve.engine.messages import (
     encode,
 )
 from vlmserve.types import (
+    CrossInput,
     EngineRequest,
     EngineSnapshot,
     EngineStats,
@@ -124,6 +125,18 @@ def test_pictures_that_requests_share_cross_once_and_are_shared_again():
         np.testing.assert_array_equal(arrays[0], span.image.pixels)
     assert received.requests[4].prompt.images[1].image.pixels is received.requests[0].prompt.images[1].image.pixels
     np.testing.assert_array_equal(received.requests[4].prompt.images[0].image.pixels, picture.pixels)
+
+
+def test_what_a_request_looks_at_crosses_with_it():
+    picture = ImageInput(b"k" * 32, np.ones((1, 3, 2, 2), np.float32), 5)
+    request = EngineRequest("a", Prompt([7], cross=CrossInput(picture, [1, 2])))
+    received = decode_to_engine(encode(Add([request])))
+    assert isinstance(received, Add)
+    [got] = received.requests
+    assert got.prompt.num_images == 1
+    assert got.prompt.cross is not None
+    assert (got.prompt.cross.token_ids, got.prompt.cross.image.key) == ([1, 2], picture.key)
+    np.testing.assert_array_equal(got.prompt.cross.image.pixels, picture.pixels)
 
 
 def test_read_only_pictures_cross_a_socket(sockets):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psutil
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs, naive_attention
+from tests.attending import CHUNKS, CPU, Chunk, Wide, attend, attention_specs, naive_attention
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
-from vlmserve.kernels.cpu_attention import CpuAttention
+from vlmserve.kernels.cpu_attention import CpuAttention, unserved
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 
@@ -37,6 +39,41 @@ def test_any_batch_equals_naive_attention(
     kind: type[AttentionBackend], chunks: list[Chunk], spec: AttentionSpec, block_size: int
 ) -> None:
     output, expected = attend(kind(), chunks, spec, block_size)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@st.composite
+def chunks_with_wide_rows(draw: st.DrawFn) -> tuple[list[Chunk], list[list[Wide]]]:
+    """Chunks, those of one token first, with up to two ranges of rows that see to the end of theirs or further."""
+    chunks = sorted(draw(CHUNKS), key=lambda chunk: chunk[1] > 1)
+    wide: list[list[Wide]] = []
+    for before, new in chunks:
+        edges = sorted(draw(st.sets(st.integers(0, new), max_size=4))) if new > 1 else []
+        pairs = list(zip(edges[::2], edges[1::2], strict=False))
+        wide.append([(first, last, draw(st.integers(before + last, before + new))) for first, last in pairs])
+    return chunks, wide
+
+
+@every_backend
+@settings(max_examples=100, deadline=None)
+@given(drawn=chunks_with_wide_rows(), spec=attention_specs(), block_size=st.sampled_from([1, 3, 4, 16]))
+@example(drawn=([(0, 6)], [[(0, 6, 6)]]), spec=PLAIN, block_size=4)
+@example(drawn=([(7, 1), (5, 9)], [[], [(0, 3, 8)]]), spec=PLAIN, block_size=4)
+def test_rows_that_see_what_comes_after_them_equal_naive_attention(
+    kind: type[AttentionBackend], drawn: tuple[list[Chunk], list[list[Wide]]], spec: AttentionSpec, block_size: int
+) -> None:
+    chunks, wide = drawn
+    if unserved(spec, torch.float32, CPU, sees_ahead=True) is not None and kind is CpuAttention:
+        spec = replace(spec, window=None)
+    output, expected = attend(kind(), chunks, spec, block_size, wide=wide)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@every_backend
+def test_many_rows_that_see_what_comes_after_them_equal_naive_attention(kind: type[AttentionBackend]) -> None:
+    output, expected = attend(
+        kind(), [(3, 1), (0, 700), (300, 330)], PLAIN, 16, wide=[[], [(0, 601, 602)], [(0, 5, 305)]]
+    )
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from tests.attending import CPU
 from tests.paged import BlockTables
 from vlmserve.kernels import torch_reference
-from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.kernels.attention import AttentionSpec, WideRows
 from vlmserve.kernels.cpu_attention import unserved
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, scale=0.5, whole_pictures=True)
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, scale=0.5)
 # Of each sequence: tokens in the cache before, new ones, and where its pictures lie.
 SEQUENCES: list[tuple[int, int, list[tuple[int, int]]]] = [
     (9, 1, [(2, 6)]),
@@ -65,13 +65,14 @@ def test_rows_see_their_own_picture_and_what_came_before(
         chunks = [(i, 0 if past else before, before if past else new) for i, (before, new, _) in enumerate(SEQUENCES)]
         chunks = sorted((chunk for chunk in chunks if chunk[2]), key=lambda chunk: chunk[2] > 1)
         metadata = blocks.metadata(chunks)
-        pictures, row = [], 0
-        for i, before, new in chunks:
+        wide, row = [], 0
+        for number, (i, before, new) in enumerate(chunks):
             for start, end in SEQUENCES[i][2]:
                 first, last = max(start, before), min(end, before + new)
-                pictures += [(row + first - before, row + last - before)] if first < last else []
+                if first < last:
+                    wide.append(WideRows(number, row + first - before, row + last - before, last))
             row += new
-        metadata = replace(metadata, pictures=pictures)
+        metadata = replace(metadata, wide=wide)
         query, key, value = (
             torch.cat([tensors[i][before : before + new] for i, before, new in chunks])
             for tensors in (queries, keys, values)
@@ -85,6 +86,8 @@ def test_rows_see_their_own_picture_and_what_came_before(
 
 
 @pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built")
-def test_the_native_kernels_say_that_they_cannot() -> None:
-    assert unserved(replace(SPEC, whole_pictures=False), torch.float32, CPU) is None
-    assert "what comes after" in str(unserved(SPEC, torch.float32, CPU))
+def test_the_native_kernels_say_that_they_cannot_beside_a_window() -> None:
+    sliding = replace(SPEC, window=3)
+    assert unserved(sliding, torch.float32, CPU) is None
+    assert unserved(SPEC, torch.float32, CPU, sees_ahead=True) is None
+    assert "what comes after" in str(unserved(sliding, torch.float32, CPU, sees_ahead=True))

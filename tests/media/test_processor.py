@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -25,6 +26,7 @@ from vlmserve.media.pictures import Picture, decode_picture
 from vlmserve.media.processor import ImageProcessor
 
 ORACLES: dict[str, Any] = {
+    "Blip": BlipImageProcessorPil,
     "CLIP": CLIPImageProcessorPil,
     "Llava": LlavaImageProcessorPil,
     "Siglip": SiglipImageProcessorPil,
@@ -44,6 +46,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("Llava", {**CROPPED, "do_pad": False}),
     ("Siglip", {"size": {"height": 28, "width": 28}}),
     ("ViT", {"size": {"height": 28, "width": 28}, "do_convert_rgb": True}),
+    ("Blip", {"size": {"height": 28, "width": 28}}),
 ]
 FILES = {
     "wide": encoded(noise(61, 37)),
@@ -84,7 +87,9 @@ def test_pixels_are_those_of_transformers(family: str, settings: dict[str, Any],
 
 @pytest.mark.parametrize("family", ORACLES)
 def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None:
-    config = {"vision_config": {"image_size": 224, "patch_size": 32}}
+    config: dict[str, Any] = {"vision_config": {"image_size": 224, "patch_size": 32}}
+    if family == "Blip":
+        config = {"model_type": "blip"}
     processor = ImageProcessor(config, {"image_processor_type": f"{family}ImageProcessorFast"})
     ours = processor.process(Picture.whole(noise(80, 60)))
     theirs = ORACLES[family]()(images=noise(80, 60), return_tensors="np")["pixel_values"]

@@ -10,7 +10,7 @@ from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams
+from vlmserve.types import CrossInput, EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams
 
 BLOCK = 4
 END = 999
@@ -20,11 +20,24 @@ def image(number: int, num_tokens: int) -> ImageInput:
     return ImageInput(bytes([number]) * 32, np.zeros((1, 3, 2, 2), np.float32), num_tokens)
 
 
-def sequence(name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), **params) -> Sequence:
+def looking(number: int, num_tokens: int, text: int = 0) -> CrossInput:
+    return CrossInput(image(number, num_tokens), [5] * text)
+
+
+def sequence(
+    name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), cross=None, sees_ahead=None,
+    **params,
+) -> Sequence:  # fmt: skip
     spans = tuple(ImageSpan(picture, start) for picture, start in images)
-    request = EngineRequest(name, Prompt([token] * length, spans), SamplingParams(max_tokens=max_tokens, **params))
+    prompt = Prompt([token] * length, spans, cross)
+    request = EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, **params))
     return Sequence(
-        request, root_key=root_key(b"", salt=salt), seed=0, max_len=capacity, end_token_ids=frozenset({END})
+        request,
+        root_key=root_key(b"", salt=salt),
+        seed=0,
+        max_len=capacity,
+        end_token_ids=frozenset({END}),
+        sees_ahead=sees_ahead,
     )
 
 
@@ -42,6 +55,7 @@ def scheduler(
         image_token_bytes=1,
         prefix_caching=prefix_caching,
         window=window,
+        state_bytes=1,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.made_up import BLOCK, END, image, scheduler, sequence
+from tests.scheduler.made_up import BLOCK, END, image, looking, scheduler, sequence
 from vlmserve.scheduler.scheduler import Step
 from vlmserve.scheduler.sequence import Sequence
 
@@ -22,7 +22,11 @@ def requests(draw):
             break
         images.append((image(draw(st.integers(0, 3)) * 10 + size, size), start))
         start += size
-    return length, draw(st.integers(1, 12)), images, draw(st.sampled_from(["", "", "other"]))
+    cross = None
+    if not images and draw(st.booleans()):
+        size = draw(st.integers(1, 4))
+        cross = looking(draw(st.integers(5, 7)) * 10 + size, size, draw(st.integers(0, 4)))
+    return length, draw(st.integers(1, 12)), images, cross, draw(st.sampled_from(["", "", "other"]))
 
 
 OPERATIONS = st.lists(
@@ -44,8 +48,10 @@ class Contents:
 
     @staticmethod
     def of(sequence: Sequence, position: int):
-        pictures = [(span.image.key, position - span.start) for span in sequence.spans_between(position, position + 1)]
-        return sequence.block_keys[0], position, tuple(sequence.token_ids[: position + 1]), *pictures
+        ranges = (whole for whole in sequence.whole_ranges if whole[0] <= position < whole[1])
+        start, reach = next(ranges, (position, position + 1))
+        pictures = [(span.image.key, position - span.start) for span in sequence.spans_between(start, reach)]
+        return sequence.block_keys[0], position, tuple(sequence.token_ids[:reach]), *pictures
 
     def run(self, step: Step, window: int | None) -> None:
         for block in step.clear:
@@ -79,8 +85,11 @@ class Contents:
         st.sampled_from([None, None, 1, 5, 8, 30]),
     ),
     OPERATIONS,
+    st.sampled_from([None, None, "pictures", "prefix"]),
 )
-def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends(sizes, operations):
+def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends(sizes, operations, sees_ahead):
+    if sees_ahead is not None:
+        sizes = (*sizes[:-1], None)
     num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, window = sizes
     s = scheduler(*sizes)
     contents = Contents()
@@ -91,7 +100,8 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
 
     def step(token):
         planned = s.schedule()
-        assert sum(chunk.num_tokens for chunk in planned.chunks) <= budget
+        counts = [chunk.num_tokens for chunk in planned.chunks]
+        assert sum(counts) <= budget or (sees_ahead is not None and sum(counts) - max(counts) < budget)
         assert len(planned.encode) <= max_images
         assert len(s.running) <= seqs
         ones = [chunk.num_tokens == 1 for chunk in planned.chunks]
@@ -99,10 +109,16 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
         embeddings.difference_update(planned.evict)
         assert not embeddings & {picture.key for picture in planned.encode}
         embeddings.update(picture.key for picture in planned.encode)
+        for look in planned.look:
+            assert look.cross.image.key in embeddings
+            assert look.key not in embeddings
+            embeddings.add(look.key)
         for chunk in planned.chunks:
             start, end = chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_tokens
             assert end <= len(chunk.sequence.block_table) * BLOCK
+            assert chunk.sequence.whole_range_at(end) is None, "tokens that see each other are computed in one go"
             assert all(span.image.key in embeddings for span in chunk.sequence.spans_between(start, end))
+            assert chunk.sequence.cross is None or chunk.sequence.cross_key in embeddings
         contents.run(planned, window)
         sampled = [token + index % 2 if token != END else END for index, _ in enumerate(planned.chunks)]
         for output in s.update(planned, [t for t, c in zip(sampled, planned.chunks, strict=True) if c.samples]):
@@ -121,10 +137,11 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
 
     for operation, argument in operations:
         if operation == "add":
-            length, max_tokens, images, salt = argument
+            length, max_tokens, images, cross, salt = argument
             if length < capacity:
                 name = f"request {added}"
-                s.add(sequence(name, length, max_tokens=max_tokens, capacity=capacity, images=images, salt=salt))
+                given = {"images": images, "cross": cross, "salt": salt, "sees_ahead": sees_ahead}
+                s.add(sequence(name, length, max_tokens=max_tokens, capacity=capacity, **given))
                 open_requests.add(name)
                 added += 1
         elif operation == "abort":

@@ -120,9 +120,9 @@ def test_a_preempted_request_comes_back_from_the_host_without_computing_again():
 def test_a_waiting_requests_keys_are_computed_once(monkeypatch):
     lengths = []
 
-    def counting(parent, token_ids, images):
+    def counting(parent, token_ids, images, **ahead):
         lengths.append(len(token_ids))
-        return block_key(parent, token_ids, images)
+        return block_key(parent, token_ids, images, **ahead)
 
     monkeypatch.setattr("vlmserve.scheduler.sequence.block_key", counting)
     s = scheduler(num_blocks=6, prefix_caching=True)

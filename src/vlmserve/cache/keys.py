@@ -2,7 +2,9 @@
 
 A block's key covers its parent's key, its own token ids, and for every picture that it touches the picture's key, the
 offset into the picture at which the block meets it, and which of the block's tokens are the picture's. Placeholder
-tokens look alike for all pictures, and a text may hold their id, too; the key is what tells them apart.
+tokens look alike for all pictures, and a text may hold their id, too; the key is what tells them apart. Where tokens
+see each other, the key of the block in which they begin covers all of them. What a decoder looks at by cross attention
+changes every token's states, so it is in the root of all blocks.
 """
 
 from __future__ import annotations
@@ -32,8 +34,22 @@ def root_key(fingerprint: bytes, *, adapter: str = "", salt: str = "") -> bytes:
     return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
-def block_key(parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedImage]) -> bytes:
-    """The key of a full block with the pictures it touches, in order.
+def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of what a decoder looks at: a picture, or a text that was read along with it."""
+    if len(image_key) != KEY_BYTES:
+        raise ValueError(f"keys have {KEY_BYTES} bytes")
+    return blake3(b"cross" + image_key + array("q", token_ids).tobytes()).digest()
+
+
+def looking_root(root: bytes, cross: bytes) -> bytes:
+    """The parent of the first blocks of sequences that look at what has the key `cross`, which changes all states."""
+    return blake3(b"looking" + root + cross).digest()
+
+
+def block_key(
+    parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedImage], *, ahead: Sequence[int] = ()
+) -> bytes:
+    """The key of a block with the pictures it touches, in order. ahead: token ids behind it that its own see.
 
     All keys have one length and the token ids come with theirs, so no two inputs read alike. Raises ValueError for
     keys of another length.
@@ -41,8 +57,9 @@ def block_key(parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedI
     if len(parent) != KEY_BYTES or any(len(image.key) != KEY_BYTES for image in images):
         raise ValueError(f"keys have {KEY_BYTES} bytes")
     hasher = blake3(parent)
-    hasher.update(struct.pack("<Q", len(token_ids)))
-    hasher.update(array("q", token_ids).tobytes())
+    for ids in (token_ids, ahead):
+        hasher.update(struct.pack("<Q", len(ids)))
+        hasher.update(array("q", ids).tobytes())
     for image in images:
         hasher.update(image.key + struct.pack("<QQQ", image.offset, image.position, image.length))
     return hasher.digest()

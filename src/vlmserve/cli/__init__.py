@@ -50,18 +50,23 @@ def serve(
 def ask(
     engine: EngineConfig,
     media: MediaConfig,
-    words: Annotated[list[str], typer.Argument(metavar="[PICTURE]... QUESTION", help="Paths or URLs, then words.")],
+    words: Annotated[list[str], typer.Argument(metavar="[PICTURE]... [QUESTION]", help="Paths or URLs, then words.")],
     url: Url = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
 ) -> None:
-    """Ask one question about any number of pictures: vlmserve ask photo.png "What is this?" """
-    from vlmserve.cli.answers import open_answers, picture_part
+    """Ask one question about any number of pictures: vlmserve ask photo.png "What is this?"
+
+    Models that describe pictures, like BLIP's, need no question; a text is how the description begins.
+    """
+    from vlmserve.cli.answers import describes, open_answers, picture_part
     from vlmserve.types import SamplingParams
 
     *pictures, question = words
     if Path(question).is_file():
-        raise ConfigurationError(f"the last word is the question, but {question!r} is a file")
+        if url is not None or not describes(engine):
+            raise ConfigurationError(f"the last word is the question, but {question!r} is a file")
+        pictures, question = words, ""
     parts = [*map(picture_part, pictures), {"type": "text", "text": question}]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     answers = open_answers(engine, media, url)

@@ -35,6 +35,16 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> A
         return LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
 
 
+def describes(engine: EngineConfig) -> bool:
+    """Whether the model in this process takes a picture without a question, and says what is in it."""
+    from vlmserve.models.hub import resolve_model
+    from vlmserve.prompt.checkpoint import read_json
+    from vlmserve.prompt.one_picture import one_picture_prompts
+
+    prompts = one_picture_prompts(read_json(resolve_model(engine.model, engine.revision) / "config.json"))
+    return prompts is not None and prompts.describes
+
+
 def status(text: str) -> AbstractContextManager[Any]:
     """A spinner on a terminal's error stream, nothing elsewhere."""
     from rich.console import Console

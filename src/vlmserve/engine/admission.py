@@ -24,7 +24,7 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
             f"the prompt has {len(prompt.token_ids)} tokens, pictures included, and at most {info.max_prompt_len} fit",
             param="messages",
         )
-    if prompt.images and not info.sees_images:
+    if prompt.num_images and not info.sees_images:
         raise TooManyImagesError("this model cannot see pictures; send text only", param="messages")
     end = 0
     for span in prompt.images:

@@ -82,13 +82,16 @@ class Engine:
         )
         self._config = config
         self._fingerprint = f"{config.model} {config.revision} {model.architecture} {model.dtype}".encode()
-        self._vision = model.vision
+        self._vision, self._cross = model.vision, model.cross
         self._end_token_ids = model.end_token_ids
         self._max_position = model.max_position
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._max_short_len = language_model.max_short_len
         self._first_position = language_model.first_position
-        self._image_token_bytes = language_model.hidden_size * model.dtype.itemsize
+        self._sees_ahead = language_model.sees_ahead
+        cross = model.cross
+        self._image_token_bytes = (cross.feature_size if cross else language_model.hidden_size) * model.dtype.itemsize
+        self._state_bytes = cross.state_size * model.dtype.itemsize if cross else 0
         self._num_added = 0
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
         self.timings = StepTimings()
@@ -111,7 +114,7 @@ class Engine:
             image_token_bytes=self._image_token_bytes,
             prefix_caching=config.enable_prefix_caching,
             window=language_model.window,
-            whole_pictures=language_model.whole_pictures,
+            state_bytes=self._state_bytes,
         )
         self._info = ModelInfo(
             name=config.model,
@@ -135,8 +138,9 @@ class Engine:
         if len(self._scheduler.waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
         for span in request.prompt.images:
-            self._check_image(span.image)
+            self._check_image(span.image, span.image.num_embeddings * self._image_token_bytes)
         self._check_times(request.prompt)
+        self._check_cross(request.prompt)
         seed = request.params.seed
         first_position = self._first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
@@ -149,6 +153,7 @@ class Engine:
             end_token_ids=self._end_token_ids,
             max_short_len=self._max_short_len,
             first_position=first_position,
+            sees_ahead=self._sees_ahead,
         )
         sequence.arrived = time.perf_counter()
         self._scheduler.add(sequence)
@@ -194,7 +199,7 @@ class Engine:
                 sequence.answered = sequence.answered or ran
             if encoded:
                 reach = sequence.num_computed + chunk.num_tokens
-                if any(span.image.key in encoded for span in sequence.spans_between(sequence.num_computed, reach)):
+                if any(image.key in encoded for image in sequence.pictures_for(sequence.num_computed, reach)):
                     sequence.vision_seconds += self._runner.timings.vision
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -245,15 +250,28 @@ class Engine:
                 param="messages",
             )
 
-    def _check_image(self, image: ImageInput) -> None:
+    def _check_cross(self, prompt: Prompt) -> None:
+        cross = prompt.cross
+        if self._cross is None:
+            if cross is not None:
+                raise InvalidRequestError("this model has no cross attention to look at a picture by", param="prompt")
+            return
+        if cross is None:
+            raise InvalidRequestError("this model takes one picture with each request", param="messages")
+        self._cross.check(cross)
+        num_bytes = cross.image.num_embeddings * self._image_token_bytes + cross.num_states * self._state_bytes
+        self._check_image(cross.image, num_bytes)
+
+    def _check_image(self, image: ImageInput, num_bytes: int) -> None:
+        """num_bytes: what it takes of the encoder cache."""
         if self._vision is not None:
             self._vision.check(image.pixels.shape, image.num_embeddings, image.tiling)
         if len(image.key) != KEY_BYTES:
             raise InvalidRequestError(f"a picture's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
-        if image.num_embeddings * self._image_token_bytes > self._config.encoder_cache_memory:
+        if num_bytes > self._config.encoder_cache_memory:
             raise InvalidRequestError(
-                f"a picture of {image.num_embeddings} embeddings does not fit into the encoder cache; "
-                "raise --encoder-cache-memory",
+                f"a picture of {image.num_embeddings} embeddings does not fit into the encoder cache, of which it "
+                f"takes {num_bytes:,} bytes; raise --encoder-cache-memory",
                 param="messages",
             )
 
@@ -276,7 +294,7 @@ def _snapshot(sequence: Sequence, *, runs: bool) -> RequestSnapshot:
         num_tokens=len(sequence.token_ids),
         num_computed_tokens=sequence.num_computed,
         num_cached_tokens=sequence.num_cached or 0,
-        num_images=len(sequence.image_spans),
+        num_images=len(sequence.pictures_for(0, sequence.num_prompt_tokens)),
         num_blocks=len(sequence.block_table) - sequence.first_block,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from vlmserve.cache.keys import cross_key
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, OverloadedError
@@ -47,7 +48,7 @@ class _Answer:
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
         self.length = max(request.params.min_tokens, sum(map(len, walk[: 4 + digest[-1] % 24])))
         self.room = min(room, request.params.max_tokens or room)
-        self.num_images = len(request.prompt.images)
+        self.num_images = request.prompt.num_images
         self.produced = 0
         self.added = time.monotonic()
         self.due = self.started = 0.0
@@ -83,7 +84,7 @@ class _Answer:
             num_tokens=num_tokens,
             num_computed_tokens=num_tokens - 1 if self.produced else 0,
             num_cached_tokens=0,
-            num_images=len(prompt.images),
+            num_images=prompt.num_images,
             num_blocks=self.num_blocks(block_size) if runs else 0,
         )
 
@@ -189,7 +190,7 @@ class MockEngine:
             answer.due = now + self._config.mock_ttft
             self._running[answer.request.request_id] = answer
             self._prompt_tokens += len(answer.request.prompt.token_ids)
-            self._images += len(answer.request.prompt.images)
+            self._images += answer.request.prompt.num_images
 
     def _sleep_until_due(self) -> bool:
         """Sleep until the next tick at which something is due; False if that is too far away."""
@@ -213,6 +214,8 @@ class MockEngine:
         params = request.params
         seed = 0 if params.temperature == 0 else self._config.seed if params.seed is None else params.seed + 1
         pictures = [(span.image.key, span.start) for span in request.prompt.images]
+        if (cross := request.prompt.cross) is not None:
+            pictures.append((cross_key(cross.image.key, cross.token_ids), 0))
         return blake3(msgspec.msgpack.encode((request.prompt.token_ids, pictures, seed))).digest()
 
 

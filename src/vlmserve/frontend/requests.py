@@ -13,6 +13,7 @@ from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadEr
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
+from vlmserve.media.crops import CropProcessor
 from vlmserve.media.processor import ImageProcessor, PictureProcessor, implied_settings
 from vlmserve.media.sources import ImageSource, prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
@@ -20,6 +21,7 @@ from vlmserve.media.videos import VideoProcessor, prepare_video
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
+from vlmserve.prompt.one_picture import one_picture_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
@@ -47,7 +49,8 @@ class RequestPreparer:
             if files.chat_template is not None
             else None
         )
-        sees_images = self.tokenizer.image_token_id is not None
+        self._one_picture = one_picture_prompts(read_json(folder / "config.json"))
+        sees_images = self.tokenizer.image_token_id is not None or self._one_picture is not None
         self._processor = _image_processor(folder, self.tokenizer, media) if sees_images else None
         sees_videos = self.tokenizer.video_token_id is not None
         self._video_processor = _video_processor(folder, media) if sees_videos else None
@@ -73,16 +76,18 @@ class RequestPreparer:
         pictures are only shared with requests of the same one.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture.
         """
-        if self._template is None:
-            raise InvalidRequestError(
-                "the model has no chat template; use completions, or add a chat_template.jinja to the checkpoint",
-                param="messages",
-            )
         parsed, media = parse_messages(messages, allow_local=allow_local)
         pictures = [medium for medium in media if medium.kind == "picture"]
         videos = [medium for medium in media if medium.kind == "video"]
         self._check_count(len(pictures), param="messages")
         self._check_videos(len(videos))
+        if self._one_picture is not None:
+            return self._with_one_picture(only_text(parsed), pictures, cache_salt, param="messages")
+        if self._template is None:
+            raise InvalidRequestError(
+                "the model has no chat template; use completions, or add a chat_template.jinja to the checkpoint",
+                param="messages",
+            )
         quotation = Quotation(self.tokenizer.control_tokens)
         text = self._template.render(
             [_quoted(message, quotation) for message in parsed], add_generation_prompt=add_generation_prompt
@@ -99,10 +104,10 @@ class RequestPreparer:
     ) -> Prompt:
         """The prompt that `text` is, with the model's placeholder written out where each of `images` stands.
 
-        allow_local, cache_salt: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many
-        placeholders as pictures.
+        For a model that takes one picture and one text it is that text, which may be empty. allow_local, cache_salt: as
+        for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many placeholders as pictures.
         """
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str) or not (text or self._one_picture):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
         check_unicode(text, "prompt")
         self._check_count(len(images), param="images")
@@ -110,11 +115,28 @@ class RequestPreparer:
         if not allow_local:
             for picture in pictures:
                 check_remote(picture.source, picture.place)
+        if self._one_picture is not None:
+            return self._with_one_picture(text, pictures, cache_salt, param="images")
         return self._expand(self.tokenizer.encode(self.tokenizer.write_pictures(text)), pictures, [], cache_salt)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """A new detokenizer for one answer, with the request's stop strings."""
         return Detokenizer(self.tokenizer, params.stop)
+
+    def _with_one_picture(self, text: str, pictures: Sequence[Medium], salt: str, *, param: str) -> Prompt:
+        assert self._one_picture is not None
+        if len(pictures) != 1:
+            raise (TooManyImagesError if pictures else InvalidRequestError)(
+                f"this model takes one picture with each request, not {len(pictures)}", param=param
+            )
+        if not (text or self._one_picture.describes):
+            raise InvalidRequestError("this model answers questions: ask one about the picture", param=param)
+        quotation = Quotation(self.tokenizer.control_tokens)
+
+        def encode(text: str, framed: bool) -> list[int]:
+            return self.tokenizer.encode_quoted(quotation.quote(text), quotation, add_special_tokens=framed)
+
+        return self._one_picture.prompt(self._prepare(pictures[0], salt), text, encode)
 
     def _check_count(self, count: int, param: str) -> None:
         if count and not self.sees_images:
@@ -172,22 +194,29 @@ def _quoted(message: Message, quotation: Quotation) -> Message:
 
 def _image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:
     config = read_json(folder / "config.json")
+    if config.get("model_type") == "moondream1":
+        _refuse_bounds(media)
+        return CropProcessor(config, exact_pixels=media.exact_pixels)
     settings = _settings(folder, "image_processor", "preprocessor_config.json") or implied_settings(config)
     if not settings:
         raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
-    kind, overrides, exact = str(settings.get("image_processor_type")), media.mm_processor_kwargs, media.exact_pixels
+    kind, exact = str(settings.get("image_processor_type")), media.exact_pixels
     if kind.startswith("Qwen2"):
-        return AnySizeProcessor.from_settings(settings, exact_pixels=exact, overrides=overrides)
-    if overrides.min_pixels or overrides.max_pixels:
-        raise ConfigurationError(
-            "--mm-processor-kwargs: this model chooses the sizes of pictures; leave min_pixels and max_pixels out"
-        )
+        return AnySizeProcessor.from_settings(settings, exact_pixels=exact, overrides=media.mm_processor_kwargs)
+    _refuse_bounds(media)
     if kind.startswith("LlavaNextImageProcessor"):
         return AnyResolutionProcessor(config, settings, exact_pixels=exact)
     if kind.startswith(("Idefics3", "SmolVLM")):
         count = read_json(folder / "processor_config.json").get("image_seq_len")
         return SplitProcessor(config, settings, _split_words(tokenizer), tile_tokens=count, exact_pixels=exact)
     return ImageProcessor(config, settings, exact_pixels=exact)
+
+
+def _refuse_bounds(media: MediaConfig) -> None:
+    if media.mm_processor_kwargs.min_pixels or media.mm_processor_kwargs.max_pixels:
+        raise ConfigurationError(
+            "--mm-processor-kwargs: this model chooses the sizes of pictures; leave min_pixels and max_pixels out"
+        )
 
 
 def _split_words(tokenizer: Tokenizer) -> SplitWords:

@@ -16,6 +16,17 @@ import torch
 from torch import Tensor
 
 
+class WideRows(NamedTuple):
+    """Query rows ``first <= row < last`` of a batch, all of one sequence, see its positions before `reach`, which are
+    more than those up to their own; a window bounds only how far back they see. All of these positions are in the cache
+    or in this batch."""
+
+    sequence: int
+    first: int
+    last: int
+    reach: int
+
+
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
     """Where each token of a flat batch belongs. Sequences with one new token (decodes) come first.
@@ -24,8 +35,8 @@ class BatchMetadata:
     block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``.
     All on the model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody
     needs to synchronize with the device to know them. num_decodes: how many leading sequences have one query row.
-    pictures: rows ``first <= row < last`` that belong to one picture. num_positions: one more than the highest one,
-    where positions do not count tokens.
+    wide: rows that see what comes after them, in order. num_positions: one more than the highest one, where positions
+    do not count tokens.
     """
 
     query_starts: Tensor
@@ -35,16 +46,14 @@ class BatchMetadata:
     query_lens: list[int]
     host_context_lens: list[int]
     num_decodes: int
-    pictures: Sequence[tuple[int, int]] = ()
+    wide: Sequence[WideRows] = ()
     num_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a layer's attention computes. head sizes in elements; `window` is the number of positions a token sees,
-    itself included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off).
-    whole_pictures: tokens also see those of their own picture that come after them, all of which are in the step.
-    """
+    itself included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off)."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,7 +61,6 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
-    whole_pictures: bool = False
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -76,7 +84,7 @@ class RotaryRows(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Paged causal attention over a flat batch."""
+    """Paged attention over a flat batch, causal but for its wide rows."""
 
     name: str
 

@@ -19,8 +19,8 @@ LANES = 16
 MAX_HEAD_SIZE = 512
 
 
-def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the native kernels cannot serve a layer, None if they can."""
+def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, sees_ahead: bool = False) -> str | None:
+    """Why the native kernels cannot serve a layer, None if they can. sees_ahead: of batches that have wide rows."""
     if not supported_isas():
         return "the native kernels were not built"
     if device.type != "cpu":
@@ -31,8 +31,8 @@ def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> s
         return f"a head of {spec.head_size} elements is not made of pairs"
     if spec.head_size > MAX_HEAD_SIZE:
         return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
-    if spec.whole_pictures:
-        return "they let no token see what comes after it, as those of a picture do here"
+    if sees_ahead and spec.window is not None:
+        return "beside a window they let no token see what comes after it"
     if spec.num_heads % spec.num_kv_heads:
         return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
     return None
@@ -75,10 +75,11 @@ class CpuAttention:
 
     def prepare(self, metadata: BatchMetadata, block_size: int) -> CpuPlan:
         """Addresses and sizes of the batch."""
-        tables = metadata.block_tables.to(torch.int32)
+        starts_of, contexts_of, tables = _without_wide_rows(metadata)
+        tables = tables.to(torch.int32)
         tensors = (
-            metadata.query_starts.to(torch.int32).contiguous(),
-            metadata.context_lens.to(torch.int32).contiguous(),
+            starts_of.to(torch.int32).contiguous(),
+            contexts_of.to(torch.int32).contiguous(),
             tables if tables.stride(1) == 1 else tables.contiguous(),
             metadata.slot_mapping.to(torch.int64).contiguous(),
         )
@@ -86,7 +87,7 @@ class CpuAttention:
         return CpuPlan(
             tensors=tensors,
             addresses=(starts, contexts, blocks, slots),
-            num_sequences=len(metadata.query_lens),
+            num_sequences=len(tensors[1]),
             num_tokens=tensors[3].shape[0],
             table_stride=tensors[2].stride(0),
             threads=torch.get_num_threads(),
@@ -164,6 +165,33 @@ class CpuAttention:
             plan.threads,
         )
         return output
+
+
+def _without_wide_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    """Query starts, context lengths and block tables of a batch in which no row sees what comes after it.
+
+    A wide row becomes a sequence of its own that ends where the row's reach does. All keys and values are written
+    before any are read, so that it does not matter who writes them.
+    """
+    if not metadata.wide:
+        return metadata.query_starts, metadata.context_lens, metadata.block_tables
+    starts, contexts, owners = [0], [], []
+
+    def add(sequence: int, last: int, context: int) -> None:
+        if last > starts[-1]:
+            starts.append(last)
+            contexts.append(context)
+            owners.append(sequence)
+
+    end = 0
+    for sequence, (length, context) in enumerate(zip(metadata.query_lens, metadata.host_context_lens, strict=True)):
+        end += length
+        for _, first, last, reach in (rows for rows in metadata.wide if rows.sequence == sequence):
+            add(sequence, first, context - (end - first))
+            for row in range(first, last):
+                add(sequence, row + 1, reach)
+        add(sequence, end, context)
+    return torch.tensor(starts), torch.tensor(contexts), metadata.block_tables[owners]
 
 
 def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec) -> Tensor:

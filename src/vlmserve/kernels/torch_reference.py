@@ -9,13 +9,14 @@ query heads of a group as its rows: keys and values are copied once and never re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, WideRows
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 
 # What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
@@ -48,9 +49,7 @@ class PromptChunk:
 
     start, end: its query rows. gather: cache rows of its blocks, None if all its context is in this step.
     key_start: position of the first gathered token. context: tokens in the cache after this step.
-    masked: whether a row sees anything else than all rows up to its own. pictures: positions ``first <= i < last`` of
-    those whose tokens see each other. biases: additive masks of its row groups, where there are any; None: it shares
-    that of the step.
+    masked: whether a row sees anything else than all rows up to its own. wide: those of its rows that see more.
     """
 
     start: int
@@ -59,8 +58,7 @@ class PromptChunk:
     key_start: int
     context: int
     masked: bool
-    pictures: list[tuple[int, int]]
-    biases: list[Tensor] | None = None
+    wide: tuple[WideRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,26 +215,56 @@ def _attend_chunk(
     if not chunk.masked:
         result.copy_(_dot_product_attention(queries, keys, values, spec, None))
         return
-    for index, (first, last, low, high) in enumerate(_row_groups(chunk, spec.window)):
-        if chunk.biases is not None:
-            bias = chunk.biases[index]
+    attention = _capped_attention if spec.soft_cap is not None else _dot_product_attention
+    for group in _row_groups(chunk, spec.window):
+        if group.wide:
+            bias = _wide_mask(chunk, group, spec, query)
         else:
             assert layer.mask is not None
-            bias = layer.mask[-(last - first) :, layer.mask.shape[1] - (high - low) :]
-        seen = slice(low - chunk.key_start, high - chunk.key_start)
-        attention = _capped_attention if spec.soft_cap is not None else _dot_product_attention
-        result[:, first:last] = attention(queries[:, first:last], keys[:, seen], values[:, seen], spec, bias)
+            bias = layer.mask[-(group.last - group.first) :, layer.mask.shape[1] - (group.high - group.low) :]
+        rows, seen = slice(group.first, group.last), slice(group.low - chunk.key_start, group.high - chunk.key_start)
+        result[:, rows] = attention(queries[:, rows], keys[:, seen], values[:, seen], spec, bias)
 
 
-def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Query rows ``first <= row < last`` of a chunk with the positions ``low <= key < high`` that they can see."""
-    length = chunk.end - chunk.start
-    before = chunk.context - length
-    for first in range(0, length, ROWS_PER_MASK):
-        last = min(first + ROWS_PER_MASK, length)
-        low = 0 if window is None else max(0, before + first - window + 1)
-        ends = (end for start, end in chunk.pictures if start < before + last and end > before + first)
-        yield first, last, low, max([before + last, *ends])
+class RowGroup(NamedTuple):
+    """Query rows ``first <= row < last`` of a chunk with the positions ``low <= key < high`` that they can see.
+
+    wide: each sees all of them that its window reaches, none just those up to its own.
+    """
+
+    first: int
+    last: int
+    low: int
+    high: int
+    wide: bool
+
+
+def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[RowGroup]:
+    """All rows of a chunk, in order."""
+    pieces: list[tuple[int, int, int | None]] = []
+    done = chunk.start
+    for _, first, last, reach in chunk.wide:
+        pieces += [(done, first, None), (first, last, reach)]
+        done = last
+    pieces.append((done, chunk.end, None))
+    before = chunk.context - (chunk.end - chunk.start)
+    for begin, end, wide_reach in pieces:
+        for first in range(begin - chunk.start, end - chunk.start, ROWS_PER_MASK):
+            last = min(first + ROWS_PER_MASK, end - chunk.start)
+            low = 0 if window is None else max(0, before + first - window + 1)
+            high = before + last if wide_reach is None else wide_reach
+            yield RowGroup(first, last, low, high, wide_reach is not None)
+
+
+def _wide_mask(chunk: PromptChunk, group: RowGroup, spec: AttentionSpec, query: Tensor) -> Tensor:
+    """``[rows, positions]``, additive, for a group of wide rows: what its window does not reach is hidden."""
+    before = chunk.context - (chunk.end - chunk.start)
+    shape = group.last - group.first, group.high - group.low
+    if spec.window is None or before + group.last - group.low <= spec.window:
+        return query.new_zeros(1, 1).expand(shape)
+    rows = torch.arange(before + group.first, before + group.last, device=query.device)
+    keys = torch.arange(group.low, group.high, device=query.device)
+    return query.new_zeros(shape).masked_fill_(rows[:, None] - keys >= spec.window, -torch.inf)
 
 
 def _dot_product_attention(
@@ -282,7 +310,7 @@ def _plan_layer(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, q
 
     order, bounds = _bucket_decodes(metadata.host_context_lens[: metadata.num_decodes], device.type)
     buckets = [_plan_bucket(metadata, block_size, spec, order, start, end) for start, end in bounds]
-    chunks = _plan_chunks(metadata, block_size, spec, query)
+    chunks = _plan_chunks(metadata, block_size, spec)
     gathers = [bucket.gather for bucket in buckets] + [chunk.gather for chunk in chunks if chunk.gather is not None]
     largest = max((len(gather) for gather in gathers), default=0)
     return LayerPlan(
@@ -343,7 +371,7 @@ def _plan_bucket(
     return DecodeBucket(start, end, _cache_rows(blocks, spec.num_kv_heads), length, mask)
 
 
-def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, query: Tensor) -> list[PromptChunk]:
+def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) -> list[PromptChunk]:
     chunks = []
     start = metadata.num_decodes
     for sequence in range(metadata.num_decodes, len(metadata.query_lens)):
@@ -354,45 +382,22 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, 
             key_start = oldest // block_size * block_size
             blocks = metadata.block_tables[sequence, key_start // block_size : -(-context // block_size)]
             gather = _cache_rows(blocks.long()[None], spec.num_kv_heads)
-        pictures = []
-        if spec.whole_pictures:
-            shift = context - length - start
-            rows = [(first, last) for first, last in metadata.pictures if start <= first < start + length]
-            pictures = [(first + shift, last + shift) for first, last in rows]
+        wide = tuple(rows for rows in metadata.wide if rows.sequence == sequence)
         past_window = spec.window is not None and context > spec.window
-        masked = gather is not None or spec.soft_cap is not None or past_window or bool(pictures)
-        chunk = PromptChunk(start, start + length, gather, key_start, context, masked, pictures)
-        chunks.append(replace(chunk, biases=_picture_biases(chunk, spec, query)) if pictures else chunk)
+        masked = gather is not None or spec.soft_cap is not None or past_window or bool(wide)
+        chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked, wide))
         start += length
     return chunks
 
 
-def _picture_biases(chunk: PromptChunk, spec: AttentionSpec, query: Tensor) -> list[Tensor]:
-    """A mask for each row group of a chunk with pictures that see themselves whole."""
-    before = chunk.context - (chunk.end - chunk.start)
-    rows = torch.arange(before, chunk.context, device=query.device)
-    furthest = rows.clone()
-    for first, last in chunk.pictures:
-        furthest[first - before : last - before] = last - 1
-    biases = []
-    for first, last, low, high in _row_groups(chunk, spec.window):
-        keys = torch.arange(low, high, device=query.device)
-        hidden = keys > furthest[first:last, None]
-        if spec.window is not None:
-            hidden |= keys <= rows[first:last, None] - spec.window
-        biases.append(
-            torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
-        )
-    return biases
-
-
 def _chunk_mask(chunks: list[PromptChunk], spec: AttentionSpec, query: Tensor) -> Tensor | None:
     """One mask that serves every masked chunk of a step."""
-    masked = [chunk for chunk in chunks if chunk.masked and chunk.biases is None]
+    masked = [chunk for chunk in chunks if chunk.masked]
     if not masked:
         return None
     rows = min(ROWS_PER_MASK, max(chunk.end - chunk.start for chunk in masked))
-    width = max(high - low for chunk in masked for _, _, low, high in _row_groups(chunk, spec.window))
+    groups = (group for chunk in masked for group in _row_groups(chunk, spec.window) if not group.wide)
+    width = max((group.high - group.low for group in groups), default=0)
     age_of_query = torch.arange(rows - 1, -1, -1, device=query.device)[:, None]
     age_of_key = torch.arange(width - 1, -1, -1, device=query.device)
     hidden = age_of_key < age_of_query

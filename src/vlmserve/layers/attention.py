@@ -1,11 +1,13 @@
-"""Self-attention of a decoder layer: projections, rotary positions and a backend over the paged cache."""
+"""Attention of a decoder layer: projections, rotary positions and a backend over the paged cache; cross attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotatingBackend
@@ -16,15 +18,26 @@ HeadNorm = Callable[[int], nn.Module]
 """From a number of heads to what norms ``[tokens, heads, head_size]``."""
 
 
+class CrossRows(NamedTuple):
+    """Rows ``first <= row < last`` of a batch look at these keys and values of all layers, ``[layers, 2, kv_heads,
+    states, head_size]``."""
+
+    first: int
+    last: int
+    states: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What all layers of one step share. ropes: the ways in which layers turn. plan: the backend's. query_scale:
-    ``[tokens, 1]``, what queries are multiplied with; None: all with 1."""
+    ``[tokens, 1]``, what queries are multiplied with; None: all with 1. cross: what the batch's sequences look at, none
+    of them left out."""
 
     metadata: BatchMetadata
     ropes: Sequence[RopeTables]
     plan: object
     query_scale: Tensor | None = None
+    cross: Sequence[CrossRows] = ()
 
 
 class Attention(nn.Module):
@@ -94,3 +107,34 @@ class Attention(nn.Module):
         query, key = both[:, : spec.num_heads], both[:, spec.num_heads :]
         value = qkv[:, spec.num_heads + spec.num_kv_heads :]
         return self.backend.attend(query, key, value, cache, spec, step.metadata, step.plan)
+
+
+class CrossAttention(nn.Module):
+    """``[tokens, hidden_size]`` to the same: each sequence looks at all of its own `CrossRows.states`, and they do not
+    change while it grows."""
+
+    def __init__(
+        self, hidden_size: int, spec: AttentionSpec, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self._layer = layer
+        size = spec.num_heads * spec.head_size
+        self.q_proj = Linear(hidden_size, size, bias=True, dtype=dtype, device=device)
+        self.o_proj = Linear(size, hidden_size, bias=True, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, residual: Tensor | None, cross: Sequence[CrossRows]) -> Tensor:
+        """residual: added to the output."""
+        query = self.q_proj(x).view(len(x), self.spec.num_heads, self.spec.head_size)
+        attended = torch.empty_like(query)
+        for first, last, states in cross:
+            keys, values = states[self._layer]
+            attended[first:last] = F.scaled_dot_product_attention(
+                query[None, first:last].transpose(1, 2),
+                keys[None],
+                values[None],
+                scale=self.spec.scale,
+                enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
+            )[0].transpose(0, 1)
+        output: Tensor = self.o_proj(attended.flatten(1), residual)
+        return output

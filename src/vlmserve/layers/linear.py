@@ -208,6 +208,17 @@ class OutputLinear(Linear):
         self._pack(None if self.bias is None else self.bias.data, float_output=True)
 
 
+class Bias(nn.Module):
+    """A vector that is added to rows, in place."""
+
+    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.bias = empty_parameter(size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.bias)
+
+
 class Embedding(nn.Module):
     """A table of vectors; ``[tokens]`` int64 to ``[tokens, size]``."""
 

@@ -43,16 +43,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "Llava": _CLIP_DEFAULTS,
     "Siglip": _SQUARE_DEFAULTS,
     "Gemma3": _SQUARE_DEFAULTS | {"resample": Image.Resampling.BILINEAR},
+    "Blip": _SQUARE_DEFAULTS
+    | {"size": {"height": 384, "width": 384}, "image_mean": _CLIP_MEAN, "image_std": _CLIP_STD},
     "ViT": _SQUARE_DEFAULTS | {"resample": Image.Resampling.BILINEAR},
 }
 _SUFFIXES = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 _TYPES = {family + suffix: family for family in _FAMILIES for suffix in _SUFFIXES}
 
-_TOWERS = {
+_TOWERS: dict[str, dict[str, Any]] = {
     "clip_vision_model": {"image_size": 224, "patch_size": 32, "class_tokens": 1},
     "siglip_vision_model": {"image_size": 224, "patch_size": 16, "class_tokens": 0},
+    "blip_vision_model": {"image_size": 384, "patch_size": 16, "class_tokens": 1, "strategy": "full"},
 }
-"""Vision towers' sizes where config.json does not say, and how many tokens stand before the patches."""
+"""Vision towers' sizes where config.json does not say, how many tokens stand before the patches, and whether the first
+of all tokens is left out ("default") or kept ("full")."""
 GEMMA3_TOKENS = 256
 """Embeddings of a picture where Gemma 3's config does not say."""
 _LLAVA_TOWER = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
@@ -199,7 +203,8 @@ class ImageProcessor:
         vision = config.get("vision_config") or {}
         if config.get("model_type") in ("llava", "llava_next") and not vision:
             vision = _LLAVA_TOWER
-        kind = vision.get("model_type", "clip_vision_model")
+        own_kind = "blip_vision_model" if config.get("model_type") == "blip" else "clip_vision_model"
+        kind = vision.get("model_type", own_kind)
         if kind not in _TOWERS:
             raise UnsupportedModelError(f"the vision tower {kind!r} is not supported; supported: {', '.join(_TOWERS)}")
         tower = {**_TOWERS[kind], **vision}
@@ -210,7 +215,8 @@ class ImageProcessor:
             )
         if config.get("model_type") == "gemma3":
             return int(config.get("mm_tokens_per_image", GEMMA3_TOKENS))
-        dropped = 1 if config.get("vision_feature_select_strategy", "default") == "default" else 0
+        strategy = config.get("vision_feature_select_strategy", tower.get("strategy", "default"))
+        dropped = 1 if strategy == "default" else 0
         side = int(tower["image_size"]) // int(tower["patch_size"])
         return side * side + int(tower["class_tokens"]) - dropped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
-from vlmserve.layers.attention import Attention, HeadNorm, StepContext
-from vlmserve.layers.linear import Embedding, GatedLinear, Linear, OutputLinear, TiedEmbedding
+from vlmserve.layers.attention import Attention, CrossAttention, CrossRows, HeadNorm, StepContext
+from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
 from vlmserve.models.spec import ArchSpec, NormSpec
+from vlmserve.types import SeesAhead
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each beside a residual, with norms where the family has them."""
+    """Attention and MLP, and cross attention between them if there is any, each beside a residual, with norms where the
+    family has them."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class DecoderLayer(nn.Module):
         """rope: which of the decoder's ways to turn is this layer's."""
         super().__init__()
         norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
-        before, after = spec.norms in ("before", "around"), spec.norms in ("after", "around")
+        before, after = spec.norms in ("before", "around"), spec.norms in ("after", "around", "sums")
         self.attention_norm = norm() if before else None
         self.attention_output_norm = norm() if after else None
         self.mlp_norm = norm() if before and not spec.parallel else None
@@ -77,21 +79,33 @@ class DecoderLayer(nn.Module):
             dtype=dtype,
             device=device,
         )
+        self.cross_norm = norm() if before and spec.cross_size else None
+        self.cross_output_norm = norm() if after and spec.cross_size else None
+        self.cross_attn = (
+            CrossAttention(spec.hidden_size, spec.attention[index], index, dtype=dtype, device=device)
+            if spec.cross_size
+            else None
+        )
         self.mlp = MLP(spec, dtype=dtype, device=device)
         self._parallel = spec.parallel
+        self._norms_sums = spec.norms == "sums"
 
     def forward(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        if self.attention_output_norm is None:
-            x = self.self_attn(normed, x, cache, step)
-        else:
-            x = x + self.attention_output_norm(self.self_attn(normed, None, cache, step))
+        attend = partial(self.self_attn, normed, cache=cache, step=step)
+        x = self._added(x, attend, self.attention_output_norm)
+        if self.cross_attn is not None:
+            looking = x if self.cross_norm is None else self.cross_norm(x)
+            x = self._added(x, partial(self.cross_attn, looking, cross=step.cross), self.cross_output_norm)
         if not self._parallel:
             normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        if self.mlp_output_norm is None:
-            output: Tensor = self.mlp(normed, x)
-        else:
-            output = x + self.mlp_output_norm(self.mlp(normed, None))
+        return self._added(x, partial(self.mlp, normed), self.mlp_output_norm)
+
+    def _added(self, x: Tensor, block: Callable[..., Tensor], norm: nn.Module | None) -> Tensor:
+        """x and what a block makes of it, which takes the residual that it is to add."""
+        if norm is None:
+            return block(residual=x)
+        output: Tensor = norm(block(residual=x)) if self._norms_sums else x + norm(block(residual=None))
         return output
 
 
@@ -115,6 +129,20 @@ def head_norm(spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.d
     return lambda heads: NormOfRow(heads * size, kind.norm.eps, dtype=dtype, device=device)
 
 
+class HeadTransform(nn.Module):
+    """What stands between BERT's last layer and its output head (https://arxiv.org/abs/1810.04805)."""
+
+    def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size = spec.hidden_size
+        self.dense = Linear(size, size, bias=True, act=spec.activation, dtype=dtype, device=device)
+        self.norm = make_norm(spec.norm, size, dtype=dtype, device=device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.norm(self.dense(hidden))
+        return output
+
+
 class Decoder(nn.Module):
     """A stack of layers over a flat batch and a paged cache. Parameters are empty until weights are loaded."""
 
@@ -133,6 +161,8 @@ class Decoder(nn.Module):
             if spec.learned_positions
             else None
         )
+        norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
+        self.embedding_norm = norm() if spec.embedding_norm else None
         rope_specs: list[RopeSpec] = []
         for rope in spec.ropes:
             if rope is not None and rope not in rope_specs:
@@ -144,15 +174,28 @@ class Decoder(nn.Module):
             )
             for index, rope in enumerate(spec.ropes)
         )
-        self.norm = make_norm(spec.norm, spec.hidden_size, dtype=dtype, device=device)
-        self.lm_head = (
-            None
-            if spec.tied_embeddings
-            else OutputLinear(spec.hidden_size, spec.vocab_size, bias=spec.head_bias, dtype=dtype, device=device)
-        )
+        self.cross_states = self._cross_states(dtype, device) if spec.cross_size else None
+        self.norm = None if spec.norms == "sums" else norm()
+        self.head_transform = HeadTransform(spec, dtype=dtype, device=device) if spec.head_transform else None
+        self.lm_head: OutputLinear | Bias | None
+        if not spec.tied_embeddings:
+            self.lm_head = OutputLinear(
+                spec.hidden_size, spec.vocab_size, bias=spec.head_bias, dtype=dtype, device=device
+            )
+        else:
+            self.lm_head = Bias(spec.vocab_size, dtype=dtype, device=device) if spec.head_bias else None
         # Rounded as transformers rounds it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._recorded: tuple[weakref.ref[LayerCache], Program | None] | None = None
+
+    def _cross_states(self, dtype: torch.dtype, device: torch.device) -> MergedLinear:
+        """What all layers look at is made in one product."""
+        parts = {
+            f"layers.{index}.cross_attn.{part}": attention.num_kv_heads * attention.head_size
+            for index, attention in enumerate(self.spec.attention)
+            for part in ("k_proj", "v_proj")
+        }
+        return MergedLinear(self.spec.cross_size, parts, bias=True, dtype=dtype, device=device)
 
     def deinterleave(self) -> None:
         """Once weights are loaded: bring the rows of queries and keys into the order in which `apply_rope` pairs them,
@@ -190,17 +233,12 @@ class Decoder(nn.Module):
 
     @property
     def window(self) -> int | None:
-        """How many positions a token sees at most, itself included; None if a layer sees all of them, or a picture
-        itself, which needs room for all of it."""
-        if self.whole_pictures:
+        """How many positions a token sees at most, itself included; None if a layer sees all of them, or if tokens see
+        each other, which needs room for all of these."""
+        if self.spec.sees_ahead is not None:
             return None
         windows = [attention.window for attention in self.spec.attention if attention.window is not None]
         return max(windows) if len(windows) == len(self.spec.attention) else None
-
-    @property
-    def whole_pictures(self) -> bool:
-        """Whether the tokens of a picture see each other, so that all must be computed in the same step."""
-        return any(attention.whole_pictures for attention in self.spec.attention)
 
     @property
     def max_short_len(self) -> int | None:
@@ -210,6 +248,11 @@ class Decoder(nn.Module):
     def first_position(self, prompt_len: int) -> int:
         """Where the positions of a sequence with a prompt of that length begin."""
         return next((rope.level(prompt_len) * rope.max_position for rope in self.spec.ropes if rope is not None), 0)
+
+    @property
+    def sees_ahead(self) -> SeesAhead | None:
+        """Which tokens of a prompt see each other, so that they must be computed in the same step; None: none."""
+        return self.spec.sees_ahead
 
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
@@ -222,18 +265,38 @@ class Decoder(nn.Module):
         """What one block costs over all layers, keys and values together."""
         return sum(self.backend.block_bytes(block_size, attention, self.dtype) for attention in self.spec.attention)
 
+    def look_at(self, states: Tensor) -> Tensor:
+        """``[states, cross_size]`` to what `CrossRows.states` are."""
+        assert self.cross_states is not None
+        attention = self.spec.attention[0]
+        by_head: Tensor = self.cross_states(states).view(
+            len(states), len(self.layers), 2, attention.num_kv_heads, attention.head_size
+        )
+        return by_head.permute(1, 2, 3, 0, 4).contiguous()
+
     def forward(
-        self, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: list[LayerCache]
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        metadata: BatchMetadata,
+        caches: list[LayerCache],
+        cross: Sequence[CrossRows] = (),
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
+
+        cross: what each sequence looks at, where layers have cross attention.
+        """
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
+        if self.embedding_norm is not None:
+            embeddings = self.embedding_norm(embeddings)
         longest = max(*metadata.host_context_lens, metadata.num_positions)
         step = StepContext(
             metadata,
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
             self.backend.prepare(metadata, caches[0].block_size),
             self._query_scale(metadata, longest),
+            cross,
         )
         program = self._program(caches) if step.query_scale is None else None
         if program is not None:
@@ -253,8 +316,9 @@ class Decoder(nn.Module):
     def _through_layers(self, x: Tensor, caches: list[LayerCache], step: StepContext) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache, step)
-        output: Tensor = self.norm(x)
-        return output
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
 
     def _program(self, caches: list[LayerCache]) -> Program | None:
         """All layers over these caches in one call, where native kernels can do all that they do."""
@@ -276,11 +340,15 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""
-        if isinstance(self.embed_tokens, TiedEmbedding):
-            logits = self.embed_tokens.logits(hidden, out)
-        else:
-            assert self.lm_head is not None
+        if self.head_transform is not None:
+            hidden = self.head_transform(hidden)
+        if isinstance(self.lm_head, OutputLinear):
             logits = self.lm_head.logits(hidden, out)
+        else:
+            assert isinstance(self.embed_tokens, TiedEmbedding)
+            logits = self.embed_tokens.logits(hidden, out)
+            if self.lm_head is not None:
+                logits = self.lm_head(logits)
         if (cap := self.spec.logit_cap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits

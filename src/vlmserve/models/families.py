@@ -29,6 +29,7 @@ class Family:
     architecture: as config.json names it. build: from the family's name and a config completed by `defaults`.
     names: regular expressions for tensors' names and what to put in their place, tried in turn, those of `COMMON` last.
     also: other names of the architecture. ends: tokens that end an answer whatever the files say, from such a config.
+    end_token: the field of configs that says which token ends an answer.
     """
 
     architecture: str
@@ -37,6 +38,7 @@ class Family:
     names: Names = ()
     also: tuple[str, ...] = ()
     ends: Callable[[Config], Collection[int]] = lambda config: ()
+    end_token: str = "eos_token_id"
 
     def rename(self, name: str) -> str:
         """A tensor's name in the language model of a checkpoint to its name here."""
@@ -409,6 +411,41 @@ def _olmo2(family: str, config: Config) -> ArchSpec:
     )
 
 
+def _moondream(family: str, config: Config) -> ArchSpec:
+    return _decoder(
+        family,
+        config,
+        norm=NormSpec(1e-5, layer=True),
+        rope_part=0.5,
+        parallel=True,
+        gated=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    )
+
+
+def _bert_decoder(family: str, config: Config) -> ArchSpec:
+    layers, positions = config["num_hidden_layers"], config["max_position_embeddings"]
+    return _decoder(
+        family,
+        config,
+        norm=NormSpec(config["layer_norm_eps"], layer=True),
+        norms="sums",
+        ropes=[None] * layers,
+        learned_positions=positions,
+        embedding_norm=True,
+        gated=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_transform=True,
+        head_bias=True,
+        cross_size=config["encoder_hidden_size"],
+    )
+
+
 _LLAMA: Config = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -729,5 +766,70 @@ FAMILIES: dict[str, Family] = {
             (r"\.post_attention_layernorm\.", ".attention_output_norm."),
             (r"\.post_feedforward_layernorm\.", ".mlp_output_norm."),
         ),
+    ),
+    "moondream_text": Family(
+        "HfMoondream",
+        {
+            **_LLAMA,
+            "vocab_size": 51200,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 2048,
+            "eos_token_id": 50256,
+        },
+        _moondream,
+        (
+            (r"^wte$", "embed_tokens.weight"),
+            (r"^post_ln\.", "norm."),
+            (r"^blocks\.", "layers."),
+            (r"\.ln\.", ".attention_norm."),
+            (r"\.attn\.qkv\.", ".self_attn.qkv_proj."),
+            (r"\.attn\.proj\.", ".self_attn.o_proj."),
+            *_PHI_MLP,
+        ),
+    ),
+    "blip_text_model": Family(
+        "BlipForConditionalGeneration",
+        {
+            "vocab_size": 30524,
+            "hidden_size": 768,
+            "encoder_hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 512,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-12,
+            "tie_word_embeddings": True,
+            "sep_token_id": 102,
+        },
+        _bert_decoder,
+        (
+            (r"^encoder\.layer\.", "layers."),
+            (r"^embeddings\.word_embeddings\.", "embed_tokens."),
+            (r"^embeddings\.position_embeddings\.", "position_embeddings."),
+            (r"^embeddings\.LayerNorm\.", "embedding_norm."),
+            (r"^cls\.predictions\.transform\.LayerNorm\.", "head_transform.norm."),
+            (r"^cls\.predictions\.transform\.", "head_transform."),
+            # The bias is there twice.
+            (r"^cls\.predictions\.decoder\.weight$", "lm_head.weight"),
+            (r"^cls\.predictions\.bias$", "lm_head.bias"),
+            (r"\.crossattention\.self\.query\.", ".cross_attn.q_proj."),
+            (r"\.crossattention\.self\.key\.", ".cross_attn.k_proj."),
+            (r"\.crossattention\.self\.value\.", ".cross_attn.v_proj."),
+            (r"\.crossattention\.output\.dense\.", ".cross_attn.o_proj."),
+            (r"\.crossattention\.output\.LayerNorm\.", ".cross_output_norm."),
+            (r"\.attention\.self\.query\.", ".self_attn.q_proj."),
+            (r"\.attention\.self\.key\.", ".self_attn.k_proj."),
+            (r"\.attention\.self\.value\.", ".self_attn.v_proj."),
+            (r"\.attention\.output\.dense\.", ".self_attn.o_proj."),
+            (r"\.attention\.output\.LayerNorm\.", ".attention_output_norm."),
+            (r"\.intermediate\.dense\.", ".mlp.up_proj."),
+            (r"\.output\.dense\.", ".mlp.down_proj."),
+            (r"\.output\.LayerNorm\.", ".mlp_output_norm."),
+        ),
+        end_token="sep_token_id",
     ),
 }

@@ -29,14 +29,23 @@ IMAGE_TOKEN_ID = 32000
 
 
 class Projector(nn.Module):
-    """Two linear layers with an activation between."""
+    """Two linear layers with an activation between; inner: features there, `size` if None."""
 
     def __init__(
-        self, in_size: int, size: int, act: str, *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_size: int,
+        size: int,
+        act: str,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        inner: int | None = None,
     ) -> None:
         super().__init__()
-        self.linear_1 = Linear(in_size, size, bias=bias, dtype=dtype, device=device, act=act)
-        self.linear_2 = Linear(size, size, bias=bias, dtype=dtype, device=device)
+        inner = inner or size
+        self.linear_1 = Linear(in_size, inner, bias=bias, dtype=dtype, device=device, act=act)
+        self.linear_2 = Linear(inner, size, bias=bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.linear_2(self.linear_1(x))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
-from vlmserve.types import Tiling
+from vlmserve.layers.attention import CrossRows
+from vlmserve.types import CrossInput, SeesAhead, Tiling
 
 
 class VisionEncoder(Protocol):
@@ -33,6 +34,24 @@ class VisionEncoder(Protocol):
         ...
 
 
+class CrossEncoder(Protocol):
+    """Makes what a decoder's cross attention looks at.
+
+    feature_size: elements of one of a picture's features. state_size: of what the decoder keeps of one state.
+    """
+
+    feature_size: int
+    state_size: int
+
+    def check(self, cross: CrossInput) -> None:
+        """Raises InvalidRequestError for an input whose text does not fit the model."""
+        ...
+
+    def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """`CrossRows.states` of each input, from what a `VisionEncoder` made of its picture and its text's ids."""
+        ...
+
+
 class LanguageModel(Protocol):
     """A decoder over a flat batch and a paged KV cache."""
 
@@ -52,11 +71,6 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def whole_pictures(self) -> bool:
-        """Whether the tokens of a picture see each other, so that all must be computed in the same step."""
-        ...
-
-    @property
     def max_short_len(self) -> int | None:
         """Sequences of more tokens are computed in another way, at positions behind this many; None: all alike."""
         ...
@@ -64,6 +78,11 @@ class LanguageModel(Protocol):
     def first_position(self, prompt_len: int) -> int:
         """Where the positions of a sequence with a prompt of that length begin: 0, unless its length decides how all of
         it is computed."""
+        ...
+
+    @property
+    def sees_ahead(self) -> SeesAhead | None:
+        """Which tokens of a prompt see each other, so that they must be computed in the same step; None: none."""
         ...
 
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
@@ -75,11 +94,17 @@ class LanguageModel(Protocol):
         ...
 
     def forward(
-        self, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: list[LayerCache]
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        metadata: BatchMetadata,
+        caches: list[LayerCache],
+        cross: Sequence[CrossRows] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
         Positions of sequences of more than `max_short_len` tokens begin there, all others at `first_position`.
+        cross: what each sequence looks at, where the model has a `CrossEncoder`.
         """
         ...
 
@@ -94,7 +119,8 @@ class LoadedModel:
 
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model sees. max_position: the longest context its positions allow.
-    native: whether native kernels compute what they can.
+    native: whether native kernels compute what they can. cross: of a decoder that looks at pictures by cross attention,
+    for which their embeddings stand in no prompt.
     """
 
     architecture: str
@@ -108,3 +134,4 @@ class LoadedModel:
     backend: AttentionBackend
     num_parameters: int
     native: bool
+    cross: CrossEncoder | None = None

@@ -51,7 +51,7 @@ def save_quantized(
     description = Description.read(folder)
     if description.quantization:
         raise ConfigurationError(f"{folder} is quantized already")
-    checkpoint = Checkpoint(folder, description.family.rename)
+    checkpoint = Checkpoint(folder, description.rename)
     bits, plain, tied = _plan(description, checkpoint, config)
     out.mkdir(parents=True, exist_ok=True)
     names = {checkpoint.canonical(key): key for keys in checkpoint.files().values() for key in keys}

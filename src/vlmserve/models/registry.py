@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,15 +23,16 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.models.cross import PictureReader, text_reader
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
 from vlmserve.models.gguf.config import read_config
 from vlmserve.models.gguf.header import read_header
 from vlmserve.models.packed import load_blocks, load_packed
-from vlmserve.models.protocols import LoadedModel, VisionEncoder
+from vlmserve.models.protocols import CrossEncoder, LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
-from vlmserve.models.weights import Checkpoint
+from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.quant.model import quantize
 from vlmserve.quant.stored import OLD_FILES, stored_layouts
 
@@ -64,7 +66,7 @@ def load_model(
     """
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
-    checkpoint = Checkpoint(folder, description.family.rename)
+    checkpoint = Checkpoint(folder, description.rename)
     packed = description.quantization
     if quantization is not None and not quantization.wanted:
         quantization = None
@@ -76,7 +78,7 @@ def load_model(
         wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
         native = choose_kernels(kernels, device, wanted)
         backend = _attention_backend(spec, wanted, device) if native else TorchReference()
-        model, decoder, vision = description.build(spec, backend, dtype=wanted, device=device)
+        model, decoder, vision, cross = description.build(spec, backend, dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     filled = load_packed(checkpoint, model, layouts) if packed else set()
     if folder.is_file() and native and dtype != torch.float32 and quantization is None:
@@ -98,6 +100,7 @@ def load_model(
         backend=backend,
         num_parameters=num_parameters,
         native=native,
+        cross=cross,
     )
 
 
@@ -107,6 +110,7 @@ class Parts(NamedTuple):
     modules: nn.Module
     language_model: Decoder
     vision: VisionEncoder | None
+    cross: CrossEncoder | None
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,13 @@ class Description:
                 return {"quant_method": method, **read_json(self.folder / name)}
         return None
 
+    def rename(self, name: str) -> str:
+        """From a tensor's name in the files to its canonical one."""
+        vision = vision_family(self.architecture, self.config)
+        for pattern, replacement in () if vision is None else vision.names:
+            name = re.sub(pattern, replacement, name)
+        return canonical_name(name, self.family.rename)
+
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
         """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
         family = vision_family(self.architecture, self.config)
@@ -167,8 +178,8 @@ class Description:
             # Where a model is nested, whether its embeddings are tied is for the whole to say.
             tied = self.config.get("tie_word_embeddings", family is not None and family.tied)
             spec = replace(spec, tied_embeddings=bool(tied))
-        if family is not None and family.whole_pictures:
-            spec = replace(spec, attention=tuple(replace(layer, whole_pictures=True) for layer in spec.attention))
+        if family is not None:
+            spec = replace(spec, sees_ahead=family.sees_ahead)
         return _tie_as_stored(spec, self.text_config, checkpoint)
 
     def build(self, spec: ArchSpec, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> Parts:
@@ -177,11 +188,16 @@ class Description:
         modules.language_model = decoder = Decoder(spec, backend, dtype=dtype, device=device)
         family = vision_family(self.architecture, self.config)
         if family is None:
-            return Parts(modules, decoder, None)
+            return Parts(modules, decoder, None, None)
         vision = family.build(self.config, spec.hidden_size, dtype=dtype, device=device)
         for name, module in vision.modules.items():
             modules.add_module(name, module)
-        return Parts(modules, decoder, vision.encoder)
+        if not spec.cross_size:
+            return Parts(modules, decoder, vision.encoder, None)
+        reader = None
+        if family.reads:
+            modules.text_encoder = reader = text_reader(spec, dtype=dtype, device=device)
+        return Parts(modules, decoder, vision.encoder, PictureReader(decoder, reader))
 
 
 def vision_family(architecture: str, config: Mapping[str, Any]) -> VisionFamily | None:
@@ -193,7 +209,7 @@ def vision_family(architecture: str, config: Mapping[str, Any]) -> VisionFamily 
 def _attention_backend(spec: ArchSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
     """The native backend where it serves all layers."""
     for attention in spec.attention:
-        if (reason := unserved(attention, dtype, device)) is not None:
+        if (reason := unserved(attention, dtype, device, sees_ahead=spec.sees_ahead is not None)) is not None:
             logger.info("attention: torch (%s)", reason)
             return TorchReference()
     return CpuAttention()
@@ -278,7 +294,7 @@ def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping
     family = decoder_family(text_config)
     further = frozenset(family.ends({**family.defaults, **text_config}))
     for source in (generation_config, config, text_config, family.defaults):
-        ids = source.get("eos_token_id")
+        ids = source.get(family.end_token)
         if ids is not None:
             return further | frozenset([ids] if isinstance(ids, int) else ids)
     return further

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.layers.rope import RopeSpec
+from vlmserve.types import SeesAhead
 
 Config = Mapping[str, Any]
 
@@ -36,11 +37,15 @@ class ArchSpec:
     """The shape of one decoder. Sizes in elements; `attention` and `ropes` have one entry a layer.
 
     ropes: how a layer's queries and keys turn; None: not at all. learned_positions: vectors that are added to
-    embeddings by their positions; 0: none. norms: "before" attention and MLP, "after" them, or "around" them.
-    parallel: both read the same normed input. gated: the MLP multiplies its activation by a second projection.
-    log_context: from so many positions on, queries are multiplied with the logarithm of their position to this base;
-    None: none are. embedding_scale: what embeddings of tokens are multiplied with. logit_cap: bounds logits as
-    `AttentionSpec.soft_cap` does scores; None: off.
+    embeddings by their positions; 0: none. norms: "before" attention and MLP, "after" them, "around" them, or of the
+    "sums" of their outputs and inputs, with none behind the last layer. parallel: both read the same normed input.
+    gated: the MLP multiplies its activation by a second projection. cross_size: width of the states, no part of the
+    sequence, that every layer looks at between attention and MLP; 0: none. sees_ahead: which tokens of a prompt see
+    each other; None: none see what comes after them. log_context: from so many positions on, queries are multiplied
+    with the logarithm of their position to this base; None: none are. embedding_scale: what embeddings of tokens are
+    multiplied with. embedding_norm: whether they are normed once positions are added. head_transform: whether a dense
+    layer, the activation and a norm come before the output head. logit_cap: bounds logits as `AttentionSpec.soft_cap`
+    does scores; None: off.
     """
 
     family: str
@@ -53,7 +58,7 @@ class ArchSpec:
     activation: str
     tied_embeddings: bool
     max_position: int
-    norms: Literal["before", "after", "around"] = "before"
+    norms: Literal["before", "after", "around", "sums"] = "before"
     head_norm: HeadNormSpec | None = None
     parallel: bool = False
     gated: bool = True
@@ -61,7 +66,11 @@ class ArchSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    head_transform: bool = False
+    cross_size: int = 0
+    sees_ahead: SeesAhead | None = None
     learned_positions: int = 0
     log_context: int | None = None
+    embedding_norm: bool = False
     embedding_scale: float = 1.0
     logit_cap: float | None = None

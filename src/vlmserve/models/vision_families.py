@@ -10,14 +10,18 @@ import torch
 from torch import nn
 
 from vlmserve.errors import ModelLoadError
+from vlmserve.models.families import Names
 from vlmserve.models.gemma3 import IMAGE_TOKEN_ID as GEMMA3_IMAGE_TOKEN_ID
 from vlmserve.models.gemma3 import Gemma3Vision
 from vlmserve.models.idefics3 import IMAGE_TOKEN_ID as IDEFICS3_IMAGE_TOKEN_ID
 from vlmserve.models.idefics3 import Idefics3Vision
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaNextVision, LlavaVision
 from vlmserve.models.protocols import VisionEncoder
+from vlmserve.models.vision.blip import BlipTower, blip_vision_spec
+from vlmserve.models.vision.moondream import MoondreamSpec, MoondreamTower
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
 from vlmserve.models.vision.resampled import ResampledSpec, ResampledVision
+from vlmserve.types import SeesAhead
 
 Config = Mapping[str, Any]
 
@@ -36,17 +40,23 @@ class VisionFamily:
 
     architecture: as config.json names it. text_type: the model type of a language model whose config does not name its
     own. build: from the whole config and the decoder's width. image_token_id: the placeholder of a config that names
-    none. section: of the config, without which a checkpoint of the architecture does not see. tied: whether embeddings
-    are tied where the config does not say. whole_pictures: see `AttentionSpec`.
+    none; None: no token stands for a picture. names: regular expressions for tensors' names in the files and what to
+    put in their place. text_fields: what a config says of the language model elsewhere than in its part. reads: whether
+    an encoder reads a question along with the picture. section: of the config, without which a checkpoint of the
+    architecture does not see. tied: whether embeddings are tied where the config does not say. sees_ahead: which tokens
+    of a prompt see each other; None: none see what comes after them.
     """
 
     architecture: str
     text_type: str
     build: Callable[..., Vision]
-    image_token_id: int
+    image_token_id: int | None
+    names: Names = ()
+    text_fields: Callable[[Config], Config] = lambda config: {}
+    reads: bool = False
     section: str | None = None
     tied: bool = False
-    whole_pictures: bool = False
+    sees_ahead: SeesAhead | None = None
 
     def text_config(self, config: Config) -> Config:
         """The language model's part of a config, which some keep beside the rest. Raises ModelLoadError for none."""
@@ -56,10 +66,12 @@ class VisionFamily:
         if not isinstance(nested, Mapping):
             raise ModelLoadError("config.json: text_config is not an object")
         own_type = nested.get("model_type") if nested is not config else None
-        return {**nested, "model_type": own_type or self.text_type}
+        return {**nested, **self.text_fields(config), "model_type": own_type or self.text_type}
 
-    def placeholder(self, config: Config) -> int:
-        """The token that stands for a picture. Raises ModelLoadError for one that is none."""
+    def placeholder(self, config: Config) -> int | None:
+        """The token that stands for a picture, if one does. Raises ModelLoadError for one that is none."""
+        if self.image_token_id is None:
+            return None
         token_id = config.get("image_token_index", config.get("image_token_id", self.image_token_id))
         if self.section == "visual" and "image_start_id" in config["visual"]:
             # What lies between the tokens for a picture's beginning and its end.
@@ -100,6 +112,61 @@ def _gemma3(config: Config, hidden_size: int, *, dtype: torch.dtype, device: tor
     return Vision(vision, dict(vision.named_children()))
 
 
+def _blip(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    tower = BlipTower(blip_vision_spec(config.get("vision_config") or {}), dtype=dtype, device=device)
+    return Vision(tower, {"vision_tower": tower})
+
+
+def _blip_text(config: Config) -> Config:
+    text = config.get("text_config") or {}
+    width = blip_vision_spec(config.get("vision_config") or {}).hidden_size
+    return {"encoder_hidden_size": width, "tie_word_embeddings": text.get("tie_word_embeddings", True)}
+
+
+_BLIP_NAMES: Names = (
+    (r"^text_decoder\.(bert\.)?", "language_model."),
+    (r"^vision_model\.", "vision_tower."),
+    (r"^(vision_tower\..*\.self_attn)\.qkv\.", r"\1.qkv_proj."),
+    (r"^(vision_tower\..*\.self_attn)\.projection\.", r"\1.out_proj."),
+)
+
+
+def _moondream(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    tower = MoondreamTower(MoondreamSpec.from_config(config, hidden_size), dtype=dtype, device=device)
+    return Vision(tower, {"vision_tower": tower})
+
+
+# As the model's own code calls them, and as decoders here do.
+_MOONDREAM_FIELDS = {
+    "dim": "hidden_size",
+    "ff_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "max_context": "max_position_embeddings",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+}
+
+
+def _moondream_text(config: Config) -> Config:
+    own = config.get("config") or {}
+    text = own.get("text") or {}
+    fields = {ours: text[theirs] for theirs, ours in _MOONDREAM_FIELDS.items() if theirs in text}
+    return {**fields, "eos_token_id": (own.get("tokenizer") or {}).get("eos_id", 50256)}
+
+
+_MOONDREAM_NAMES: Names = (
+    (r"^(model\.)?text\.", "language_model."),
+    (r"^(model\.)?vision\.", "vision_tower."),
+    (r"^vision_tower\.patch_emb\.", "vision_tower.patch_embedding."),
+    (r"^vision_tower\.pos_emb$", "vision_tower.position_embedding"),
+    (r"^vision_tower\.post_ln\.", "vision_tower.post_layernorm."),
+    (r"^vision_tower\.proj_mlp\.fc", "vision_tower.projector.linear_"),
+    (r"^(vision_tower\.blocks\.\d+)\.ln([12])\.", r"\1.layer_norm\2."),
+    (r"^(vision_tower\.blocks\.\d+)\.attn\.qkv\.", r"\1.self_attn.qkv_proj."),
+    (r"^(vision_tower\.blocks\.\d+)\.attn\.proj\.", r"\1.self_attn.out_proj."),
+)
+
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID),
     "llava_next": VisionFamily("LlavaNextForConditionalGeneration", "llama", _llava_next, IMAGE_TOKEN_ID),
@@ -112,8 +179,22 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         _gemma3,
         GEMMA3_IMAGE_TOKEN_ID,
         tied=True,
-        whole_pictures=True,
+        sees_ahead="pictures",
     ),
     "qwen2_vl": VisionFamily("Qwen2VLForConditionalGeneration", "qwen2_vl_text", _qwen, 151655),
     "qwen2_5_vl": VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655),
+    "moondream1": VisionFamily(
+        "HfMoondream",
+        "moondream_text",
+        _moondream,
+        None,
+        _MOONDREAM_NAMES,
+        _moondream_text,
+        sees_ahead="prefix",
+    ),
+    "blip": VisionFamily("BlipForConditionalGeneration", "blip_text_model", _blip, None, _BLIP_NAMES, _blip_text),
+    # Its model type is blip as well.
+    "blip_vqa": VisionFamily(
+        "BlipForQuestionAnswering", "blip_text_model", _blip, None, _BLIP_NAMES, _blip_text, reads=True
+    ),
 }

@@ -24,6 +24,7 @@ MAPPED_BYTES = 16 * 1024**2
 # Dequantizing a piece takes many times what becomes of it.
 DEQUANTIZED_BYTES = 2 * 1024**2
 LANGUAGE_MODEL = "language_model."
+TEXT_ENCODER = "text_encoder."
 
 # Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
 _PREFIXES = (
@@ -46,14 +47,15 @@ Rename = Callable[[str], str]
 def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
     """A tensor's name as the modules here are named, whichever layout the checkpoint has.
 
-    rename: what the family of the language model does to the names of its tensors.
+    rename: what the family of the language model does to the names of its tensors, and of those of an encoder like it.
     """
     for pattern, prefix in _PREFIXES:
         if pattern.match(name):
             name = pattern.sub(prefix, name)
             break
-    if name.startswith(LANGUAGE_MODEL):
-        return LANGUAGE_MODEL + rename(name.removeprefix(LANGUAGE_MODEL))
+    for part in (LANGUAGE_MODEL, TEXT_ENCODER):
+        if name.startswith(part):
+            return part + rename(name.removeprefix(part))
     return name
 
 
@@ -63,8 +65,8 @@ class Checkpoint:
     Raises MissingWeightsError if there are none or one that the index names is absent, ModelLoadError for a broken one.
     """
 
-    def __init__(self, folder: Path, rename: Rename = lambda name: name) -> None:
-        """rename: as that of `canonical_name`."""
+    def __init__(self, folder: Path, rename: Rename = canonical_name) -> None:
+        """rename: from a tensor's name in the files to its canonical one."""
         self.folder = folder
         self._rename = rename
         self._keys: dict[str, tuple[Path, str]] = {}
@@ -74,7 +76,7 @@ class Checkpoint:
 
     def canonical(self, key: str) -> str:
         """The canonical name of a tensor with that name in the files."""
-        return canonical_name(key, self._rename)
+        return self._rename(key)
 
     @property
     def names(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.attention import BatchMetadata, WideRows
 from vlmserve.scheduler.scheduler import ScheduledChunk, Step
 
 
@@ -24,13 +24,22 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LookingRows:
+    """Rows ``first <= row < last`` of a batch look at what has this key."""
+
+    key: bytes
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A step as tensors on the model's device.
 
     token_ids, positions: int64 ``[tokens]``; positions of long sequences are behind those of short ones; placeholders
     of pictures have token id 0, `image_rows` says whose they are. Where pictures have grids, positions are ``[3,
     tokens]``: frames, rows and columns. sampled_rows: int64, the rows after which a token is sampled, in the order of
-    the chunks.
+    the chunks. looking: which rows look at what, by cross attention.
     """
 
     token_ids: Tensor
@@ -38,6 +47,7 @@ class Batch:
     metadata: BatchMetadata
     image_rows: list[ImageRows]
     sampled_rows: Tensor
+    looking: list[LookingRows]
 
 
 class BatchBuilder:
@@ -82,7 +92,7 @@ class BatchBuilder:
             query_lens=counts,
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
-            pictures=[(rows.first, rows.last) for rows in image_rows],
+            wide=_wide_rows(step, ends),
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
         )
         return Batch(
@@ -91,6 +101,11 @@ class BatchBuilder:
             metadata=metadata,
             image_rows=image_rows,
             sampled_rows=self._tensor(np.asarray(sampled, np.int64)),
+            looking=[
+                LookingRows(chunk.sequence.cross_key, int(end) - chunk.num_tokens, int(end))
+                for end, chunk in zip(ends, step.chunks, strict=True)
+                if chunk.sequence.cross_key is not None
+            ],
         )
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
@@ -135,6 +150,19 @@ class BatchBuilder:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _wide_rows(step: Step, ends: np.ndarray) -> list[WideRows]:
+    """Rows of tokens that see each other, but for the last of each range, which sees all of them anyway."""
+    wide = []
+    for number, ((sequence, count, _), end) in enumerate(zip(step.chunks, ends.tolist(), strict=True)):
+        start = sequence.num_computed
+        row = end - count - start
+        for first, last in sequence.whole_ranges:
+            begin, stop = max(first, start), min(last - 1, start + count)
+            if begin < stop:
+                wide.append(WideRows(number, row + begin, row + stop, last))
+    return wide
 
 
 def _has_grid(chunk: ScheduledChunk) -> bool:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vlmserve.layers.attention import CrossRows
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.sampling.sampler import SamplingRow, sample
-from vlmserve.scheduler.scheduler import ScheduledChunk, Step
+from vlmserve.scheduler.scheduler import Look, ScheduledChunk, Step
 from vlmserve.types import ImageInput
 
 _NOTHING_BANNED: frozenset[int] = frozenset()
@@ -31,7 +32,7 @@ class RunTimings:
 
 
 class ModelRunner:
-    """Owns the model, the KV cache's tensors and the embeddings of cached pictures."""
+    """Owns the model, the KV cache's tensors, the embeddings of cached pictures and what sequences look at."""
 
     def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self.model = model
@@ -52,6 +53,7 @@ class ModelRunner:
             self.timings = RunTimings(transfer=clock[1] - clock[0])
             return []
         self._encode(step.encode, step.evict)
+        self._look(step.look)
         clock.append(time.perf_counter())
         batch = self._batches.build(step)
         clock.append(time.perf_counter())
@@ -78,6 +80,16 @@ class ModelRunner:
             # A copy: a view would keep the whole batch of pictures in memory until the last of them is evicted.
             self._embeddings[image.key] = embeddings.clone()
 
+    def _look(self, looks: list[Look]) -> None:
+        if not looks:
+            return
+        if self.model.cross is None:
+            raise ValueError("the model has no cross attention")
+        features = [self._embeddings[look.cross.image.key] for look in looks]
+        states = self.model.cross.encode(features, [look.cross.token_ids for look in looks])
+        for look, rows in zip(looks, states, strict=True):
+            self._embeddings[look.key] = rows
+
     def _logits(self, batch: Batch) -> Tensor:
         """float32 ``[sampled rows, vocabulary]``. Native kernels write them where the next step's go as well: pages of
         fresh memory would cost more than all of sampling."""
@@ -86,7 +98,8 @@ class ModelRunner:
         for rows in batch.image_rows:
             picture = self._embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
             embeddings[rows.first : rows.last] = picture
-        hidden = language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers)
+        cross = [CrossRows(rows.first, rows.last, self._embeddings[rows.key]) for rows in batch.looking]
+        hidden = language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, cross)
         hidden = hidden[batch.sampled_rows]
         if not self.model.native:
             return language_model.logits(hidden)

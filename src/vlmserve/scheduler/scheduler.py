@@ -18,7 +18,7 @@ from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.prefix import Hit, PrefixCache, Transfer
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import FinishReason, ImageInput, RequestOutput
+from vlmserve.types import CrossInput, FinishReason, ImageInput, RequestOutput
 
 
 class ScheduledChunk(NamedTuple):
@@ -29,18 +29,26 @@ class ScheduledChunk(NamedTuple):
     samples: bool
 
 
+class Look(NamedTuple):
+    """What sequences look at by cross attention is to be made of a picture, whose features are there, and a text."""
+
+    key: bytes
+    cross: CrossInput
+
+
 @dataclass(slots=True)
 class Step:
     """One batch. Chunks of one token come first.
 
     Before it runs: `clear` are blocks to zero, `transfers` blocks to copy, `evict` pictures whose embeddings are
-    dropped, `encode` pictures to encode, in this order.
+    dropped and what is no longer looked at, `encode` pictures to encode, `look` what is to be looked at, in this order.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     clear: list[int] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     encode: list[ImageInput] = field(default_factory=list)
+    look: list[Look] = field(default_factory=list)
     evict: list[bytes] = field(default_factory=list)
 
 
@@ -59,10 +67,10 @@ class Scheduler:
         image_token_bytes: int,
         prefix_caching: bool,
         window: int | None = None,
-        whole_pictures: bool = False,
+        state_bytes: int = 0,
     ) -> None:
-        """window: how many positions a token sees at most, itself included, in every layer; None: all.
-        whole_pictures: the tokens of a picture see each other, so that they are computed in one step."""
+        """image_token_bytes: of an embedding. window: how many positions a token sees at most, itself included, in
+        every layer; None: all. state_bytes: of a state that sequences look at by cross attention."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
         self.encoder_cache = encoder_cache
@@ -80,7 +88,7 @@ class Scheduler:
         self._image_token_bytes = image_token_bytes
         self._prefix_caching = prefix_caching
         self._window = window
-        self._whole_pictures = whole_pictures
+        self._state_bytes = state_bytes
         # Who is computing the block with a key: whoever needs it too had better wait for it.
         self._computing: dict[bytes, Sequence] = {}
         self._by_id: dict[str, Sequence] = {}
@@ -131,6 +139,9 @@ class Scheduler:
             for span in sequence.spans_between(before, after):
                 if span.end <= after:
                     self._unpin(sequence, span.image.key, after)
+            if sequence.cross is not None:
+                # What it looks at was made of the picture, which nobody needs any more.
+                self.encoder_cache.unpin(sequence.cross.image.key, sequence.request_id)
             self._register(sequence, after)
             sequence.num_computed = after
             if before < sequence.num_prompt_tokens <= after:
@@ -281,22 +292,22 @@ class Scheduler:
     def _schedule_chunk(self, step: Step, sequence: Sequence, budget: int) -> int:
         """A chunk of at most `budget` tokens, cut before the first picture that cannot be encoded in this step.
 
-        Where pictures see themselves whole, it is cut before one that does not fit, and takes one that it begins with
-        even beyond the budget. It may begin inside one: what others have computed of a picture has seen all of it.
-        Returns its number of tokens, which may be 0.
+        Tokens that see each other are never cut apart: where not all of them fit it is cut before them, and if it
+        begins with them it goes over the budget, which may be less than they are. It may begin among them: what others
+        have computed of them has seen all of them. Returns its number of tokens, which may be 0.
         """
         if budget <= 0:
             return 0
+        if sequence.cross is not None and not self._secure_look(step, sequence, sequence.cross):
+            return 0
         start = sequence.num_computed
         end = start + min(sequence.num_uncomputed, budget)
+        if (whole := sequence.whole_range_at(end)) is not None:
+            end = whole[0] if whole[0] > start else whole[1]
         for span in sequence.spans_between(start, end):
-            if self._whole_pictures and span.end > end:
-                if span.start > start:
-                    end = span.start
-                    break
-                end = span.end
             if not self._secure(step, sequence, span.image):
-                end = max(start, span.start)
+                whole = sequence.whole_range_at(span.start)
+                end = max(start, span.start if whole is None else whole[0])
                 break
         if end > start:
             step.chunks.append(ScheduledChunk(sequence, end - start, end == len(sequence.token_ids)))
@@ -319,6 +330,41 @@ class Scheduler:
         elif self.encoder_cache.pin(image.key, sequence.request_id):
             self.encoder_queries += 1
             self.encoder_hits += 1
+        return True
+
+    def _secure_look(self, step: Step, sequence: Sequence, cross: CrossInput) -> bool:
+        """Pin what a sequence looks at for as long as it runs, planning its making if it is missing.
+
+        The picture's features are pinned for this step, in which they are needed only if it is.
+        """
+        key, image, owner = sequence.cross_key, cross.image, sequence.request_id
+        assert key is not None
+        if key in self.encoder_cache:
+            if self.encoder_cache.pin(key, owner):
+                self.encoder_queries += 1
+                self.encoder_hits += 1
+            return True
+        sizes = {key: cross.num_states * self._state_bytes}
+        known = image.key in self.encoder_cache
+        if known:
+            self.encoder_cache.pin(image.key, owner)
+        else:
+            sizes[image.key] = image.num_embeddings * self._image_token_bytes
+        full = not known and len(step.encode) >= self._max_encoded_images
+        evicted = None if full else self.encoder_cache.make_room(sum(sizes.values()))
+        if evicted is None:
+            self.encoder_cache.unpin(image.key, owner)
+            return False
+        for new, size in sizes.items():
+            self.encoder_cache.add(new, size)
+            self.encoder_cache.pin(new, owner)
+        step.evict.extend(evicted)
+        step.look.append(Look(key, cross))
+        if not known:
+            step.encode.append(image)
+            sequence.num_encoded += 1
+        self.encoder_queries += 1
+        self.encoder_hits += known
         return True
 
     def _append(self, sequence: Sequence, token: int | None) -> RequestOutput:
@@ -366,6 +412,9 @@ class Scheduler:
                 del self._computing[key]
         for span in sequence.image_spans:
             self.encoder_cache.unpin(span.image.key, sequence.request_id)
+        if sequence.cross is not None and sequence.cross_key is not None:
+            for key in (sequence.cross_key, sequence.cross.image.key):
+                self.encoder_cache.unpin(key, sequence.request_id)
 
     def _preempt(self, sequence: Sequence) -> None:
         if sequence.num_uncomputed == 1:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from vlmserve.cache.keys import block_key, touched_images
-from vlmserve.types import EngineRequest, ImageSpan
+from vlmserve.cache.keys import block_key, cross_key, looking_root, touched_images
+from vlmserve.types import EngineRequest, ImageInput, ImageSpan, SeesAhead
 
 
 class Sequence:
@@ -15,7 +15,8 @@ class Sequence:
     block_table: grows while the sequence keeps its blocks; once they are gone, a new one takes its place.
     first_block: the first block of the table that is held; those before it are behind the attention window.
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
-    num_encoded: pictures encoded for its sake.
+    whole_ranges: tokens ``first <= i < last`` that see each other, so that they are computed in one go; in order.
+    num_encoded: pictures encoded for its sake. cross, cross_key: what it looks at by cross attention, if anything.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
     first_position: where its positions begin, as the model wants it of a prompt of this length.
     max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
@@ -30,6 +31,8 @@ class Sequence:
         "arrived",
         "block_keys",
         "block_table",
+        "cross",
+        "cross_key",
         "end_token_ids",
         "first_block",
         "first_position",
@@ -46,6 +49,7 @@ class Sequence:
         "started",
         "token_ids",
         "vision_seconds",
+        "whole_ranges",
     )
 
     def __init__(
@@ -58,6 +62,7 @@ class Sequence:
         end_token_ids: frozenset[int],
         max_short_len: int | None = None,
         first_position: int = 0,
+        sees_ahead: SeesAhead | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.params = request.params
@@ -72,6 +77,12 @@ class Sequence:
         self.block_table = array("i")
         self.first_block = 0
         self.first_position = first_position
+        self.cross = request.prompt.cross
+        self.cross_key: bytes | None = None
+        if self.cross is not None:
+            self.cross_key = cross_key(self.cross.image.key, self.cross.token_ids)
+            root_key = looking_root(root_key, self.cross_key)
+        self.whole_ranges = _whole_ranges(self.image_spans, sees_ahead)
         self._long_root_key = block_key(root_key, (), ())
         self.max_short_len = max_short_len
         self.block_keys = [self._long_root_key if self.is_long else root_key]
@@ -113,13 +124,20 @@ class Sequence:
         """Pictures with a placeholder in ``start <= i < end``."""
         return [span for span in self.image_spans if span.start < end and span.end > start]
 
+    def pictures_for(self, start: int, end: int) -> list[ImageInput]:
+        """Pictures that tokens ``start <= i < end`` are computed from: whose places they have, or what they look at."""
+        images = [span.image for span in self.spans_between(start, end)]
+        return images if self.cross is None else [*images, self.cross.image]
+
+    def whole_range_at(self, place: int) -> tuple[int, int] | None:
+        """The tokens that see each other and lie on both sides of the border before token number `place`."""
+        return next((whole for whole in self.whole_ranges if whole[0] < place < whole[1]), None)
+
     def keys_of_full_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
         while len(self.block_keys) <= count:
             start = (len(self.block_keys) - 1) * block_size
-            end = start + block_size
-            images = touched_images(self.image_spans, start, end)
-            self.block_keys.append(block_key(self.block_keys[-1], self.token_ids[start:end], images))
+            self.block_keys.append(self._key(self.block_keys[-1], start, start + block_size))
         return self.block_keys[1 : count + 1]
 
     def tail_key(self, num_tokens: int, block_size: int) -> bytes | None:
@@ -133,6 +151,21 @@ class Sequence:
             return None
         if self._tail[0] != num_tokens:
             self.keys_of_full_blocks(full, block_size)
-            images = touched_images(self.image_spans, start, num_tokens)
-            self._tail = num_tokens, block_key(self.block_keys[full], self.token_ids[start:num_tokens], images)
+            self._tail = num_tokens, self._key(self.block_keys[full], start, num_tokens)
         return self._tail[1]
+
+    def _key(self, parent: bytes, start: int, end: int) -> bytes:
+        """The key of a block with tokens ``start <= i < end``, and with all that those of them see that come later."""
+        whole = self.whole_range_at(end)
+        # Where a range began before, the parent has all of it.
+        reach = whole[1] if whole is not None and whole[0] >= start else end
+        images = touched_images(self.image_spans, start, reach)
+        return block_key(parent, self.token_ids[start:end], images, ahead=self.token_ids[end:reach])
+
+
+def _whole_ranges(spans: tuple[ImageSpan, ...], sees_ahead: SeesAhead | None) -> tuple[tuple[int, int], ...]:
+    if sees_ahead == "pictures":
+        return tuple((span.start, span.end) for span in spans)
+    if sees_ahead == "prefix":
+        return tuple((0, span.end) for span in spans[:1])
+    return ()

@@ -101,7 +101,7 @@ class Generation:
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
         self._num_prompt_tokens = len(prompt.token_ids)
-        self._num_images = len(prompt.images)
+        self._num_images = prompt.num_images
 
     @property
     def usage(self) -> Usage:

@@ -84,10 +84,20 @@ class PatchEmbedding(Linear):
     until packed. Pixels at the right and lower edge that make no whole patch are left out.
     """
 
-    def __init__(self, spec: ClipSpec, *, bias: bool = False, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ClipSpec,
+        *,
+        bias: bool = False,
+        as_matrix: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """as_matrix: the checkpoint has the weight as a matrix, not as a convolution's."""
         patch = (spec.num_channels, spec.patch_size, spec.patch_size)
         super().__init__(math.prod(patch), spec.hidden_size, bias=bias, dtype=dtype, device=device)
-        self.weight = empty_parameter(spec.hidden_size, *patch, dtype=dtype, device=device)
+        if not as_matrix:
+            self.weight = empty_parameter(spec.hidden_size, *patch, dtype=dtype, device=device)
         self.patch_size = spec.patch_size
 
     def forward(self, pixels: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -1,0 +1,60 @@
+"""Attention without a cache: every token of a sequence sees all of its sequence, which comes in one piece."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+
+
+class FullAttention:
+    """An `AttentionBackend` for encoders of text. It reads nothing of the metadata but `query_lens`."""
+
+    name = "full"
+
+    def allocate(
+        self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """A cache that holds nothing, however many blocks are asked for."""
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        return LayerCache(nothing, nothing, block_size)
+
+    def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        """Nothing."""
+        return 0
+
+    def clear(self, cache: LayerCache, blocks: Tensor) -> None:
+        """Nothing is there to clear."""
+
+    def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
+        """Nothing is there to copy."""
+
+    def prepare(self, metadata: BatchMetadata, block_size: int) -> None:
+        """Nothing to share between layers."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """``[tokens, heads, head_size]`` and keys and values to ``[tokens, heads * head_size]``."""
+        output = torch.empty_like(query)
+        end = 0
+        for length in metadata.query_lens:
+            rows = slice(end, end + length)
+            end += length
+            output[rows] = F.scaled_dot_product_attention(
+                query[None, rows].transpose(1, 2),
+                key[None, rows].transpose(1, 2),
+                value[None, rows].transpose(1, 2),
+                scale=spec.scale,
+                enable_gqa=spec.num_heads != spec.num_kv_heads,
+            )[0].transpose(0, 1)
+        return output.flatten(1)

@@ -1,0 +1,96 @@
+"""What a decoder's cross attention looks at: a picture's features, or a question that was read in their light."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
+from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.full_attention import FullAttention
+from vlmserve.layers.attention import CrossRows
+from vlmserve.models.decoder import Decoder
+from vlmserve.models.spec import ArchSpec
+from vlmserve.types import CrossInput
+
+
+def text_reader(spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """An encoder of questions of the decoder's own shape, in which every word sees all others and the picture.
+
+    Raises ModelLoadError if what it makes of them is not what the decoder looks at.
+    """
+    if spec.cross_size != spec.hidden_size:
+        raise ModelLoadError(
+            f"config.json: the decoder looks at states of {spec.cross_size} elements, and questions become ones of "
+            f"{spec.hidden_size}"
+        )
+    headless = replace(spec, tied_embeddings=True, head_bias=False, head_transform=False)
+    return Decoder(headless, FullAttention(), dtype=dtype, device=device)
+
+
+class PictureReader:
+    """Makes `CrossRows.states` of pictures, or of questions about them. A `CrossEncoder`."""
+
+    def __init__(self, decoder: Decoder, reader: Decoder | None) -> None:
+        """reader: of the texts that come with pictures; None: there are none, and the decoder looks at the picture."""
+        attention = decoder.spec.attention[0]
+        self._decoder = decoder
+        self._reader = reader
+        self.feature_size = decoder.spec.cross_size
+        self.state_size = 2 * len(decoder.layers) * attention.num_kv_heads * attention.head_size
+
+    def check(self, cross: CrossInput) -> None:
+        """Raises InvalidRequestError for an input that lacks a text or has one too many, or one too long, or with token
+        ids that there are not."""
+        if self._reader is None and cross.token_ids:
+            raise InvalidRequestError("this model looks at pictures alone, not at questions as well", param="messages")
+        if self._reader is None:
+            return
+        spec = self._reader.spec
+        if not cross.token_ids:
+            raise InvalidRequestError("this model answers questions: ask one about the picture", param="messages")
+        if len(cross.token_ids) > spec.max_position:
+            raise PromptTooLongError(
+                f"the question has {len(cross.token_ids)} tokens, and at most {spec.max_position} fit", param="messages"
+            )
+        if not 0 <= min(cross.token_ids) <= max(cross.token_ids) < spec.vocab_size:
+            raise InvalidRequestError(f"a token id is not in the vocabulary of {spec.vocab_size}", param="prompt")
+
+    def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """What the decoder looks at for each input, from the features of its picture and the token ids of its text."""
+        if not features:
+            return []
+        states = list(features) if self._reader is None else self._read(self._reader, features, texts)
+        return [self._decoder.look_at(rows) for rows in states]
+
+    def _read(self, reader: Decoder, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        lengths = [len(text) for text in texts]
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        cross = [
+            CrossRows(end - length, end, reader.look_at(rows))
+            for length, end, rows in zip(lengths, ends, features, strict=True)
+        ]
+        device = reader.device
+        token_ids = torch.tensor([token_id for text in texts for token_id in text], device=device)
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        metadata = _without_cache(lengths, device)
+        caches = reader.allocate_cache(0, 1)
+        hidden = reader.forward(reader.embed(token_ids), positions, metadata, caches, cross)
+        return [hidden[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
+def _without_cache(lengths: list[int], device: torch.device) -> BatchMetadata:
+    """A batch of whole sequences that leave nothing behind."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return BatchMetadata(
+        query_starts=torch.tensor([0, *lengths], device=device).cumsum(0).int(),
+        context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=nothing.int()[None].expand(len(lengths), 0),
+        slot_mapping=nothing,
+        query_lens=lengths,
+        host_context_lens=lengths,
+        num_decodes=0,
+    )

@@ -1,0 +1,80 @@
+"""The vision transformer of BLIP (https://arxiv.org/abs/2201.12086): CLIP's layers between other ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.errors import InvalidImageError
+from vlmserve.layers.linear import empty_parameter
+from vlmserve.layers.norm import LayerNorm
+from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+from vlmserve.types import Tiling
+
+DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 384,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+}
+
+
+def blip_vision_spec(config: Mapping[str, Any]) -> ClipSpec:
+    """From a ``vision_config``. Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes."""
+    return ClipSpec.from_config({**config, "num_channels": 3}, ("blip_vision_model",), DEFAULTS)
+
+
+class BlipEmbeddings(nn.Module):
+    """Pictures to tokens: the class token, then the patches row by row, each with its position."""
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.class_embedding = empty_parameter(1, 1, spec.hidden_size, dtype=dtype, device=device)
+        self.patch_embedding = PatchEmbedding(spec, bias=True, dtype=dtype, device=device)
+        self.position_embedding = empty_parameter(1, spec.num_patches + 1, spec.hidden_size, dtype=dtype, device=device)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = self.patch_embedding(pixels)
+        return torch.cat((self.class_embedding.expand(len(patches), 1, -1), patches), 1) + self.position_embedding
+
+
+class BlipTower(nn.Module):
+    """Pictures to what a decoder looks at: the class token and the patches, normed. A `VisionEncoder` whose embeddings
+    stand in no prompt."""
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dtype = dtype
+        self.embeddings = BlipEmbeddings(spec, dtype=dtype, device=device)
+        layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+        """Check that pixels of a shape become that many features; raises InvalidImageError if they do not."""
+        expected = (1, 3, self.spec.image_size, self.spec.image_size)
+        if tuple(shape) != expected:
+            raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(shape)}")
+        if num_tokens != self.spec.num_patches + 1:
+            raise InvalidImageError(f"the picture makes {self.spec.num_patches + 1} features, not {num_tokens}")
+
+    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+        """Features of pictures, in one call.
+
+        pixels: one float tensor ``[1, 3, height, width]`` a picture, on the model's device.
+        Returns one ``[1 + patches, hidden_size]`` tensor a picture.
+        """
+        if not pixels:
+            return []
+        x = self.embeddings(torch.cat(pixels).to(self.dtype))
+        for layer in self.encoder["layers"].children():
+            x = layer(x)
+        return list(self.post_layernorm(x))

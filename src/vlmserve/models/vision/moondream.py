@@ -1,0 +1,177 @@
+"""The vision tower of Moondream 2 (https://huggingface.co/vikhyatk/moondream2, revisions 2025-01-09 to 2025-04-14).
+
+CLIP's layers see the whole picture and overlapping crops of it. The crops' features are put together again, averaged
+down to the grid of the whole picture's, and projected beside these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.layers.linear import empty_parameter
+from vlmserve.layers.norm import LayerNorm
+from vlmserve.models.llava import Projector
+from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+from vlmserve.types import Tiling
+
+DEFAULTS: Mapping[str, Any] = {
+    "enc_dim": 1152,
+    "enc_patch_size": 14,
+    "enc_n_layers": 27,
+    "enc_ff_dim": 4304,
+    "enc_n_heads": 16,
+    "proj_out_dim": 2048,
+    "crop_size": 378,
+    "in_channels": 3,
+    "max_crops": 12,
+    "overlap_margin": 4,
+    "proj_inner_dim": 8192,
+}
+ACTIVATION = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class MoondreamSpec:
+    """layers: the tower's shape over one crop. margin: patches along each side of a crop that its neighbours have, too.
+    max_crops: of one picture, the whole one not counted. inner_size, out_size: of the projector."""
+
+    layers: ClipSpec
+    margin: int
+    max_crops: int
+    inner_size: int
+    out_size: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], hidden_size: int) -> MoondreamSpec:
+        """From a whole config. hidden_size: of the decoder. Raises UnsupportedModelError for sizes that do not fit each
+        other or the decoder, ModelLoadError for impossible ones."""
+        own = config.get("config") or {}
+        vision = {**DEFAULTS, **(own.get("vision") or {})}
+        layers = ClipSpec.from_config(
+            {
+                "hidden_size": vision["enc_dim"],
+                "intermediate_size": vision["enc_ff_dim"],
+                "num_hidden_layers": vision["enc_n_layers"],
+                "num_attention_heads": vision["enc_n_heads"],
+                "num_channels": vision["in_channels"],
+                "image_size": vision["crop_size"],
+                "patch_size": vision["enc_patch_size"],
+                "hidden_act": ACTIVATION,
+                "layer_norm_eps": 1e-5,
+            }
+        )
+        prefix = (own.get("text") or {}).get("prefix_attn", layers.num_patches + 1)
+        if prefix != layers.num_patches + 1:
+            raise UnsupportedModelError(
+                f"config.json: prefix_attn {prefix} is not supported; a picture and the token before it make "
+                f"{layers.num_patches + 1}"
+            )
+        if vision["proj_out_dim"] != hidden_size or layers.image_size % layers.patch_size:
+            raise UnsupportedModelError(
+                f"config.json: pictures of {vision['proj_out_dim']} features for a decoder of {hidden_size}, or crops "
+                f"of {layers.image_size} pixels in patches of {layers.patch_size}, are not supported"
+            )
+        if layers.image_size // layers.patch_size <= 2 * vision["overlap_margin"]:
+            raise UnsupportedModelError("config.json: overlap_margin leaves nothing of a crop")
+        return cls(
+            layers, vision["overlap_margin"], vision["max_crops"], vision["proj_inner_dim"], vision["proj_out_dim"]
+        )
+
+    @property
+    def side(self) -> int:
+        """Patches along each side of a crop."""
+        return self.layers.image_size // self.layers.patch_size
+
+    @property
+    def stride(self) -> int:
+        """Patches from one crop to the next."""
+        return self.side - 2 * self.margin
+
+
+class MoondreamTower(nn.Module):
+    """A `VisionEncoder`. Pixels of a picture are one plane: the whole picture at a crop's size in the upper left
+    corner, and below it the one that crops are cut from."""
+
+    def __init__(self, spec: MoondreamSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dtype = dtype
+        shape = spec.layers
+        self.patch_embedding = PatchEmbedding(shape, bias=True, as_matrix=True, dtype=dtype, device=device)
+        self.position_embedding = empty_parameter(1, shape.num_patches, shape.hidden_size, dtype=dtype, device=device)
+        self.blocks = nn.ModuleList(ClipLayer(shape, dtype=dtype, device=device) for _ in range(shape.num_layers))
+        self.post_layernorm = LayerNorm(shape.hidden_size, shape.norm_eps, dtype=dtype, device=device)
+        self.projector = Projector(
+            2 * shape.hidden_size,
+            spec.out_size,
+            ACTIVATION,
+            inner=spec.inner_size,
+            bias=True,
+            dtype=dtype,
+            device=device,
+        )
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        layers = self.spec.layers
+        layout = self._layout(shape) if len(shape) == 4 and tuple(shape[:2]) == (1, layers.num_channels) else (0, 0)
+        fits = min(layout) >= 1 and layout[0] * layout[1] <= self.spec.max_crops
+        if not fits or self._plane(layout) != tuple(shape[2:]):
+            raise InvalidImageError(f"pixels {tuple(shape)} are not a picture with up to {self.spec.max_crops} crops")
+        if num_tokens != layers.num_patches:
+            raise InvalidImageError(
+                f"the picture makes {layers.num_patches} embeddings and has {num_tokens} placeholders"
+            )
+
+    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+        """Embeddings of pictures, one after the other.
+
+        pixels: one float tensor ``[1, 3, height, width]`` a picture, on the model's device.
+        Returns one ``[side * side, out_size]`` tensor a picture.
+        """
+        return [self._encode(plane[0].to(self.dtype), self._layout(plane.shape)) for plane in pixels]
+
+    def _layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of crops."""
+        size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
+        return (shape[2] - 2 * size) // step + 1, (shape[3] - size) // step + 1
+
+    def _plane(self, layout: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of pixels with so many rows and columns of crops."""
+        size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
+        return 2 * size + (layout[0] - 1) * step, size + (layout[1] - 1) * step
+
+    def _encode(self, plane: Tensor, layout: tuple[int, int]) -> Tensor:
+        size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
+        crops = plane[:, size:].unfold(1, size, step).unfold(2, size, step).permute(1, 2, 0, 3, 4).flatten(0, 1)
+        x = self.patch_embedding(torch.cat((plane[None, :, :size, :size], crops))) + self.position_embedding
+        for block in self.blocks:
+            x = block(x)
+        x = self.post_layernorm(x)
+        side = self.spec.side
+        grid = self._put_together(x[1:].unflatten(1, (side, side)).unflatten(0, layout))
+        local = F.adaptive_avg_pool2d(grid.permute(2, 0, 1).float(), side).to(x.dtype)
+        output: Tensor = self.projector(torch.cat((x[0], local.flatten(1).T), -1))
+        return output
+
+    def _put_together(self, crops: Tensor) -> Tensor:
+        """``[rows, columns, side, side, size]`` to the grid of all patches: of what crops share, each has one half."""
+        rows, columns, side, _, _ = crops.shape
+        margin = self.spec.margin
+
+        def kept(number: int, of: int) -> slice:
+            return slice(0 if number == 0 else margin, side if number == of - 1 else side - margin)
+
+        return torch.cat(
+            [
+                torch.cat([crops[row, column, kept(row, rows), kept(column, columns)] for column in range(columns)], 1)
+                for row in range(rows)
+            ]
+        )

@@ -1,0 +1,100 @@
+"""Prompts of models that know no conversation: a request is one picture and one text, which may be empty for some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vlmserve.errors import InvalidRequestError, ModelLoadError
+from vlmserve.prompt.template import Message
+from vlmserve.types import CrossInput, ImageInput, ImageSpan, Prompt
+
+Encode = Callable[[str, bool], list[int]]
+"""From a text, and whether it stands between the tokenizer's own beginning and end tokens, to token ids."""
+
+
+class OnePicturePrompts(Protocol):
+    """How one family writes its prompts."""
+
+    @property
+    def describes(self) -> bool:
+        """Whether it takes a picture without a text."""
+        ...
+
+    def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
+        """The prompt of a picture and a text."""
+        ...
+
+
+@dataclass(frozen=True)
+class CaptionPrompts:
+    """The decoder looks at the picture and goes on with the text, or begins by itself. begin: its first token."""
+
+    begin: int
+    describes: bool = True
+
+    def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
+        return Prompt([self.begin, *encode(text, False)], cross=CrossInput(image))
+
+
+@dataclass(frozen=True)
+class QuestionPrompts:
+    """An encoder reads the text along with the picture, and the decoder looks at what came of it. begin: as above."""
+
+    begin: int
+    describes: bool = False
+
+    def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
+        return Prompt([self.begin], cross=CrossInput(image, encode(text, True)))
+
+
+@dataclass(frozen=True)
+class MoondreamPrompts:
+    """The picture comes first, behind the token `begin`, then the question between the words that the model knows."""
+
+    begin: int
+    describes: bool = True
+
+    def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
+        pieces = ["\n\nQuestion:", f" {text}", "\n\nAnswer:"] if text else ["\n\nCaption:"]
+        asked = [token_id for piece in pieces for token_id in encode(piece, False)]
+        # No token stands for pictures; the span says whose places these are.
+        return Prompt([self.begin] * (1 + image.num_tokens) + asked, (ImageSpan(image, 1),))
+
+
+def one_picture_prompts(config: Mapping[str, Any]) -> OnePicturePrompts | None:
+    """How the model of a config.json is prompted, None for one that holds conversations.
+
+    Raises ModelLoadError for a config whose first token is none.
+    """
+    kind = config.get("model_type")
+    if kind == "moondream1":
+        return MoondreamPrompts(_token_id(_part(_part(config, "config"), "tokenizer"), "bos_id", 50256))
+    if kind != "blip":
+        return None
+    begin = _token_id(_part(config, "text_config"), "bos_token_id", 30522)
+    answers = "BlipForQuestionAnswering" in (config.get("architectures") or ())
+    return QuestionPrompts(begin) if answers else CaptionPrompts(begin)
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _token_id(config: Mapping[str, Any], name: str, default: int) -> int:
+    token_id = config.get(name, default)
+    if not isinstance(token_id, int):
+        raise ModelLoadError(f"config.json: {name} is {token_id!r}, not a token id")
+    return token_id
+
+
+def only_text(messages: Sequence[Message]) -> str:
+    """The text that comes with the picture. Raises InvalidRequestError for what is more than one turn of the user."""
+    if [message.role for message in messages] != ["user"]:
+        raise InvalidRequestError(
+            "this model holds no conversations: send one message of the user, with a picture and a text",
+            param="messages",
+        )
+    return "\n".join(part for part in messages[0].parts if isinstance(part, str)).strip()

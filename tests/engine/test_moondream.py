@@ -1,0 +1,115 @@
+"""Moondream in the engine against the oracle: a prefix that sees itself, whatever else goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.test_parity import engine_for, generate, tight_cache
+from tests.moondream import BEGIN, TOKENS, Moondream
+from vlmserve.types import ImageSpan, Prompt
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+ASKED = [(0, 5, 0), (1, 1, 1), (2, 17, 2), (0, 9, 3), (3, 30, 4), (4, 5, 0), (5, 12, 5), (2, 0, 6)]
+"""Picture, tokens of a question, which question."""
+
+
+@pytest.fixture(scope="module", params=[4, 2], ids=["as published", "grouped heads"])
+def moondream(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Moondream:
+    return Moondream.make(tmp_path_factory.mktemp("moondream"), n_kv_heads=request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts(moondream: Moondream) -> list[Prompt]:
+    return [moondream.prompt(*asked) for asked in ASKED]
+
+
+@pytest.fixture(scope="module")
+def expected(moondream: Moondream, prompts: list[Prompt]) -> list[list[int]]:
+    return [moondream.greedy(asked[0], prompt) for asked, prompt in zip(ASKED, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("budget", [5, 2048])
+def test_tokens_are_the_oracles(
+    moondream: Moondream, prompts: list[Prompt], expected: list[list[int]], budget: int
+) -> None:
+    assert len({tuple(answer) for answer in expected}) == len(ASKED), "answers that are alike would prove little"
+    engine = engine_for(moondream, block_size=4, max_num_batched_tokens=budget)
+    assert [generate(engine, [prompt])[0] for prompt in prompts] == expected
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts[::-1]) == expected[::-1]
+    assert engine.stats().prefix_cached_tokens > 0
+
+
+def test_a_question_about_a_known_picture_computes_what_the_blocks_lack_of_it(
+    moondream: Moondream, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    """26 tokens see each other, 24 of them are in full blocks of 4."""
+    engine = engine_for(moondream, block_size=4, max_num_batched_tokens=5)
+    assert generate(engine, [prompts[0]]) == [expected[0]]
+    assert generate(engine, [prompts[3]]) == [expected[3]]
+    assert engine.stats().prefix_cached_tokens == 24
+    assert engine.stats().images_encoded == 1
+
+
+def test_preempted_requests_give_the_same(
+    moondream: Moondream, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    for budget in (5, 100):
+        tight = tight_cache(moondream, prompts, max_num_batched_tokens=budget)
+        for _ in range(2):
+            assert generate(tight, prompts) == expected
+        assert tight.stats().preemptions > 0
+
+
+def test_few_pictures_at_a_time_give_the_same(
+    moondream: Moondream, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    engine = engine_for(moondream, max_encoded_images=1, encoder_cache_memory=TOKENS * 48 * 4)
+    assert generate(engine, prompts) == expected
+
+
+def test_what_stands_before_a_picture_is_part_of_its_prefix(moondream: Moondream) -> None:
+    """Tokens of the first block see the picture and the words before it, so the block is not that of another."""
+    _, image = moondream.picture(0)
+    _, other = moondream.picture(1)
+    engine = engine_for(moondream, block_size=4)
+    variants = [([5] * 8, image), ([5] * 8, other), ([5] * 7 + [6], image)]
+    asked = [Prompt([*words, *[BEGIN] * TOKENS, 9, 10, 11], (ImageSpan(picture, 8),)) for words, picture in variants]
+    alone = [generate(engine_for(moondream), [prompt])[0] for prompt in asked]
+    assert len({tuple(answer) for answer in alone}) == 3
+    assert [generate(engine, [prompt])[0] for prompt in asked] == alone
+    assert engine.stats().prefix_cached_tokens == 0
+
+
+def test_without_a_picture_tokens_see_what_came_before(moondream: Moondream) -> None:
+    prompt = Prompt([BEGIN, 5, 6, 7, 8, 9, 10, 11])
+    embeddings = moondream.oracle.embed(prompt.token_ids)
+    expected = int(moondream.oracle.logits(embeddings, 0)[-1].argmax())
+    for budget in (3, 2048):
+        engine = engine_for(moondream, max_num_batched_tokens=budget)
+        assert generate(engine, [prompt], max_tokens=1) == [[expected]]
+
+
+@torch.inference_mode()
+def test_bfloat16_is_within_its_own_rounding(
+    moondream: Moondream, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    """Of logits, on average, a few parts in a hundred of their spread."""
+    engine = engine_for(moondream, dtype="bfloat16")
+    ours: list[torch.Tensor] = []
+    logits = engine._runner._logits
+
+    def keep(batch):
+        result = logits(batch)
+        ours.extend(result.clone())
+        return result
+
+    engine._runner._logits = keep
+    for (picture, _, _), prompt in zip(ASKED, prompts, strict=True):
+        generate(engine, [prompt], max_tokens=1)
+        embeddings = moondream.oracle.embed(prompt.token_ids)
+        embeddings[1 : 1 + TOKENS] = moondream.oracle.see(*moondream.oracle.crops(moondream.picture(picture)[0]))
+        exact = moondream.oracle.logits(embeddings, 1 + TOKENS)[-1]
+        assert (ours[-1].double() - exact).abs().mean() < 0.04 * exact.std()
