@@ -54,14 +54,18 @@ def _checked_file(path: Path, name: str) -> Path:
 
 def _checked(folder: Path, name: str) -> Path:
     if not (folder / "config.json").is_file():
-        files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
-        hint = f"; to serve a {GGUF} file, give its own path ({', '.join(files[:3])})" if files else ""
-        raise CheckpointNotFoundError(f"{name} is not a checkpoint: {folder} has no config.json{hint}")
+        raise CheckpointNotFoundError(f"{name} is not a checkpoint: {folder} has no config.json{_gguf_files(folder)}")
     if next(folder.glob("*.safetensors"), None) is None:
-        other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+        other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         hint = f" ({', '.join(other[:3])} found: convert the checkpoint to safetensors)" if other else ""
+        hint += _gguf_files(folder)
         raise MissingWeightsError(f"{name} has no weights: no *.safetensors file in {folder}{hint}")
     return folder
+
+
+def _gguf_files(folder: Path) -> str:
+    files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
+    return f"; to serve a {GGUF} file, give its own path ({', '.join(files[:3])})" if files else ""
 
 
 def _download(name: str, revision: str | None, *, progress: bool) -> Path:
