@@ -30,7 +30,7 @@ def resolve_model(name: str, revision: str | None = None, *, progress: bool = Tr
     if folder.exists():
         return _checked_file(folder, name)
     if _looks_like_path(name):
-        raise CheckpointNotFoundError(f"there is no folder {name}")
+        raise CheckpointNotFoundError(f"there is no folder or file {name}")
     return _checked(_download(name, revision, progress=progress), name)
 
 
