@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import Description, load_model
 from vlmserve.models.weights import Checkpoint
+from vlmserve.prompt.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 BLOCKS: dict[str, Any] = {
@@ -276,6 +278,9 @@ def test_a_file_is_found_and_another_one_is_refused(tmp_path: Path, path: Path) 
         resolve_model(str(tmp_path / "model.gguf"))
     with pytest.raises(CheckpointNotFoundError, match=r"give its own path \(model\.gguf\)"):
         resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(MissingWeightsError, match=r"give its own path \(model\.gguf\)"):
+        resolve_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.05, 0.5, 0.9999])
@@ -319,6 +324,25 @@ def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
     path = write_gguf(folder, tmp_path / "model.gguf", metadata={"llama.block_count": None})
     with pytest.raises(ModelLoadError, match=r"lacks llama\.block_count"):
         load(path)
+
+
+def test_a_damaged_file_is_no_crash(path: Path) -> None:
+    """Whichever bytes of the header are others, it is read or refused."""
+    content = path.read_bytes()
+    start = min(info.offset for info in read_header(path).tensors.values())
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(2):
+            damaged[chance.randrange(4, start)] = chance.randrange(256)
+        path.write_bytes(damaged)
+        for read in (Description.read, Checkpoint, Tokenizer.from_folder):
+            try:
+                read(path)
+            except ModelLoadError:
+                refused += 1
+    assert refused > 50
 
 
 def test_windows_of_olmo_are_refused(tmp_path: Path) -> None:

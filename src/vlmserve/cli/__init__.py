@@ -163,7 +163,8 @@ def models() -> None:
     console = Console()
     console.print(table)
     console.print(
-        "Give serve, ask or chat a local folder or a Hugging Face id with one of these in its config.json.",
+        "Give serve, ask or chat a local folder or a Hugging Face id with one of these in its config.json, or a .gguf "
+        "file.",
         highlight=False,
     )
 

@@ -33,7 +33,7 @@ def resolve_model(name: str, revision: str | None = None, *, progress: bool = Tr
     if folder.exists():
         return _checked_file(folder, name)
     if _looks_like_path(name):
-        raise CheckpointNotFoundError(f"there is no folder {name}")
+        raise CheckpointNotFoundError(f"there is no folder or file {name}")
     return _checked(_download(name, revision, progress=progress), name)
 
 
@@ -57,18 +57,22 @@ def _checked_file(path: Path, name: str) -> Path:
 
 def _checked(folder: Path, name: str) -> Path:
     if not (folder / "config.json").is_file():
-        files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
-        hint = f"; to serve a {GGUF} file, give its own path ({', '.join(files[:3])})" if files else ""
-        raise CheckpointNotFoundError(f"{name} is not a checkpoint: {folder} has no config.json{hint}")
+        raise CheckpointNotFoundError(f"{name} is not a checkpoint: {folder} has no config.json{_gguf_files(folder)}")
     if not _has_any(folder, ["*.safetensors", *_PICKLES]):
-        other = sorted(path.name for pattern in ("*.pt", "*.gguf", "*.h5") for path in folder.glob(pattern))
+        other = sorted(path.name for pattern in ("*.pt", "*.h5") for path in folder.glob(pattern))
         hint = f" ({', '.join(other[:3])} found: convert the checkpoint to safetensors)" if other else ""
+        hint += _gguf_files(folder)
         raise MissingWeightsError(f"{name} has no weights: no *.safetensors file in {folder}{hint}")
     return folder
 
 
 def _has_any(folder: Path, patterns: list[str]) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
+def _gguf_files(folder: Path) -> str:
+    files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
+    return f"; to serve a {GGUF} file, give its own path ({', '.join(files[:3])})" if files else ""
 
 
 def _download(name: str, revision: str | None, *, progress: bool) -> Path:

@@ -78,9 +78,16 @@ def architecture_of(header: Header) -> Architecture:
 def read_config(header: Header) -> Config:
     """What config.json would say.
 
-    Raises ModelLoadError for missing values, UnsupportedModelError for an architecture or option that is not
-    implemented.
+    Raises ModelLoadError for missing values and those that make no sense, UnsupportedModelError for an architecture or
+    option that is not implemented.
     """
+    try:
+        return _config(header)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise ModelLoadError(f"{header.path} does not describe a model: {error!r}") from error
+
+
+def _config(header: Header) -> Config:
     architecture = architecture_of(header)
     metadata = Metadata(header)
     _check_options(metadata)

@@ -128,11 +128,13 @@ def _read_header(path: Path, size: int, modified: int) -> Header:
             else:
                 values[key] = value
         found = [cursor.tensor() for _ in range(num_tensors)]
-    if values.get("split.count", 1) > 1:
+    if values.get("split.count", 1) not in (0, 1):
         raise UnsupportedModelError(
             f"{path} is one of {values['split.count']} parts of a model; join them (llama-gguf-split --merge)"
         )
     alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelLoadError(f"{path} is broken: tensors cannot begin at multiples of {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {info.name: info._replace(offset=start + info.offset) for info in found}
     return Header(path, size, values, arrays, tensors)
