@@ -154,7 +154,8 @@ class LLM:
         """Answer one conversation (a list of messages) or many (a list of lists); results are in the same order.
 
         Messages have OpenAI's form; a picture is a part ``{"type": "image", "image": x}`` where x is a
-        `PIL.Image.Image`, a path, a file's bytes or a URL, or a part ``{"type": "image_url", …}``.
+        `PIL.Image.Image`, a path, a file's bytes or a URL, or a part ``{"type": "image_url", …}``. A video is a part
+        ``{"type": "video", "video": x}`` where x is a file or a list of such pictures, or ``{"type": "video_url", …}``.
         sampling_params: one for all, or one each. use_tqdm: whether to show a progress bar. cache_salt: nothing that is
         cached is shared with requests of another salt, or of none.
 

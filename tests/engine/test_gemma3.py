@@ -20,7 +20,7 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
 from tests.checkpoints import GEMMA3_NAMED, GEMMA3_PICTURE_TOKENS, GEMMA3_TEMPLATE, change_config, make_gemma3
 from tests.engine.test_parity import generate
-from tests.engine.test_qwen_chat import assistant, tokens, user
+from tests.engine.test_qwen_chat import assistant, first_logits, tokens, user
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import BatchMetadata
@@ -235,28 +235,15 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle) -> None:
     """As far from float32 as transformers' own bfloat16 is, and no further."""
     rounded = Gemma3ForConditionalGeneration.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
-    conversations = CONVERSATIONS[:3]
-    ours: list[torch.Tensor] = []
     llm = oracle.llm(dtype="bfloat16")
-    runner = llm.engine._runner  # type: ignore[attr-defined]
-    logits = runner._logits
-
-    def keep(batch: Any) -> torch.Tensor:
-        result = logits(batch)
-        ours.extend(result.float().clone())
-        return result
-
-    runner._logits = keep
-    one_token = SamplingParams(temperature=0, max_tokens=1)
     errors = []
-    for conversation in conversations:
-        llm.chat(conversation, one_token, use_tqdm=False)
+    for conversation in CONVERSATIONS[:3]:
         inputs = oracle.inputs(conversation)
         with torch.inference_mode():
             exact = oracle.model(**inputs).logits[0, -1]
-            inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
-            theirs = rounded(**inputs).logits[0, -1].float()
-        errors.append(((ours[-1] - exact).square().mean(), (theirs - exact).square().mean()))
+            theirs = rounded(**{**inputs, "pixel_values": inputs["pixel_values"].bfloat16()}).logits[0, -1].float()
+        ours = first_logits(llm, conversation)
+        errors.append(((ours - exact).square().mean(), (theirs - exact).square().mean()))
     assert sum(mine for mine, _ in errors) < 2 * sum(other for _, other in errors)
 
 

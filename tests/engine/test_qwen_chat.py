@@ -307,6 +307,36 @@ def test_a_video_that_spans_more_positions_than_the_model_has_is_refused(oracle:
     assert not llm.engine.has_work()
 
 
+def first_logits(llm: LLM, conversation: list[dict[str, Any]]) -> torch.Tensor:
+    """float32 ``[vocabulary]``, after the prompt."""
+    runner = llm.engine._runner  # type: ignore[attr-defined]
+    logits, seen = runner._logits, []
+
+    def keep(batch: Any) -> torch.Tensor:
+        result = logits(batch)
+        seen.append(result[-1].float().clone())
+        return result
+
+    runner._logits = keep
+    llm.chat(conversation, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    runner._logits = logits
+    return seen[-1]
+
+
+def test_bfloat16_is_within_its_own_rounding(oracle: Oracle) -> None:
+    """As far from float32 as transformers' own bfloat16 is, and no further."""
+    rounded = QWEN_CLASSES[oracle.kind][1].from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
+    llm = oracle.llm(dtype="bfloat16")
+    errors = []
+    for conversation in CONVERSATIONS[:3]:
+        inputs = oracle.inputs(conversation)
+        with torch.inference_mode():
+            exact, theirs = (model(**inputs).logits[0, -1].float() for model in (oracle.model, rounded))
+        ours = first_logits(llm, conversation)
+        errors.append(((ours - exact).square().mean(), (theirs - exact).square().mean()))
+    assert sum(mine for mine, _ in errors) < 2 * sum(other for _, other in errors)
+
+
 def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(encoded(image)).decode()
 

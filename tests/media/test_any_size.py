@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests.models.test_qwen_vision import QWEN2, patches
 from vlmserve.config import ProcessorOverrides
-from vlmserve.errors import InvalidImageError, InvalidRequestError
+from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import PixelLimits
@@ -79,6 +79,10 @@ def test_bounds_are_those_of_the_file_and_may_be_overridden(bounds: dict[str, An
     least, most = areas(AnySizeProcessor.from_settings(settings, overrides=overrides))
     assert 900 <= least <= 1100
     assert 2000 <= most <= 2500
+    narrow = AnySizeProcessor.from_settings(settings, overrides=ProcessorOverrides(max_pixels=256))
+    assert max(areas(narrow)) <= 256, "the file's lower bound gives way"
+    with pytest.raises(ConfigurationError, match="min_pixels, 9,000,000, is more than max_pixels"):
+        AnySizeProcessor.from_settings(settings, overrides=ProcessorOverrides(min_pixels=9_000_000))
 
 
 def test_whatever_changes_pixels_changes_the_fingerprint() -> None:

@@ -14,7 +14,7 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.config import ProcessorOverrides
-from vlmserve.errors import InvalidImageError, InvalidRequestError
+from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import (
     NO_LIMITS,
@@ -68,7 +68,7 @@ class AnySizeProcessor:
         bounds: tuple[int, int] = PICTURE_BOUNDS,
     ) -> Self:
         """settings: of preprocessor_config.json. overrides: what counts instead of them. bounds: pixels at least and
-        at most where nothing says."""
+        at most where nothing says. Raises ConfigurationError for overrides that leave no size."""
         return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
 
     def within(self, limits: PixelLimits) -> Self:
@@ -151,11 +151,15 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
     # The bounds have moved: first beside `size`, then into it, then under the names that it has for other towers.
     least = values.get("min_pixels") or bounds.get("min_pixels") or bounds.get("shortest_edge") or defaults[0]
     most = values.get("max_pixels") or bounds.get("max_pixels") or bounds.get("longest_edge") or defaults[1]
+    most = overrides.max_pixels or int(most)
+    least = overrides.min_pixels or min(int(least), most)
+    if least > most:
+        raise ConfigurationError(f"--mm-processor-kwargs: min_pixels, {least:,}, is more than max_pixels, {most:,}")
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return AnySizeRecipe(
         side=int(values["patch_size"]) * int(values["merge_size"]),
-        min_pixels=overrides.min_pixels or int(least),
-        max_pixels=overrides.max_pixels or int(most),
+        min_pixels=least,
+        max_pixels=most,
         resample=int(values["resample"]),
         resize=bool(values["do_resize"]),
         rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,

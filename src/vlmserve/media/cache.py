@@ -26,7 +26,7 @@ class PictureCacheStats(msgspec.Struct, frozen=True):
 
 class PictureCache:
     """Keeps the least recently used pictures out, so that the rest takes at most `capacity_bytes` of pixels; 0 keeps
-    none. Thread-safe. All pictures in it come from one image processor.
+    none. Thread-safe. Keys cover the preprocessing, and a video is a picture like any other.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
