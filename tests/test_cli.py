@@ -371,8 +371,12 @@ def test_the_package_runs_as_a_module():
     assert (shown.returncode, shown.stdout) == (0, vlmserve.__version__ + "\n")
 
 
-def test_models_lists_the_built_in_model_and_all_architectures():
+def test_models_lists_all_families_as_the_documentation_does():
+    from vlmserve.models.families import FAMILIES
     from vlmserve.models.registry import ARCHITECTURES
 
-    shown = run("models").stdout
-    assert all(name in shown for name in ["pixie", *ARCHITECTURES, *ARCHITECTURES.values()])
+    assert "pixie" in run("models").stdout
+    table = run("models", "--markdown").stdout
+    assert all(f"| {name} |" in table for name in ARCHITECTURES.values())
+    assert all(family.models in table for family in FAMILIES.values())
+    assert table in Path("docs/models.md").read_text("utf-8")

@@ -145,26 +145,28 @@ def version() -> None:
 
 @app.command()
 @command()
-def models() -> None:
-    """List the built-in model and the architectures that can be served."""
+def models(
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="As it stands in the documentation.")] = False,
+) -> None:
+    """List the families that can be served, and what each of them takes."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    from vlmserve.models.families import FAMILIES
-    from vlmserve.models.registry import ARCHITECTURES, vision_family
-    from vlmserve.models.vision_families import VISION_FAMILIES
+    from vlmserve.models.catalogue import HEADINGS, catalogue, markdown
 
-    table = Table("Model", "Sees pictures", "What it is")
-    table.add_row(BUILT_IN_MODEL, "yes", "built in: a small LLaVA for simple pictures", end_section=True)
-    for model_type, architecture in sorted(ARCHITECTURES.items(), key=lambda item: item[1]):
-        sees = model_type in VISION_FAMILIES or vision_family(architecture, {}) is not None
-        what = f"CLIP tower, projector, and a decoder: {', '.join(sorted(FAMILIES))}" if sees else "text only"
-        table.add_row(architecture, "yes" if sees else "no", f"model_type {model_type}: {what}")
+    if as_markdown:
+        print(markdown(), end="")
+        return
+    table = Table(*HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.columns[1].no_wrap = True
+    for entry in catalogue():
+        table.add_row(*entry)
     console = Console()
     console.print(table)
     console.print(
-        "Give serve, ask or chat a local folder or a Hugging Face id with one of these in its config.json, or a .gguf "
-        "file.",
+        "Give serve, ask or chat a local folder or a Hugging Face id with one of these in its config.json, a .gguf "
+        f"file, or {BUILT_IN_MODEL}, which is built in.",
         highlight=False,
     )
 

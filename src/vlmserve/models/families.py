@@ -29,7 +29,8 @@ class Family:
     architecture: as config.json names it. build: from the family's name and a config completed by `defaults`.
     names: regular expressions for tensors' names and what to put in their place, tried in turn, those of `COMMON` last.
     also: other names of the architecture. ends: tokens that end an answer whatever the files say, from such a config.
-    end_token: the field of configs that says which token ends an answer.
+    end_token: the field of configs that says which token ends an answer. models: what people know of it; nothing for
+    what is only ever half of a vision-language model.
     """
 
     architecture: str
@@ -39,6 +40,7 @@ class Family:
     also: tuple[str, ...] = ()
     ends: Callable[[Config], Collection[int]] = lambda config: ()
     end_token: str = "eos_token_id"
+    models: str = ""
 
     def rename(self, name: str) -> str:
         """A tensor's name in the language model of a checkpoint to its name here."""
@@ -546,7 +548,7 @@ _AROUND: Names = (
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _LLAMA, _llama),
+    "llama": Family("LlamaForCausalLM", _LLAMA, _llama, models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2, TinyLlama"),
     "mistral": Family(
         "MistralForCausalLM",
         {
@@ -557,11 +559,12 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
         _mistral,
+        models="Mistral, Zephyr",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, _qwen2),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, _qwen2, models="Qwen 2 and 2.5"),
     "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, _qwen2),
     "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, _qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, _qwen3),
+    "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, _qwen3, models="Qwen 3"),
     "phi": Family(
         "PhiForCausalLM",
         {
@@ -576,6 +579,7 @@ FAMILIES: dict[str, Family] = {
         },
         _phi,
         (*_PHI_MLP, *_HEAD_NORMS, (r"\.self_attn\.dense\.", ".self_attn.o_proj."), (r"^final_layernorm\.", "norm.")),
+        models="Phi 1, 1.5 and 2",
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -591,6 +595,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 32000,
         },
         _phi3,
+        models="Phi 3, 3.5 and 4",
     ),
     "stablelm": Family(
         "StableLmForCausalLM",
@@ -609,6 +614,7 @@ FAMILIES: dict[str, Family] = {
         },
         _stablelm,
         ((r"\.([qk])_layernorm\.norms\.", r".\1_norm."),),
+        models="StableLM 1 and 2",
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
@@ -630,6 +636,7 @@ FAMILIES: dict[str, Family] = {
         },
         _starcoder2,
         _GPT_MLP,
+        models="StarCoder 2",
     ),
     "gpt_bigcode": Family(
         "GPTBigCodeForCausalLM",
@@ -649,6 +656,7 @@ FAMILIES: dict[str, Family] = {
         },
         _gpt_bigcode,
         _GPT,
+        models="StarCoder, SantaCoder",
     ),
     "qwen": Family(
         "QWenLMHeadModel",
@@ -672,8 +680,9 @@ FAMILIES: dict[str, Family] = {
         (*_GPT, (r"\.mlp\.w1\.", ".mlp.up_proj."), (r"\.mlp\.w2\.", ".mlp.gate_proj.")),
         # The ends of turns, of which its files name none.
         ends=lambda config: () if config["vocab_size"] < 151646 else (151644, 151645),
+        models="Qwen 1",
     ),
-    "glm": Family("GlmForCausalLM", _GLM, _glm),
+    "glm": Family("GlmForCausalLM", _GLM, _glm, models="GLM-4 9B (-hf)"),
     "glm4": Family(
         "Glm4ForCausalLM",
         _GLM,
@@ -682,6 +691,7 @@ FAMILIES: dict[str, Family] = {
             (r"\.post_self_attn_layernorm\.", ".attention_output_norm."),
             (r"\.post_mlp_layernorm\.", ".mlp_output_norm."),
         ),
+        models="GLM-4-0414",
     ),
     "chatglm": Family(
         "ChatGLMForConditionalGeneration",
@@ -720,9 +730,10 @@ FAMILIES: dict[str, Family] = {
         also=("ChatGLMModel",),
         # ChatGLM3's answers end where another turn would begin, which its files do not say.
         ends=lambda config: (64795, 64797) if config["padded_vocab_size"] == 65024 else (),
+        models="ChatGLM 2 and 3, GLM-4 9B",
     ),
-    "gemma": Family("GemmaForCausalLM", _GEMMA, _gemma),
-    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, _gemma2, _AROUND),
+    "gemma": Family("GemmaForCausalLM", _GEMMA, _gemma, models="Gemma"),
+    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, _gemma2, _AROUND, models="Gemma 2"),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {
@@ -738,6 +749,7 @@ FAMILIES: dict[str, Family] = {
         },
         _gemma3,
         _AROUND,
+        models="Gemma 3 1B",
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -757,6 +769,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 128001,
         },
         _smollm3,
+        models="SmolLM 3",
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -766,6 +779,7 @@ FAMILIES: dict[str, Family] = {
             (r"\.post_attention_layernorm\.", ".attention_output_norm."),
             (r"\.post_feedforward_layernorm\.", ".mlp_output_norm."),
         ),
+        models="OLMo 2",
     ),
     "moondream_text": Family(
         "HfMoondream",

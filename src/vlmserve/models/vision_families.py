@@ -44,7 +44,8 @@ class VisionFamily:
     put in their place. text_fields: what a config says of the language model elsewhere than in its part. reads: whether
     an encoder reads a question along with the picture. section: of the config, without which a checkpoint of the
     architecture does not see. tied: whether embeddings are tied where the config does not say. sees_ahead: which tokens
-    of a prompt see each other; None: none see what comes after them.
+    of a prompt see each other; None: none see what comes after them. models: what people know of it. videos: whether it
+    takes them, too.
     """
 
     architecture: str
@@ -57,6 +58,8 @@ class VisionFamily:
     section: str | None = None
     tied: bool = False
     sees_ahead: SeesAhead | None = None
+    models: str = ""
+    videos: bool = False
 
     def text_config(self, config: Config) -> Config:
         """The language model's part of a config, which some keep beside the rest. Raises ModelLoadError for none."""
@@ -168,11 +171,19 @@ _MOONDREAM_NAMES: Names = (
 )
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID),
-    "llava_next": VisionFamily("LlavaNextForConditionalGeneration", "llama", _llava_next, IMAGE_TOKEN_ID),
-    "idefics3": VisionFamily("Idefics3ForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID),
-    "smolvlm": VisionFamily("SmolVLMForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID),
-    "qwen_vl": VisionFamily("QWenLMHeadModel", "qwen", _qwen_vl, 151859, section="visual"),
+    "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID, models="LLaVA 1.5, pixie"),
+    "llava_next": VisionFamily(
+        "LlavaNextForConditionalGeneration", "llama", _llava_next, IMAGE_TOKEN_ID, models="LLaVA 1.6 (Vicuna, Mistral)"
+    ),
+    "idefics3": VisionFamily(
+        "Idefics3ForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID, models="Idefics 3, SmolVLM 1"
+    ),
+    "smolvlm": VisionFamily(
+        "SmolVLMForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID, models="SmolVLM 1 and 2"
+    ),
+    "qwen_vl": VisionFamily(
+        "QWenLMHeadModel", "qwen", _qwen_vl, 151859, section="visual", models="Qwen-VL, Qwen-VL-Chat"
+    ),
     "gemma3": VisionFamily(
         "Gemma3ForConditionalGeneration",
         "gemma3_text",
@@ -180,9 +191,14 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         GEMMA3_IMAGE_TOKEN_ID,
         tied=True,
         sees_ahead="pictures",
+        models="Gemma 3 4B and larger",
     ),
-    "qwen2_vl": VisionFamily("Qwen2VLForConditionalGeneration", "qwen2_vl_text", _qwen, 151655),
-    "qwen2_5_vl": VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655),
+    "qwen2_vl": VisionFamily(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl_text", _qwen, 151655, models="Qwen2-VL", videos=True
+    ),
+    "qwen2_5_vl": VisionFamily(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655, models="Qwen2.5-VL", videos=True
+    ),
     "moondream1": VisionFamily(
         "HfMoondream",
         "moondream_text",
@@ -191,10 +207,26 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         _MOONDREAM_NAMES,
         _moondream_text,
         sees_ahead="prefix",
+        models="Moondream 2 of early 2025",
     ),
-    "blip": VisionFamily("BlipForConditionalGeneration", "blip_text_model", _blip, None, _BLIP_NAMES, _blip_text),
+    "blip": VisionFamily(
+        "BlipForConditionalGeneration",
+        "blip_text_model",
+        _blip,
+        None,
+        _BLIP_NAMES,
+        _blip_text,
+        models="BLIP captioning",
+    ),
     # Its model type is blip as well.
     "blip_vqa": VisionFamily(
-        "BlipForQuestionAnswering", "blip_text_model", _blip, None, _BLIP_NAMES, _blip_text, reads=True
+        "BlipForQuestionAnswering",
+        "blip_text_model",
+        _blip,
+        None,
+        _BLIP_NAMES,
+        _blip_text,
+        reads=True,
+        models="BLIP question answering",
     ),
 }

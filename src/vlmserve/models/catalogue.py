@@ -1,0 +1,49 @@
+"""What can be served: a table of the families, made from the tables that load them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vlmserve.models.families import FAMILIES
+from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
+
+HEADINGS = ("Models", "Architecture", "Takes", "With")
+
+
+class Entry(NamedTuple):
+    """A row, in the order of `HEADINGS`.
+
+    models: what people know of the family. takes: what a prompt may hold. options: how weights can be quantized at
+    load, and whether attention slides where a checkpoint asks for it.
+    """
+
+    models: str
+    architecture: str
+    takes: str
+    options: str
+
+
+def catalogue() -> Iterator[Entry]:
+    """All families: those that see, then language models."""
+    for family in VISION_FAMILIES.values():
+        yield Entry(family.models, family.architecture, _takes(family), _options(family.text_type))
+    for name, language in FAMILIES.items():
+        if language.models:
+            yield Entry(language.models, language.architecture, "text", _options(name))
+
+
+def markdown() -> str:
+    """The table as it stands in the documentation."""
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *catalogue()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _takes(family: VisionFamily) -> str:
+    if family.image_token_id is None:
+        return "text, one picture"
+    return "text, pictures, videos" if family.videos else "text, pictures"
+
+
+def _options(text_type: str) -> str:
+    return "int8, int4, sliding window" if "sliding_window" in FAMILIES[text_type].defaults else "int8, int4"
