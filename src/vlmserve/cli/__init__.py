@@ -150,16 +150,17 @@ def models() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from vlmserve.models.families import FAMILIES
     from vlmserve.models.registry import ARCHITECTURES, vision_family
     from vlmserve.models.vision_families import VISION_FAMILIES
 
     table = Table("Model", "Sees pictures", "What it is")
     table.add_row(BUILT_IN_MODEL, "yes", "built in: a small LLaVA for simple pictures", end_section=True)
     for model_type, architecture in sorted(ARCHITECTURES.items(), key=lambda item: item[1]):
-        sees = model_type in VISION_FAMILIES or vision_family(architecture, {}) is not None
-        what = f"CLIP tower, projector, and a decoder: {', '.join(sorted(FAMILIES))}" if sees else "text only"
-        table.add_row(architecture, "yes" if sees else "no", f"model_type {model_type}: {what}")
+        family = VISION_FAMILIES.get(model_type)
+        if family is not None:
+            table.add_row(architecture, "yes", f"model_type {model_type}, its decoder {family.text_type} if not named")
+        elif vision_family(architecture, {}) is None:
+            table.add_row(architecture, "no", f"model_type {model_type}")
     console = Console()
     console.print(table)
     console.print(
