@@ -131,7 +131,7 @@ def test_every_setting_has_a_flag_with_its_description_as_help():
 
 def test_debug_shows_the_traceback_and_nothing_else_does():
     plain = run("ask", "--model", "./no/such/folder", "hi")
-    assert (plain.exit_code, plain.stderr) == (1, "Error: there is no folder ./no/such/folder\n")
+    assert (plain.exit_code, plain.stderr) == (1, "Error: there is no folder or file ./no/such/folder\n")
     debug = run("ask", "--model", "./no/such/folder", "hi", "--debug")
     assert type(debug.exception).__name__ == "CheckpointNotFoundError"
 

@@ -82,11 +82,12 @@ def test_pictures_cross_a_socket_unchanged_beside_the_message(sockets):
 
 def test_how_a_picture_lies_in_its_prompt_crosses_with_it():
     text = ((0, 5), (3, 6))
-    image = ImageInput(b"k" * 32, np.zeros((3, 3, 2, 2), np.float32), 9, (1, 2, 3), Tiling(1, 2, 3, 4), text)
+    image = ImageInput(b"k" * 32, np.zeros((3, 3, 2, 2), np.float32), 9, (1, 2, 3), 0.5, Tiling(1, 2, 3, 4), text)
     received = decode_to_engine(encode(Add([EngineRequest("a", Prompt([1] * 9, (ImageSpan(image, 0),)))])))
     assert isinstance(received, Add)
     got = received.requests[0].prompt.images[0]
-    assert (got.image.grid, got.image.tiling, got.image.text) == ((1, 2, 3), Tiling(1, 2, 3, 4), text)
+    assert (got.image.grid, got.image.frame_step) == ((1, 2, 3), 0.5)
+    assert (got.image.tiling, got.image.text) == (Tiling(1, 2, 3, 4), text)
     assert list(got.runs(0, 9)) == [(1, 3, 0), (4, 9, 2)]
 
 

@@ -81,7 +81,7 @@ def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
 
 
 def test_weights_in_another_format_are_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingWeightsError, match=r"model\.gguf found"):
+    with pytest.raises(MissingWeightsError, match=r"give its own path \(model\.gguf\)"):
         resolve_model(str(checkpoint(tmp_path, "config.json", "model.gguf")))
 
 

@@ -118,6 +118,24 @@ def bench(
 
 
 @app.command()
+@command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "num_threads", *QUANTIZATION_DETAILS))
+def verify(
+    engine: EngineConfig,
+    model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],
+    pictures: Annotated[Path | None, typer.Option(help="A folder with pictures; default: some drawn ones.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 32,
+) -> None:
+    """Compare a checkpoint's logits and greedy tokens with transformers', which loads it as well.
+
+    Both compute in float32 unless --dtype says otherwise. Ends with status 1 if they differ.
+    """
+    from vlmserve.cli.verify import run_verify
+
+    if not run_verify(engine, pictures, tokens):
+        raise typer.Exit(1)
+
+
+@app.command()
 @command(("revision", "quantize", *QUANTIZATION_DETAILS))
 def quantize(
     engine: EngineConfig,

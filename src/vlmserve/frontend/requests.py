@@ -60,6 +60,11 @@ class RequestPreparer:
         """Whether the model takes pictures."""
         return self._processor is not None
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a way to write a conversation as a prompt."""
+        return self._template is not None or self._one_picture is not None
+
     def chat(
         self,
         messages: Sequence[Any],
