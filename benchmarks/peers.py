@@ -184,7 +184,9 @@ class LlamaCpp:
 
 
 class MistralRs:
-    package, most_streams = "mistralrs", 16
+    """Its runner refuses a second request from another thread while one begins, so it answers one at a time."""
+
+    package, most_streams = "mistralrs", 1
 
     def __init__(self, quantize: str | None = None) -> None:
         self._quantize = quantize
@@ -202,19 +204,13 @@ class MistralRs:
         )
 
     def generate(self, prompts: list[list[int]], answer_len: int) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         import mistralrs
 
-        def ask(prompt: list[int]) -> None:
-            text = self._tokenizer.decode(prompt, skip_special_tokens=False)
-            request = mistralrs.CompletionRequest(
-                prompt=text, model="default", max_tokens=answer_len, temperature=0.0, ignore_eos=True
-            )
-            self._runner.send_completion_request(request)
-
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            list(pool.map(ask, prompts))
+        text = self._tokenizer.decode(prompts[0], skip_special_tokens=False)
+        request = mistralrs.CompletionRequest(
+            prompt=text, model="default", max_tokens=answer_len, temperature=0.0, ignore_eos=True
+        )
+        self._runner.send_completion_request(request)
 
 
 SYSTEMS: dict[str, Callable[[], System]] = {
@@ -340,8 +336,9 @@ class Figure:
 
 def measure(
     workers: Sequence[Worker], workloads: dict[str, Workload], repeats: int, progress: Callable[[str], None]
-) -> list[Figure]:
-    """All systems in turns, so that a slow moment of the machine hits everyone."""
+) -> tuple[list[Figure], dict[str, str]]:
+    """All systems in turns, so that a slow moment of the machine hits everyone; and why some of them did not last."""
+    failed: dict[str, str] = {}
     first: dict[tuple[str, str], list[float]] = {}
     whole: dict[tuple[str, str], list[float]] = {}
     seeds = iter(range(10**9))
@@ -350,16 +347,20 @@ def measure(
         for name, workload in workloads.items():
             request = {"streams": workload.streams, "prompt_len": workload.prompt_len}
             for worker in workers:
-                if workload.streams > SYSTEMS[worker.name]().most_streams:
+                if worker.name in failed or workload.streams > SYSTEMS[worker.name]().most_streams:
                     continue
                 progress(f"{worker.name}: {name}")
-                all_of_it = one = worker.run(**request, answer_len=1, seed=next(seeds))
-                if workload.answer_len > 1:
-                    all_of_it = worker.run(**request, answer_len=workload.answer_len, seed=next(seeds))
+                try:
+                    all_of_it = one = worker.run(**request, answer_len=1, seed=next(seeds))
+                    if workload.answer_len > 1:
+                        all_of_it = worker.run(**request, answer_len=workload.answer_len, seed=next(seeds))
+                except RuntimeError as error:
+                    failed[worker.name] = f"{error} at {name}"
+                    continue
                 if repeat >= 0:
                     first.setdefault((worker.name, name), []).append(one)
                     whole.setdefault((worker.name, name), []).append(all_of_it)
-    return list(_figures(first, whole, workloads))
+    return list(_figures(first, whole, workloads)), failed
 
 
 def _figures(
@@ -449,7 +450,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start_workers("benchmarks.peers", arguments_of, files.folder, console) as workers,
         console.status("") as status,
     ):
-        figures = measure(workers, workloads, options.repeats, status.update)
+        figures, failed = measure(workers, workloads, options.repeats, status.update)
+    for name, why in failed.items():
+        console.print(f"{why}; {files.folder / name}.log says more", style="red")
     report = {
         "machine": processor(),
         "versions": {package: version(package) for package in sorted(installed)},
