@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.blip import make_blip
 from tests.checkpoints import change_config, make_llava, make_text_model
 from vlmserve.cli.verify import run_verify
 from vlmserve.config import EngineConfig, read_settings
@@ -110,3 +111,5 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     change_config(folder, model_type="unheard-of")
     with pytest.raises(UnsupportedModelError, match="transformers cannot load"):
         Theirs(folder, sees=False, dtype=torch.float32, device=CPU)
+    with pytest.raises(UnsupportedModelError, match="without a chat template"):
+        Theirs(make_blip(tmp_path / "blip"), sees=True, dtype=torch.float32, device=CPU)

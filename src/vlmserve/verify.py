@@ -6,8 +6,9 @@ transformers prepares its own inputs, so templates, tokenizers and pictures are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -69,12 +70,6 @@ class Answer(msgspec.Struct, frozen=True):
     logits: Tensor
 
 
-class Side(Protocol):
-    """Answers a conversation greedily with so many tokens."""
-
-    def answer(self, conversation: Conversation, num_tokens: int) -> Answer: ...
-
-
 class Ours:
     """The engine, with one request at a time."""
 
@@ -87,8 +82,7 @@ class Ours:
     def answer(self, conversation: Conversation, num_tokens: int) -> Answer:
         prompt = self._prepare(conversation)
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        rows: list[Tensor] = []
-        with _overheard(self.model.language_model, rows):
+        with overheard(self.model.language_model) as rows:
             self._engine.add(EngineRequest("verify", prompt, params))
             tokens: list[int] = []
             while self._engine.has_work():
@@ -105,7 +99,8 @@ class Ours:
 class Theirs:
     """transformers, in the same type on the same device.
 
-    Raises UnsupportedModelError for a checkpoint that transformers cannot load by itself.
+    Raises UnsupportedModelError for a checkpoint that transformers cannot load by itself, or that sees and takes no
+    conversations.
     """
 
     def __init__(self, folder: Path, *, sees: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -130,6 +125,9 @@ class Theirs:
         except (ValueError, KeyError, OSError, ImportError) as error:
             raise UnsupportedModelError(f"transformers cannot load this checkpoint to compare with: {error}") from error
         self._device = device
+        self._template = getattr(self._processor, "chat_template", None)
+        if sees and self._template is None:
+            raise UnsupportedModelError("without a chat template there is no common way to ask about a picture")
 
     @torch.inference_mode()
     def answer(self, conversation: Conversation, num_tokens: int) -> Answer:
@@ -145,7 +143,7 @@ class Theirs:
         return Answer(ids, output.sequences[0, len(ids) :].tolist(), torch.cat(output.logits).float())
 
     def _inputs(self, conversation: Conversation) -> Any:
-        if getattr(self._processor, "chat_template", None) is None:
+        if self._template is None:
             return self._processor(_only_text(conversation), return_tensors="pt")
         parts = [{"role": message["role"], "content": _in_parts(message["content"])} for message in conversation]
         plain = not hasattr(self._processor, "image_processor")
@@ -180,23 +178,22 @@ def sees_pictures(folder: Path) -> bool:
     return any(name in config for name in ("vision_config", "visual"))
 
 
-class _overheard:
-    """While this is entered, `rows` gets a copy of the logits that a model computes."""
+@contextmanager
+def overheard(model: Any) -> Iterator[list[Tensor]]:
+    """Copies of all logits that a language model computes meanwhile, float32 ``[rows, vocabulary]`` each."""
+    rows: list[Tensor] = []
+    compute: Callable[..., Tensor] = model.logits
 
-    def __init__(self, model: Any, rows: list[Tensor]) -> None:
-        self._model, self._rows = model, rows
-        self._logits: Callable[..., Tensor] = model.logits
+    def logits(*arguments: Any) -> Tensor:
+        result = compute(*arguments)
+        rows.append(result.float().clone())
+        return result
 
-    def __enter__(self) -> None:
-        def logits(*arguments: Any) -> Tensor:
-            result = self._logits(*arguments)
-            self._rows.append(result.float().clone())
-            return result
-
-        self._model.logits = logits
-
-    def __exit__(self, *error: object) -> None:
-        del self._model.logits
+    model.logits = logits
+    try:
+        yield rows
+    finally:
+        del model.logits
 
 
 def _in_parts(content: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

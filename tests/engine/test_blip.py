@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.blip import CLASSES, TEXT, BlipOracle
-from tests.engine.test_parity import engine_for, generate, tight_cache
+from tests.engine.test_parity import assert_no_further, engine_for, first_logits, generate, tight_cache
 from vlmserve.errors import InvalidImageError, InvalidRequestError, PromptTooLongError
 from vlmserve.types import CrossInput, EngineRequest, ImageInput, Prompt, SamplingParams
 
@@ -125,19 +125,7 @@ def test_bfloat16_is_within_its_own_rounding(oracle: BlipOracle, prompts: list[P
     finally:
         oracle.model = type(oracle.model).from_pretrained(oracle.folder, dtype=torch.float32).eval()
     exact = torch.stack([of_transformers(torch.float32, prompt) for prompt in prompts])
-    engine = engine_for(oracle, dtype="bfloat16")
-    ours: list[torch.Tensor] = []
-    logits = engine._runner._logits
-
-    def keep(batch):
-        result = logits(batch)
-        ours.extend(result.clone())
-        return result
-
-    engine._runner._logits = keep
-    for prompt in prompts:
-        generate(engine, [prompt], max_tokens=1)
-    assert (torch.stack(ours) - exact).square().mean() < 2 * (theirs - exact).square().mean()
+    assert_no_further(first_logits(engine_for(oracle, dtype="bfloat16"), prompts), theirs, exact)
 
 
 def test_what_does_not_fit_is_refused(oracle: BlipOracle) -> None:

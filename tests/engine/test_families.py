@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
+from tests.engine.test_parity import Oracle, assert_no_further, engine_for, first_logits, generate, tight_cache
 from tests.models.test_families import FAMILIES, make
 from vlmserve.types import Prompt
 
@@ -57,22 +57,5 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Promp
     exact = [oracle.forward(prompt, [])[0] for prompt in prompts]
     rounded = AutoModelForCausalLM.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
     theirs = [rounded(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1].float() for prompt in prompts]
-    engine = engine_for(oracle, dtype="bfloat16")
-    ours: list[torch.Tensor] = []
-    logits = engine._runner._logits
-
-    def keep(batch):
-        result = logits(batch)
-        ours.extend(result.clone())
-        return result
-
-    engine._runner._logits = keep
-    for prompt in prompts:
-        generate(engine, [prompt], max_tokens=1)
-
-    def error(logits: list[torch.Tensor]) -> float:
-        return float(
-            torch.stack([(one - other).square().mean() for one, other in zip(logits, exact, strict=True)]).mean()
-        )
-
-    assert error(ours) < 2 * error(theirs)
+    ours = first_logits(engine_for(oracle, dtype="bfloat16"), prompts)
+    assert_no_further(ours, torch.stack(theirs), torch.stack(exact))

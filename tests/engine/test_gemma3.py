@@ -20,7 +20,7 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
 from tests.checkpoints import GEMMA3_NAMED, GEMMA3_PICTURE_TOKENS, GEMMA3_TEMPLATE, change_config, make_gemma3
 from tests.engine.test_parity import generate
-from tests.engine.test_qwen_chat import assistant, first_logits, tokens, user
+from tests.engine.test_qwen_chat import assistant, logits_after, tokens, user
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import BatchMetadata
@@ -242,7 +242,7 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle) -> None:
         with torch.inference_mode():
             exact = oracle.model(**inputs).logits[0, -1]
             theirs = rounded(**{**inputs, "pixel_values": inputs["pixel_values"].bfloat16()}).logits[0, -1].float()
-        ours = first_logits(llm, conversation)
+        ours = logits_after(llm, conversation)
         errors.append(((ours - exact).square().mean(), (theirs - exact).square().mean()))
     assert sum(mine for mine, _ in errors) < 2 * sum(other for _, other in errors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.checkpoints import make_llama, make_llava, make_text_model
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
+from vlmserve.verify import overheard
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -109,6 +111,19 @@ def generate(engine: Engine, prompts: list[Prompt], **params) -> list[list[int]]
             answers[output.request_id] += output.token_ids
     assert engine.stats().kv_blocks_used == 0
     return list(answers.values())
+
+
+def first_logits(engine: Engine, prompts: Sequence[Prompt]) -> torch.Tensor:
+    """float32 ``[prompts, vocabulary]``, of the first token behind each prompt by itself."""
+    with overheard(engine._runner.model.language_model) as rows:
+        for prompt in prompts:
+            generate(engine, [prompt], max_tokens=1)
+    return torch.cat(rows)
+
+
+def assert_no_further(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
+    """Rounding has moved ours about as far from the exact ones as theirs, which were rounded as coarsely."""
+    assert (ours - exact).square().mean() < 2 * (theirs - exact).square().mean()
 
 
 MIXED = [

@@ -27,6 +27,7 @@ from tests.server.live import LiveServer
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import PromptTooLongError
 from vlmserve.llm import RequestResult
+from vlmserve.verify import overheard
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -307,20 +308,11 @@ def test_a_video_that_spans_more_positions_than_the_model_has_is_refused(oracle:
     assert not llm.engine.has_work()
 
 
-def first_logits(llm: LLM, conversation: list[dict[str, Any]]) -> torch.Tensor:
-    """float32 ``[vocabulary]``, after the prompt."""
-    runner = llm.engine._runner  # type: ignore[attr-defined]
-    logits, seen = runner._logits, []
-
-    def keep(batch: Any) -> torch.Tensor:
-        result = logits(batch)
-        seen.append(result[-1].float().clone())
-        return result
-
-    runner._logits = keep
-    llm.chat(conversation, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-    runner._logits = logits
-    return seen[-1]
+def logits_after(llm: LLM, conversation: list[dict[str, Any]]) -> torch.Tensor:
+    """float32 ``[vocabulary]``, of the first token of the answer."""
+    with overheard(llm.engine._runner.model.language_model) as rows:  # type: ignore[attr-defined]
+        llm.chat(conversation, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    return rows[-1][-1]
 
 
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle) -> None:
@@ -332,7 +324,7 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle) -> None:
         inputs = oracle.inputs(conversation)
         with torch.inference_mode():
             exact, theirs = (model(**inputs).logits[0, -1].float() for model in (oracle.model, rounded))
-        ours = first_logits(llm, conversation)
+        ours = logits_after(llm, conversation)
         errors.append(((ours - exact).square().mean(), (theirs - exact).square().mean()))
     assert sum(mine for mine, _ in errors) < 2 * sum(other for _, other in errors)
 

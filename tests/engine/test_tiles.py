@@ -21,7 +21,7 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from tests.checkpoints import make_idefics3, make_llava_next
-from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
+from tests.engine.test_parity import NEW_TOKENS, assert_no_further, engine_for, first_logits, generate, tight_cache
 from vlmserve import LLM, SamplingParams
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
@@ -265,25 +265,8 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Promp
     for own in inputs:
         pixels = {"pixel_values": own["pixel_values"].bfloat16()} if "pixel_values" in own else {}
         theirs.append(rounded(**{**own, **pixels}).logits[0, -1].float())
-    engine = engine_for(oracle, dtype="bfloat16")
-    ours: list[torch.Tensor] = []
-    logits = engine._runner._logits
-
-    def keep(batch: Any) -> torch.Tensor:
-        result = logits(batch)
-        ours.extend(result.clone())
-        return result
-
-    engine._runner._logits = keep  # type: ignore[method-assign]
-    for prompt in prompts:
-        generate(engine, [prompt], max_tokens=1)
-
-    def error(logits: list[torch.Tensor]) -> float:
-        return float(
-            torch.stack([(one - other).square().mean() for one, other in zip(logits, exact, strict=True)]).mean()
-        )
-
-    assert error(ours) < 2 * error(theirs)
+    ours = first_logits(engine_for(oracle, dtype="bfloat16"), prompts)
+    assert_no_further(ours, torch.stack(theirs), torch.stack(exact))
 
 
 def test_offline_answers_come_from_files_alone(oracle: Oracle, expected: list[list[int]]) -> None:

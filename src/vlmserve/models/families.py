@@ -1,4 +1,4 @@
-"""The decoder families: how each one's config.json becomes an `ArchSpec`, and its tensors' names ours.
+"""The decoder families: what makes an `ArchSpec` of each one's config.json, and how its tensors' names become ours.
 
 A family is a row of `FAMILIES`. Published configs leave out what equals the defaults of transformers' own classes, so a
 row has those that matter.
@@ -7,14 +7,12 @@ row has those that matter.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.kernels.attention import AttentionSpec
-from vlmserve.layers.rope import RopeSpec
-from vlmserve.models.spec import ArchSpec, Config, HeadNormSpec, NormSpec
+from vlmserve.errors import UnsupportedModelError
+from vlmserve.models import family_specs as specs
+from vlmserve.models.spec import ArchSpec, Config
 
 Names = Sequence[tuple[str, str]]
 
@@ -72,380 +70,6 @@ def decoder_spec(config: Config) -> ArchSpec:
     """
     family = decoder_family(config)
     return family.build(config.get("model_type", DEFAULT_FAMILY), {**family.defaults, **config})
-
-
-def _decoder(family: str, config: Config, **differences: Any) -> ArchSpec:
-    """A spec with what most configs call by the same names; differences: fields of it that are otherwise.
-
-    Beside those fields: windows, scale, soft_cap of attention; rope_part and interleaved of `RopeSpec`.
-    """
-    hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
-    if num_heads % num_kv_heads or not (config.get("head_dim") or hidden_size % num_heads == 0):
-        raise ModelLoadError(
-            f"config.json: {num_heads} attention heads do not fit {num_kv_heads} key-value heads or width {hidden_size}"
-        )
-    head_size = config.get("head_dim") or hidden_size // num_heads
-    layers = config["num_hidden_layers"]
-    windows = differences.pop("windows", [None] * layers)
-    scale = differences.pop("scale", head_size**-0.5)
-    soft_cap = differences.pop("soft_cap", None)
-    ropes = differences.pop("ropes", None)
-    if ropes is None:
-        ropes = [_rope(config, head_size, differences)] * layers
-    values: dict[str, Any] = {
-        "norm": NormSpec(config.get("rms_norm_eps", 1e-6)),
-        "activation": config.get("hidden_act"),
-        "tied_embeddings": bool(config["tie_word_embeddings"]),
-        "max_position": next((rope.context for rope in ropes if rope), config["max_position_embeddings"]),
-        **differences,
-    }
-    values.pop("rope_part", None)
-    values.pop("interleaved", None)
-    return ArchSpec(
-        family=family,
-        vocab_size=config["vocab_size"],
-        hidden_size=hidden_size,
-        intermediate_size=config["intermediate_size"],
-        attention=tuple(
-            AttentionSpec(num_heads, num_kv_heads, head_size, scale, window, soft_cap) for window in windows
-        ),
-        ropes=tuple(ropes),
-        **values,
-    )
-
-
-def _rope(config: Config, head_size: int, differences: Config) -> RopeSpec:
-    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    if "original_max_position_embeddings" in config:
-        parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
-    return RopeSpec.from_config(
-        head_size,
-        config["rope_theta"],
-        parameters,
-        config["max_position_embeddings"],
-        part=config.get("partial_rotary_factor", differences.get("rope_part", 1.0)),
-        interleaved=differences.get("interleaved", False),
-    )
-
-
-def _windows(config: Config, default: Callable[[int], bool]) -> list[int | None]:
-    """A window for each layer that slides; default: which these are where the config names no kinds."""
-    layers = range(config["num_hidden_layers"])
-    kinds = config.get("layer_types") or ["sliding_attention" if default(layer) else "" for layer in layers]
-    return [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _llama(family: str, config: Config) -> ArchSpec:
-    bias = config.get("attention_bias", False)
-    return _decoder(family, config, qkv_bias=bias, output_bias=bias, mlp_bias=config.get("mlp_bias", False))
-
-
-def _mistral(family: str, config: Config) -> ArchSpec:
-    return _decoder(family, config, windows=[config["sliding_window"]] * config["num_hidden_layers"])
-
-
-def _qwen2(family: str, config: Config) -> ArchSpec:
-    return _decoder(family, config, windows=_qwen_windows(config), qkv_bias=True)
-
-
-def _qwen3(family: str, config: Config) -> ArchSpec:
-    return _decoder(
-        family,
-        config,
-        windows=_qwen_windows(config),
-        qkv_bias=config["attention_bias"],
-        output_bias=config["attention_bias"],
-        head_norm=HeadNormSpec("head", NormSpec(config["rms_norm_eps"])),
-    )
-
-
-def _qwen_windows(config: Config) -> list[int | None]:
-    if not config["use_sliding_window"]:
-        return [None] * config["num_hidden_layers"]
-    return _windows(config, lambda layer: layer >= config["max_window_layers"])
-
-
-def _phi(family: str, config: Config) -> ArchSpec:
-    norm = NormSpec(config["layer_norm_eps"], layer=True)
-    return _decoder(
-        family,
-        config,
-        norm=norm,
-        head_norm=HeadNormSpec("head", norm, bias=True) if config["qk_layernorm"] else None,
-        rope_part=0.5,
-        parallel=True,
-        gated=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-    )
-
-
-def _phi3(family: str, config: Config) -> ArchSpec:
-    return _decoder(family, config, windows=[config["sliding_window"]] * config["num_hidden_layers"])
-
-
-def _stablelm(family: str, config: Config) -> ArchSpec:
-    norm = NormSpec(config["layer_norm_eps"], layer=True)
-    return _decoder(
-        family,
-        config,
-        norm=norm,
-        head_norm=HeadNormSpec("each head", norm) if config["qk_layernorm"] else None,
-        rope_part=0.25,
-        parallel=config["use_parallel_residual"],
-        qkv_bias=config["use_qkv_bias"],
-    )
-
-
-def _starcoder2(family: str, config: Config) -> ArchSpec:
-    bias = config["use_bias"]
-    return _decoder(
-        family,
-        config,
-        norm=NormSpec(config["norm_epsilon"], layer=True),
-        windows=[config["sliding_window"]] * config["num_hidden_layers"],
-        gated=False,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
-    )
-
-
-def _gpt_bigcode(family: str, config: Config) -> ArchSpec:
-    if not config["multi_query"]:
-        raise UnsupportedModelError("GPTBigCode with a key and value head for each query head is not supported")
-    hidden_size, positions = config["n_embd"], config["n_positions"]
-    settings = {
-        **config,
-        "hidden_size": hidden_size,
-        "num_attention_heads": config["n_head"],
-        "num_key_value_heads": 1,
-        "num_hidden_layers": config["n_layer"],
-        "intermediate_size": config["n_inner"] or 4 * hidden_size,
-        "max_position_embeddings": positions,
-    }
-    return _decoder(
-        family,
-        settings,
-        norm=NormSpec(config["layer_norm_epsilon"], layer=True),
-        activation=config["activation_function"],
-        ropes=[None] * config["n_layer"],
-        learned_positions=positions,
-        gated=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        **({} if config["scale_attn_weights"] else {"scale": 1.0}),
-    )
-
-
-def _glm(family: str, config: Config) -> ArchSpec:
-    return _decoder(
-        family,
-        config,
-        rope_part=0.5,
-        interleaved=True,
-        qkv_bias=config["attention_bias"],
-        norms="around" if family == "glm4" else "before",
-    )
-
-
-def _chatglm(family: str, config: Config) -> ArchSpec:
-    """ChatGLM2, ChatGLM3 and GLM-4 as they were first published (https://arxiv.org/abs/2406.12793)."""
-    needed = {
-        "position_encoding_2d": (False, "the first ChatGLM-6B"),
-        "vision_config": (None, "GLM-4V"),
-        "multi_query_attention": (True, "a key and value head for each query head"),
-        "apply_residual_connection_post_layernorm": (False, "residuals of normed states"),
-        "post_layer_norm": (True, "no norm behind the last layer"),
-        "pre_seq_len": (None, "a learned prefix"),
-        "quantization_bit": (0, "weights in ChatGLM's own format of few bits"),
-    }
-    _refuse_others(config, needed)
-    norm = NormSpec(config["layernorm_epsilon"], layer=not config["rmsnorm"])
-    settings = {
-        **config,
-        "vocab_size": config["padded_vocab_size"],
-        "num_hidden_layers": config["num_layers"],
-        "num_key_value_heads": config["multi_query_group_num"],
-        "head_dim": config["kv_channels"],
-        "intermediate_size": config["ffn_hidden_size"],
-        "max_position_embeddings": config["seq_length"],
-        "rope_theta": 10000.0 * config["rope_ratio"],
-    }
-    bias = config["add_bias_linear"]
-    return _decoder(
-        family,
-        settings,
-        norm=norm,
-        activation="silu",
-        rope_part=0.5,
-        interleaved=config["original_rope"],
-        qkv_bias=bias or config["add_qkv_bias"],
-        output_bias=bias,
-        mlp_bias=bias,
-    )
-
-
-def _qwen(family: str, config: Config) -> ArchSpec:
-    """The first Qwen (https://arxiv.org/abs/2309.16609). The base of its wavelengths grows with the length of a prompt
-    that is longer than what it was trained on, and its queries with their position."""
-    trained = config["seq_length"]
-    longest = max(trained, config["max_position_embeddings"]) if config["use_dynamic_ntk"] else trained
-    head_size, layers, bias = config["kv_channels"], config["num_hidden_layers"], not config["no_bias"]
-    settings = {
-        **config,
-        "num_key_value_heads": None,
-        "head_dim": head_size,
-        # Of both projections together.
-        "intermediate_size": config["intermediate_size"] // 2,
-    }
-    stretching = {"rope_type": "prompt_ntk", "original_max_position_embeddings": trained}
-    rope = RopeSpec.from_config(head_size, config["rotary_emb_base"], stretching, longest, part=config["rotary_pct"])
-    return _decoder(
-        family,
-        settings,
-        norm=NormSpec(config["layer_norm_epsilon"]),
-        activation="silu",
-        ropes=[rope] * layers,
-        log_context=trained if config["use_logn_attn"] else None,
-        qkv_bias=True,
-        output_bias=bias,
-        mlp_bias=bias,
-        **({} if config["scale_attn_weights"] else {"scale": 1.0}),
-    )
-
-
-def _refuse_others(config: Config, needed: Mapping[str, tuple[Any, str]]) -> None:
-    """Raises UnsupportedModelError where a setting is not the one needed; needed: it, and what another one means."""
-    for name, (wanted, meaning) in needed.items():
-        if (config.get(name) or None) != (wanted or None):
-            raise UnsupportedModelError(
-                f"config.json: {name} is {config.get(name)!r} ({meaning}), which is not supported"
-            )
-
-
-def _gemma(family: str, config: Config) -> ArchSpec:
-    return _decoder(family, config, **_gemma_traits(config))
-
-
-def _gemma2(family: str, config: Config) -> ArchSpec:
-    return _decoder(
-        family,
-        config,
-        **_gemma_traits(config),
-        windows=_windows(config, lambda layer: layer % 2 == 0),
-        scale=config["query_pre_attn_scalar"] ** -0.5,
-        soft_cap=config["attn_logit_softcapping"],
-        logit_cap=config["final_logit_softcapping"],
-        norms="around",
-    )
-
-
-def _gemma3(family: str, config: Config) -> ArchSpec:
-    windows = _windows(config, lambda layer: (layer + 1) % config["sliding_window_pattern"] != 0)
-    return _decoder(
-        family,
-        config,
-        **_gemma_traits(config),
-        windows=windows,
-        ropes=_gemma3_ropes(config, windows),
-        head_norm=HeadNormSpec("head", NormSpec(config["rms_norm_eps"], offset=1.0)),
-        scale=config["query_pre_attn_scalar"] ** -0.5,
-        soft_cap=config["attn_logit_softcapping"],
-        logit_cap=config["final_logit_softcapping"],
-        norms="around",
-    )
-
-
-def _gemma_traits(config: Config) -> dict[str, Any]:
-    if config.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("a Gemma that sees what comes later (use_bidirectional_attention) is not supported")
-    return {
-        "norm": NormSpec(config["rms_norm_eps"], offset=1.0),
-        "activation": config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh",
-        "embedding_scale": config["hidden_size"] ** 0.5,
-        "qkv_bias": config["attention_bias"],
-        "output_bias": config["attention_bias"],
-    }
-
-
-def _gemma3_ropes(config: Config, windows: Sequence[int | None]) -> list[RopeSpec]:
-    """Layers with a window turn by a shorter wavelength than those that see all, and are not stretched."""
-    by_kind = config.get("rope_parameters") or {}
-    everywhere = by_kind.get("full_attention") or {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
-    nearby = by_kind.get("sliding_attention") or {"rope_theta": config["rope_local_base_freq"]}
-    head_size, positions = config["head_dim"], config["max_position_embeddings"]
-    full, sliding = (RopeSpec.from_config(head_size, 1e4, parameters, positions) for parameters in (everywhere, nearby))
-    return [full if window is None else sliding for window in windows]
-
-
-def _smollm3(family: str, config: Config) -> ArchSpec:
-    layers = config["num_hidden_layers"]
-    interval = config["no_rope_layer_interval"]
-    turns = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(layers)]
-    rope = _rope(config, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"], {})
-    windows: list[int | None] = [None] * layers
-    if config["use_sliding_window"]:
-        windows = _windows(config, lambda layer: not turns[layer])
-    return _decoder(
-        family,
-        config,
-        windows=windows,
-        ropes=[rope if turn else None for turn in turns],
-        qkv_bias=config["attention_bias"],
-        output_bias=config["attention_bias"],
-        mlp_bias=config["mlp_bias"],
-    )
-
-
-def _olmo2(family: str, config: Config) -> ArchSpec:
-    return _decoder(
-        family,
-        config,
-        norms="after",
-        head_norm=HeadNormSpec("row", NormSpec(config["rms_norm_eps"])),
-        qkv_bias=config["attention_bias"],
-        output_bias=config["attention_bias"],
-    )
-
-
-def _moondream(family: str, config: Config) -> ArchSpec:
-    return _decoder(
-        family,
-        config,
-        norm=NormSpec(1e-5, layer=True),
-        rope_part=0.5,
-        parallel=True,
-        gated=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-    )
-
-
-def _bert_decoder(family: str, config: Config) -> ArchSpec:
-    layers, positions = config["num_hidden_layers"], config["max_position_embeddings"]
-    return _decoder(
-        family,
-        config,
-        norm=NormSpec(config["layer_norm_eps"], layer=True),
-        norms="sums",
-        ropes=[None] * layers,
-        learned_positions=positions,
-        embedding_norm=True,
-        gated=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        head_transform=True,
-        head_bias=True,
-        cross_size=config["encoder_hidden_size"],
-    )
 
 
 _LLAMA: Config = {
@@ -548,7 +172,7 @@ _AROUND: Names = (
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _LLAMA, _llama, models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2, TinyLlama"),
+    "llama": Family("LlamaForCausalLM", _LLAMA, specs.llama, models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2"),
     "mistral": Family(
         "MistralForCausalLM",
         {
@@ -558,13 +182,13 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 4096 * 32,
             "sliding_window": 4096,
         },
-        _mistral,
+        specs.mistral,
         models="Mistral, Zephyr",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, _qwen2, models="Qwen 2 and 2.5"),
-    "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, _qwen2),
-    "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, _qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, _qwen3, models="Qwen 3"),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, specs.qwen2, models="Qwen 2 and 2.5"),
+    "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, specs.qwen2),
+    "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, specs.qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, specs.qwen3, models="Qwen 3"),
     "phi": Family(
         "PhiForCausalLM",
         {
@@ -577,7 +201,7 @@ FAMILIES: dict[str, Family] = {
             "layer_norm_eps": 1e-5,
             "qk_layernorm": False,
         },
-        _phi,
+        specs.phi,
         (*_PHI_MLP, *_HEAD_NORMS, (r"\.self_attn\.dense\.", ".self_attn.o_proj."), (r"^final_layernorm\.", "norm.")),
         models="Phi 1, 1.5 and 2",
     ),
@@ -594,7 +218,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": None,
             "eos_token_id": 32000,
         },
-        _phi3,
+        specs.phi3,
         models="Phi 3, 3.5 and 4",
     ),
     "stablelm": Family(
@@ -612,7 +236,7 @@ FAMILIES: dict[str, Family] = {
             "use_parallel_residual": False,
             "eos_token_id": 0,
         },
-        _stablelm,
+        specs.stablelm,
         ((r"\.([qk])_layernorm\.norms\.", r".\1_norm."),),
         models="StableLM 1 and 2",
     ),
@@ -634,7 +258,7 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "eos_token_id": 50256,
         },
-        _starcoder2,
+        specs.starcoder2,
         _GPT_MLP,
         models="StarCoder 2",
     ),
@@ -654,7 +278,7 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "eos_token_id": 50256,
         },
-        _gpt_bigcode,
+        specs.gpt_bigcode,
         _GPT,
         models="StarCoder, SantaCoder",
     ),
@@ -676,17 +300,17 @@ FAMILIES: dict[str, Family] = {
             "no_bias": True,
             "eos_token_id": 151643,
         },
-        _qwen,
+        specs.qwen,
         (*_GPT, (r"\.mlp\.w1\.", ".mlp.up_proj."), (r"\.mlp\.w2\.", ".mlp.gate_proj.")),
         # The ends of turns, of which its files name none.
         ends=lambda config: () if config["vocab_size"] < 151646 else (151644, 151645),
         models="Qwen 1",
     ),
-    "glm": Family("GlmForCausalLM", _GLM, _glm, models="GLM-4 9B (-hf)"),
+    "glm": Family("GlmForCausalLM", _GLM, specs.glm, models="GLM-4 9B (-hf)"),
     "glm4": Family(
         "Glm4ForCausalLM",
         _GLM,
-        _glm,
+        specs.glm,
         (
             (r"\.post_self_attn_layernorm\.", ".attention_output_norm."),
             (r"\.post_mlp_layernorm\.", ".mlp_output_norm."),
@@ -716,7 +340,7 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": False,
             "eos_token_id": 2,
         },
-        _chatglm,
+        specs.chatglm,
         (
             (r"^embedding\.word_embeddings\.", "embed_tokens."),
             (r"^encoder\.layers\.", "layers."),
@@ -732,8 +356,8 @@ FAMILIES: dict[str, Family] = {
         ends=lambda config: (64795, 64797) if config["padded_vocab_size"] == 65024 else (),
         models="ChatGLM 2 and 3, GLM-4 9B",
     ),
-    "gemma": Family("GemmaForCausalLM", _GEMMA, _gemma, models="Gemma"),
-    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, _gemma2, _AROUND, models="Gemma 2"),
+    "gemma": Family("GemmaForCausalLM", _GEMMA, specs.gemma, models="Gemma"),
+    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, specs.gemma2, _AROUND, models="Gemma 2"),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {
@@ -747,7 +371,7 @@ FAMILIES: dict[str, Family] = {
             "rope_scaling": None,
             "sliding_window_pattern": 6,
         },
-        _gemma3,
+        specs.gemma3,
         _AROUND,
         models="Gemma 3 1B",
     ),
@@ -768,13 +392,13 @@ FAMILIES: dict[str, Family] = {
             "no_rope_layer_interval": 4,
             "eos_token_id": 128001,
         },
-        _smollm3,
+        specs.smollm3,
         models="SmolLM 3",
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
-        _olmo2,
+        specs.olmo2,
         (
             (r"\.post_attention_layernorm\.", ".attention_output_norm."),
             (r"\.post_feedforward_layernorm\.", ".mlp_output_norm."),
@@ -793,7 +417,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 2048,
             "eos_token_id": 50256,
         },
-        _moondream,
+        specs.moondream,
         (
             (r"^wte$", "embed_tokens.weight"),
             (r"^post_ln\.", "norm."),
@@ -819,7 +443,7 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "sep_token_id": 102,
         },
-        _bert_decoder,
+        specs.bert_decoder,
         (
             (r"^encoder\.layer\.", "layers."),
             (r"^embeddings\.word_embeddings\.", "embed_tokens."),
