@@ -116,9 +116,9 @@ def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> Q
     scales = torch.rand(out_features, -(-in_features // group_size), generator=generator) + 0.1
     if bits == 8:
         return QuantizedWeight(8, group_size, values, scales, -128 * scales)
-    scales = scales.bfloat16().float()
-    shifts = -8 * scales + torch.randn(scales.shape, generator=generator)
-    return QuantizedWeight(4, group_size, values, scales, shifts.bfloat16().float())
+    scales = (scales * 10.0 ** draw(st.integers(-7, 3))).half().float()
+    shifts = -8 * scales + scales * torch.randn(scales.shape, generator=generator)
+    return QuantizedWeight(4, group_size, values, scales, shifts.half().float())
 
 
 def largest_error_of_inputs(x: Tensor, weight: QuantizedWeight) -> Tensor:

@@ -47,10 +47,11 @@ class QuantizedWeight:
 
     @property
     def is_served(self) -> bool:
-        """Whether kernels multiply with it as it is: in 4 bits in groups of `GROUP_SIZES`; in 8 bits with one scale for
-        each output and 128 for zero."""
+        """Whether kernels multiply with it as it is: in 4 bits in groups of `GROUP_SIZES`, with scales and shifts that
+        float16 has; in 8 bits with one scale for each output and 128 for zero."""
         if self.bits == 4:
-            return self.group_size in GROUP_SIZES
+            largest = max(float(tensor.abs().max()) for tensor in (self.scales, self.shifts))
+            return self.group_size in GROUP_SIZES and largest <= torch.finfo(torch.float16).max
         return self.scales.shape[1] == 1 and torch.equal(self.shifts, -128 * self.scales)
 
     def dequantize(self) -> Tensor:

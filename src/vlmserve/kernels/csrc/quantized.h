@@ -2,7 +2,7 @@
 //
 // Weights are unsigned: in 8 bits w = scale * (u - 128) with a scale for each output, in 4 bits w = scale * u + shift with
 // both for each group of inputs of each output. Tiles hold 32 outputs, as those of linear.h do, and four inputs in turn:
-// in 8 bits [in / 4][32][4] bytes; in 4 bits for each group its 32 scales, its 32 shifts (bfloat16), and
+// in 8 bits [in / 4][32][4] bytes; in 4 bits for each group its 32 scales, its 32 shifts (float16), and
 // [group / 8][32][4] bytes, whose lower halves are the first four inputs and whose upper halves are the next four. `in` is
 // padded to a whole group (to four in 8 bits) with inputs of 0.
 //
@@ -26,7 +26,7 @@ INLINE long padded_in(const LinearArgs& args) {
 }
 
 // Bytes of a tile: for every group (all inputs in 8 bits) what each output needs beside its weights, then the weights.
-INLINE long group_bytes(long group) { return TILE * (2 * static_cast<long>(sizeof(bf16)) + group / 2); }
+INLINE long group_bytes(long group) { return TILE * (2 * static_cast<long>(sizeof(f16)) + group / 2); }
 INLINE long tile_bytes(long in, int bits, long group) {
     return bits == 8 ? TILE * (static_cast<long>(sizeof(float)) + in) : in / group * group_bytes(group);
 }
@@ -153,7 +153,7 @@ INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile,
     const __m512i nibble = _mm512_set1_epi8(15);
     for (long number = 0; number < in / group; ++number, tile += group_bytes(group), rows += ROWS) {
         i32x16 dots[ROWS][2] = {};
-        const u8* weights = tile + TILE * 2 * sizeof(bf16);
+        const u8* weights = tile + TILE * 2 * sizeof(f16);
         for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE, x += 2 * ROWS) {
             __builtin_prefetch(weights + PREFETCH_BYTES);
             __builtin_prefetch(weights + PREFETCH_BYTES + 64);
@@ -169,7 +169,7 @@ INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile,
                 for (int half = 0; half < 2; ++half)
                     dots[row][half] = dot_bytes(dots[row][half], second[half], x[ROWS + row]);
         }
-        const bf16* parameters = reinterpret_cast<const bf16*>(tile);
+        const f16* parameters = reinterpret_cast<const f16*>(tile);
         for (int half = 0; half < 2; ++half) {
             f32x16 scale = load(parameters + half * LANES), shift = load(parameters + TILE + half * LANES);
             for (int row = 0; row < ROWS; ++row) {
@@ -243,8 +243,8 @@ INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile,
                           f32x16 (&sums)[ROWS][2]) {
     for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = f32x16{};
     for (long number = 0; number < in / group; ++number, tile += group_bytes(group)) {
-        const bf16* parameters = reinterpret_cast<const bf16*>(tile);
-        const u8* weights = tile + TILE * 2 * sizeof(bf16);
+        const f16* parameters = reinterpret_cast<const f16*>(tile);
+        const u8* weights = tile + TILE * 2 * sizeof(f16);
         const Four* inputs = x + number * group / 4 * ROWS;
         for (int half = 0; half < 2; ++half) {
             f32x16 dots[ROWS] = {};
@@ -382,13 +382,10 @@ void pack_quantized(const u8* weight, const float* scales, const float* shifts, 
             }
             for (long number = 0; number < groups; ++number) {
                 u8* begin = to + number * group_bytes(group);
-                bf16* parameters = reinterpret_cast<bf16*>(begin);
-                bf16 rounded[LANES];
-                store(rounded, broadcast(scales[row * groups + number]));
-                parameters[lane] = rounded[0];
-                store(rounded, broadcast(shifts[row * groups + number]));
-                parameters[TILE + lane] = rounded[0];
-                u8* weights = begin + TILE * 2 * sizeof(bf16);
+                f16* parameters = reinterpret_cast<f16*>(begin);
+                parameters[lane] = to_f16(scales[row * groups + number]);
+                parameters[TILE + lane] = to_f16(shifts[row * groups + number]);
+                u8* weights = begin + TILE * 2 * sizeof(f16);
                 for (long i = 0; i < group && number * group + i < in; ++i)
                     weights[(i / 8 * TILE + lane) * 4 + i % 4] |= static_cast<u8>(from[number * group + i] << (i / 4 % 2 * 4));
             }

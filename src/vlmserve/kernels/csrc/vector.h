@@ -6,7 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#if defined(__AVX512F__)
+#if defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -23,6 +23,11 @@ constexpr float LOG2_E = 1.44269504f;
 
 // How a bfloat16 number is stored: the upper half of a float.
 struct bf16 {
+    std::uint16_t bits;
+};
+
+// A number of 16 bits with 5 of exponent: finer than bfloat16, and with a range of 6e-8 to 65504.
+struct f16 {
     std::uint16_t bits;
 };
 
@@ -52,6 +57,38 @@ INLINE f32x16 load(const bf16* from) {
     u16x16 bits;
     __builtin_memcpy(&bits, from, sizeof bits);
     return bit_cast<f32x16>(__builtin_convertvector(bits, u32x16) << 16);
+}
+
+INLINE f32x16 load(const f16* from) {
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__)
+    const __m128i* halves = reinterpret_cast<const __m128i*>(from);
+    __m256 values[2] = {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+    f32x16 value;
+    __builtin_memcpy(&value, values, sizeof value);
+    return value;
+#else
+    u16x16 bits;
+    __builtin_memcpy(&bits, from, sizeof bits);
+    u32x16 wide = __builtin_convertvector(bits, u32x16);
+    // The exponent's bias is 15 instead of 127.
+    f32x16 magnitude = bit_cast<f32x16>((wide & 0x7fffu) << 13) * 0x1p112f;
+    return bit_cast<f32x16>(bit_cast<u32x16>(magnitude) | (wide & 0x8000u) << 16);
+#endif
+}
+
+// To the nearest, halves to even; what is too large becomes the largest.
+INLINE f16 to_f16(float value) {
+    std::uint32_t bits = bit_cast<std::uint32_t>(value), magnitude = bits & 0x7fffffffu, result;
+    if (magnitude < bit_cast<std::uint32_t>(0x1p-14f)) {
+        // Numbers at 0.5 are as far apart as the smallest ones here: the sum is rounded to them.
+        result = bit_cast<std::uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<std::uint32_t>(0.5f);
+    } else {
+        result = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+        if (magnitude > bit_cast<std::uint32_t>(65504.0f)) result = 0x7bffu;
+    }
+    return {static_cast<std::uint16_t>(result | (bits >> 16 & 0x8000u))};
 }
 
 INLINE void store(float* to, f32x16 value) { __builtin_memcpy(to, &value, sizeof value); }
