@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama
-from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
+from tests.engine.test_parity import Oracle, assert_no_further, engine_for, generate, tight_cache
+from tests.engine.test_qwen_chat import logits_after
 from tests.gguf_files import write_gguf
 from tests.models.test_gguf import BLOCKS, make
 from tests.native import built
@@ -121,10 +122,16 @@ def test_a_published_model_gives_transformers_tokens(monkeypatch: pytest.MonkeyP
 @needs_published
 @built
 def test_a_published_model_knows_as_much_in_4_bits() -> None:
-    llm = LLM(str(PUBLISHED), kv_cache_memory="64MiB", max_model_len=512)
-    assert llm.engine._runner.model.language_model.layers[0].mlp.down_proj._native._bits == 4
-    [_, japan] = llm.chat(CAPITALS, GREEDY, False)
-    assert japan.outputs[0].text == "The capital of Japan is Tokyo."
+    """No further from the file's own numbers than plain bfloat16 is."""
+    scores = []
+    for dtype, kernels in (("auto", "auto"), ("bfloat16", "torch"), ("float32", "auto")):
+        llm = LLM(str(PUBLISHED), dtype=dtype, kernels=kernels, kv_cache_memory="64MiB", max_model_len=512)
+        packed = getattr(llm.engine._runner.model.language_model.layers[0].mlp.down_proj, "_native", None)
+        assert (dtype == "auto") == (getattr(packed, "_bits", 0) == 4)
+        scores.append(torch.stack([logits_after(llm, conversation) for conversation in CAPITALS]))
+        [_, japan] = llm.chat(CAPITALS, GREEDY, False)
+        assert japan.outputs[0].text == "The capital of Japan is Tokyo."
+    assert_no_further(*scores)
 
 
 @needs_published

@@ -118,12 +118,12 @@ def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> Q
         return QuantizedWeight(8, group_size, values, scales, -128 * scales)
     scales = (scales * 10.0 ** draw(st.integers(-7, 3))).half().float()
     shifts = -8 * scales + scales * torch.randn(scales.shape, generator=generator)
-    return QuantizedWeight(4, group_size, values, scales, shifts.half().float())
+    return QuantizedWeight(4, group_size, values, scales, shifts.half().float(), draw(st.booleans()))
 
 
 def largest_error_of_inputs(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """What rounding inputs to integers changes at most: to 16 bits for each row, with 4 bits to 8 for each group."""
-    if weight.bits == 8:
+    """What rounding inputs to integers changes at most: to 16 bits for each row, to 8 for each group."""
+    if weight.bits == 8 or weight.wide_inputs:
         return 2 * x.double().abs().amax(1, keepdim=True) * weight.dequantize().double().abs().sum(1) / 2**15
     padding = (0, -weight.shape[1] % weight.group_size)
     inputs = F.pad(x.double(), padding).unflatten(1, (-1, weight.group_size)).abs().amax(2)
@@ -189,25 +189,25 @@ def test_a_rows_product_is_the_same_whatever_else_is_in_the_batch(
 
 @built
 @pytest.mark.parametrize("rows", [1, 3, 12, 40])
-@pytest.mark.parametrize(("bits", "value"), [(8, 0), (8, 255), (4, 15)])
+@pytest.mark.parametrize(("bits", "value", "wide"), [(8, 0, True), (8, 255, True), (4, 15, False), (4, 15, True)])
 @pytest.mark.usefixtures("isa")
-def test_the_largest_products_add_up(rows: int, bits: int, value: int) -> None:
+def test_the_largest_products_add_up(rows: int, bits: int, value: int, wide: bool) -> None:
     in_features, group_size = 1664, {4: 128, 8: 1664}[bits]
     values = torch.full((33, in_features), value, dtype=torch.uint8)
     scales = torch.ones(33, in_features // group_size)
-    weight = QuantizedWeight(bits, group_size, values, scales, scales * (-128 if bits == 8 else 1))
+    weight = QuantizedWeight(bits, group_size, values, scales, scales * (-128 if bits == 8 else 1), wide)
     x = torch.ones(rows, in_features) * torch.tensor([1.0, -1.0]).repeat(rows)[:rows, None]
     expected = x @ weight.dequantize().T
     torch.testing.assert_close(PackedLinear(weight)(x), expected, rtol=1e-5, atol=0)
 
 
 @built
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "wide"), [(4, False), (4, True), (8, True)])
 @pytest.mark.usefixtures("isa")
-def test_quantized_products_of_no_numbers_and_of_zeros(bits: int) -> None:
+def test_quantized_products_of_no_numbers_and_of_zeros(bits: int, wide: bool) -> None:
     values = torch.full((3, 8), {4: 10, 8: 130}[bits], dtype=torch.uint8)
     shifts = torch.full((3, 1), {4: -8.0, 8: -128.0}[bits])
-    packed = PackedLinear(QuantizedWeight(bits, 8, values, torch.ones(3, 1), shifts))
+    packed = PackedLinear(QuantizedWeight(bits, 8, values, torch.ones(3, 1), shifts, wide))
     x = torch.zeros(3, 8)
     x[1, 2], x[2, 3] = float("nan"), float("inf")
     assert torch.equal(packed(x)[0], torch.zeros(3))

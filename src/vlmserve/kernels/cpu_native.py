@@ -47,6 +47,7 @@ class PackedLinear:
         "_group_size",
         "_linear",
         "_packed",
+        "_wide_inputs",
         "dtype",
         "in_features",
         "out_features",
@@ -77,6 +78,7 @@ class PackedLinear:
         self._linear = extension().linear
         self._bits = 0 if isinstance(weight, Tensor) else weight.bits
         self._group_size = 0 if isinstance(weight, Tensor) else weight.group_size
+        self._wide_inputs = 0 if isinstance(weight, Tensor) else int(weight.wide_inputs)
         self._packed = self._pack(weight)
 
     def _pack(self, weight: Tensor | QuantizedWeight) -> Tensor:
@@ -152,6 +154,7 @@ class PackedLinear:
             torch.get_num_threads(),
             self._bits,
             self._group_size,
+            self._wide_inputs,
         )
         return output
 
@@ -173,6 +176,7 @@ class PackedLinear:
             gated=self._gated,
             weight_bits=self._bits,
             group=self._group_size,
+            wide_inputs=self._wide_inputs,
         )
 
     def rows(self, indices: Tensor) -> Tensor:

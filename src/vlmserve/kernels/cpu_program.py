@@ -59,6 +59,7 @@ class Operation:
     gated: int = 0
     weight_bits: int = 0
     group: int = 0
+    wide_inputs: int = 0
     eps: float = 0.0
     keys: int = 0
     values: int = 0
@@ -73,7 +74,7 @@ class Operation:
     rope: int = 0
     plan: int = 0
 
-    LAYOUT = struct.Struct("12qd8q2d2q")
+    LAYOUT = struct.Struct("13qd8q2d2q")
 
 
 @dataclass(frozen=True, slots=True)

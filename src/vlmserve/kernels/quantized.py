@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ class QuantizedWeight:
     bits: 8 or 4. group_size: how many inputs of an output share a scale and a shift.
     values: uint8 ``[out_features, in_features]``, one a byte whatever `bits` says. scales, shifts: float32
     ``[out_features, groups]``.
+    wide_inputs: kernels that round inputs of 4-bit weights keep 16 bits of them instead of 8, more than bfloat16 has;
+    many rows then take longer. Beside 8 bits they always do.
     """
 
     bits: int
@@ -26,6 +29,7 @@ class QuantizedWeight:
     values: Tensor
     scales: Tensor
     shifts: Tensor
+    wide_inputs: bool = False
 
     def __post_init__(self) -> None:
         out_features, in_features = self.values.shape
@@ -65,13 +69,15 @@ class QuantizedWeight:
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """Weights for the same inputs as one, their outputs side by side; raises ValueError if they are not alike."""
-        if len({(weight.bits, weight.group_size) for weight in weights}) != 1:
+        first = weights[0]
+        if len({(weight.bits, weight.group_size, weight.wide_inputs) for weight in weights}) != 1:
             raise ValueError("weights of several kinds cannot be one")
         values, scales, shifts = (
             torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales", "shifts")
         )
-        return cls(weights[0].bits, weights[0].group_size, values, scales, shifts)
+        return cls(first.bits, first.group_size, values, scales, shifts, first.wide_inputs)
 
     def __getitem__(self, rows: Tensor | slice) -> QuantizedWeight:
         """The weight of some outputs."""
-        return QuantizedWeight(self.bits, self.group_size, self.values[rows], self.scales[rows], self.shifts[rows])
+        values, scales, shifts = self.values[rows], self.scales[rows], self.shifts[rows]
+        return dataclasses.replace(self, values=values, scales=scales, shifts=shifts)

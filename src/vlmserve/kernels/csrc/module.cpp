@@ -183,7 +183,7 @@ PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 17);
+    Arguments from(values, count, 18);
     LinearArgs args;
     args.x = from.address();
     args.weight = from.address();
@@ -202,6 +202,7 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.threads = static_cast<int>(from.integer());
     args.weight_bits = static_cast<int>(from.integer());
     args.group = static_cast<int>(from.integer());
+    args.wide_inputs = static_cast<int>(from.integer());
     if (from.ok()) {
         args.scratch = scratch(selected->linear_scratch(args));
         if (!args.scratch) return PyErr_NoMemory();

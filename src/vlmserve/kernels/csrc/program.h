@@ -111,6 +111,7 @@ private:
         args.threads = args_.threads;
         args.weight_bits = static_cast<int>(op.weight_bits);
         args.group = static_cast<int>(op.group);
+        args.wide_inputs = static_cast<int>(op.wide_inputs);
         return args;
     }
 

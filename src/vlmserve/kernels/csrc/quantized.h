@@ -8,8 +8,9 @@
 //
 // With an instruction that multiplies bytes (VNNI) inputs become integers as well. Beside weights of 8 bits a row becomes
 // 16-bit integers by a scale of its own, split into two signed bytes, x = scale * (256 * high + low): two products of bytes
-// cost what one of bfloat16 does, and lose less than that would. Beside weights of 4 bits, which lose far more, each group
-// of inputs becomes bytes by a scale of its own. Without the instruction bytes become floats.
+// cost what one of bfloat16 does, and lose less than that would. So they do beside weights of 4 bits with `wide_inputs`;
+// otherwise, since these lose far more, each group of inputs becomes bytes by a scale of its own. Without the instruction
+// bytes become floats.
 #pragma once
 
 #include "linear.h"
@@ -33,8 +34,8 @@ INLINE long tile_bytes(long in, int bits, long group) {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int INT8_BLOCK = 4;  // 16 integer sums, of 32 registers
-constexpr int INT4_BLOCK = 6;  // 12 of them and as many of floats
+constexpr int WIDE_BLOCK = 4;    // 16 integer sums, of 32 registers
+constexpr int NARROW_BLOCK = 6;  // 12 of them and as many of floats
 
 // Four inputs of a row, high and low bytes.
 struct Quad {
@@ -77,9 +78,9 @@ INLINE float largest_size(const T* x, long count) {
     return finite ? largest(bit_cast<f32x16>(most)) : __builtin_nanf("");
 }
 
-// Row `place` of a block of `count` rows, whose quads lie side by side.
+// Row `place` of a block of `count` rows, whose quads lie side by side. Returns what its inputs were multiplied with.
 template <class T>
-void split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales, long place, long count) {
+float split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales, long place, long count) {
     constexpr float MOST = 127 * 256 + 127;
     float most = largest_size(x, in);
     float factor = most > 0 ? MOST / most : 0.0f;
@@ -97,6 +98,18 @@ void split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales, 
             quads[(i / 4 + quad) * count + place] = {high_quads[quad], low_quads[quad]};
     }
     scales[place] = {most == most ? most / MOST : most, sum(high_sums), sum(low_sums)};
+    return factor;
+}
+
+// Of each group of a row that was split, the sum of its inputs in units of the row's scale.
+template <class T>
+void add_groups(const T* x, long in, long padded, long group, float factor, float* sums, long place, long count) {
+    for (long start = 0; start < padded; start += group) {
+        i32x16 total{};
+        for (long i = start; i < smaller(start + group, in); i += LANES)
+            total += round_to_integers(load_some(x + i, smaller(LANES, in - i)) * factor);
+        sums[start / group * count + place] = static_cast<float>(sum(total));
+    }
 }
 
 // As split_row, each group of inputs by a scale of its own.
@@ -180,12 +193,48 @@ INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile,
     }
 }
 
+template <int ROWS>
+INLINE void multiply_int4_wide(const Quad* x, const RowScale* rows, const float* input_sums, const u8* tile, long in,
+                               long group, f32x16 (&sums)[ROWS][2]) {
+    for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = f32x16{};
+    const __m512i nibble = _mm512_set1_epi8(15);
+    for (long number = 0; number < in / group; ++number, tile += group_bytes(group), input_sums += ROWS) {
+        i32x16 high[ROWS][2] = {}, low[ROWS][2] = {};
+        const u8* weights = tile + TILE * 2 * sizeof(f16);
+        for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE)
+            for (int part = 0; part < 2; ++part, x += ROWS) {
+                __builtin_prefetch(weights + part * 64 + PREFETCH_BYTES);
+                __m512i left = _mm512_loadu_si512(weights), right = _mm512_loadu_si512(weights + 64);
+                __m512i values[2] = {
+                    _mm512_and_si512(part ? _mm512_srli_epi16(left, 4) : left, nibble),
+                    _mm512_and_si512(part ? _mm512_srli_epi16(right, 4) : right, nibble),
+                };
+#pragma GCC unroll 4
+                for (int row = 0; row < ROWS; ++row)
+                    for (int half = 0; half < 2; ++half) {
+                        high[row][half] = dot_bytes(high[row][half], values[half], x[row].high);
+                        low[row][half] = dot_bytes(low[row][half], values[half], x[row].low);
+                    }
+            }
+        const f16* parameters = reinterpret_cast<const f16*>(tile);
+        for (int half = 0; half < 2; ++half) {
+            f32x16 scale = load(parameters + half * LANES), shift = load(parameters + TILE + half * LANES);
+            for (int row = 0; row < ROWS; ++row) {
+                sums[row][half] += __builtin_convertvector((high[row][half] << 8) + low[row][half], f32x16) * scale;
+                sums[row][half] += shift * input_sums[row];
+            }
+        }
+    }
+    for (int row = 0; row < ROWS; ++row)
+        for (int half = 0; half < 2; ++half) sums[row][half] *= rows[row].scale;
+}
+
 #else
 
 #if defined(__AVX512F__)
-constexpr int INT8_BLOCK = 4, INT4_BLOCK = 4;
+constexpr int WIDE_BLOCK = 4, NARROW_BLOCK = 4;
 #else
-constexpr int INT8_BLOCK = 2, INT4_BLOCK = 2;
+constexpr int WIDE_BLOCK = 2, NARROW_BLOCK = 2;
 #endif
 
 struct Quad {
@@ -268,7 +317,7 @@ INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile,
 
 // Rows, prepared for a weight of 8 bits, and where they are in the scratch memory of a call.
 struct Int8Rows {
-    static constexpr int BLOCK = INT8_BLOCK;
+    static constexpr int BLOCK = WIDE_BLOCK;
     long in, padded;
     Quad* quads;
     RowScale* scales;
@@ -295,7 +344,7 @@ struct Int8Rows {
 
 // Likewise for one of 4 bits.
 struct Int4Rows {
-    static constexpr int BLOCK = INT4_BLOCK;
+    static constexpr int BLOCK = NARROW_BLOCK;
     long in, padded, group;
     Four* fours;
     GroupScale* scales;
@@ -320,6 +369,43 @@ struct Int4Rows {
                       weight + tile * tile_bytes(rows.padded, 4, rows.group), rows.padded, rows.group, sums);
     }
 };
+
+#if defined(__AVX512VNNI__)
+// Likewise with inputs of 16 bits.
+struct Int4WideRows {
+    static constexpr int BLOCK = WIDE_BLOCK;
+    long in, padded, group;
+    Quad* quads;
+    RowScale* scales;
+    float* sums;
+
+    explicit Int4WideRows(const LinearArgs& args) : in(args.in), padded(padded_in(args)), group(args.group) {
+        quads = static_cast<Quad*>(args.scratch);
+        scales = reinterpret_cast<RowScale*>(quads + args.rows * (padded / 4));
+        sums = reinterpret_cast<float*>(scales + args.rows);
+    }
+
+    long groups() const { return padded / group; }
+    long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Quad)); }
+    long bytes(long rows) const {
+        return rows * (row_bytes() + static_cast<long>(sizeof(RowScale)) + groups() * static_cast<long>(sizeof(float)));
+    }
+
+    template <class T>
+    void prepare(const T* x, long first, long place, long count) const {
+        float factor = split_row(x, in, padded, quads + first * (padded / 4), scales + first, place, count);
+        add_groups(x, in, padded, group, factor, sums + first * groups(), place, count);
+    }
+
+    template <int ROWS>
+    static void multiply(const Int4WideRows& rows, const u8* weight, long row, long tile, f32x16 (&sums)[ROWS][2]) {
+        multiply_int4_wide(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.sums + row * rows.groups(),
+                           weight + tile * tile_bytes(rows.padded, 4, rows.group), rows.padded, rows.group, sums);
+    }
+};
+#else
+typedef Int4Rows Int4WideRows;
+#endif
 
 template <class Rows, class T, class Out>
 void multiply_quantized(const LinearArgs& args) {
@@ -351,11 +437,15 @@ void linear_of(const LinearArgs& args) {
 }
 
 void linear_quantized(const LinearArgs& args) {
-    args.weight_bits == 8 ? linear_of<Int8Rows>(args) : linear_of<Int4Rows>(args);
+    if (args.weight_bits == 8)
+        linear_of<Int8Rows>(args);
+    else
+        args.wide_inputs ? linear_of<Int4WideRows>(args) : linear_of<Int4Rows>(args);
 }
 
 long quantized_scratch(const LinearArgs& args) {
-    return args.weight_bits == 8 ? Int8Rows(args).bytes(args.rows) : Int4Rows(args).bytes(args.rows);
+    if (args.weight_bits == 8) return Int8Rows(args).bytes(args.rows);
+    return args.wide_inputs ? Int4WideRows(args).bytes(args.rows) : Int4Rows(args).bytes(args.rows);
 }
 
 // Of unsigned weights [out, in], one a byte; scales and shifts [out, groups] float32 (8 bits: scales [out], no shifts).

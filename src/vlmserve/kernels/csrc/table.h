@@ -17,6 +17,7 @@ struct LinearArgs {
     int dtype, activation, gated, float_output, threads;
     int weight_bits;  // 8, 4, or 0 for weights of `dtype`
     int group;        // with 4 bits: how many inputs share a scale, a multiple of 8
+    int wide_inputs;  // with 4 bits: inputs are rounded to 16 bits where they are rounded, instead of to 8
 };
 
 struct NormArgs {
@@ -65,7 +66,7 @@ struct Operation {
     long residual;                          // of products; -1: none. It may be the target
     const void *weight, *bias;              // of norms and products, as their arguments have them
     long in, out;                           // of products; of norms, `in` is the size
-    long activation, gated, weight_bits, group;
+    long activation, gated, weight_bits, group, wide_inputs;
     double eps;                             // of norms
     void *keys, *values;                    // of attention, as the rest
     long heads, kv_heads, head_size, block_size, rope_size, window;

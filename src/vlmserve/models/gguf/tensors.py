@@ -105,7 +105,8 @@ class GGUFFile:
         values, scales, shifts = unpack(raw.view(len(raw), -1, _type_size(source.info)))
         groups = source.shape[1] // GROUP
         values = values.reshape(source.shape)
-        return QuantizedWeight(4, GROUP, values, scales.reshape(-1, groups), shifts.reshape(-1, groups))
+        scales, shifts = scales.reshape(-1, groups), shifts.reshape(-1, groups)
+        return QuantizedWeight(4, GROUP, values, scales, shifts, wide_inputs=True)
 
     def _read(self, source: _Source, first: int, last: int | None) -> Tensor:
         plain = _PLAIN.get(_type_of(source.info).name)
