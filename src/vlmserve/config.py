@@ -47,6 +47,7 @@ def parse_json(value: Any) -> Any:
 ByteSize = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 
 
 class Settings(BaseModel):
@@ -108,6 +109,9 @@ class EngineConfig(Settings):
     load: Literal["eager", "lazy"] = Field("eager", description="'lazy' loads the model when the first request comes.")
     device: Device = Field("auto", description="auto, cpu, mps, cuda or cuda:N.")
     dtype: DType = Field("auto", description="auto takes the checkpoint's type where the device computes it well.")
+    model_impl: ModelImplementation = Field(
+        "auto", description="vlmserve: our own; transformers: that library's, slower; auto: ours if there is one."
+    )
     kernels: str = Field(
         "auto",
         description="auto, torch, native or an instruction set; auto asks VLMSERVE_KERNELS, then takes the best.",

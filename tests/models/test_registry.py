@@ -102,6 +102,7 @@ def test_a_broken_configuration_is_told(tmp_path: Path, content: str | None, mes
     ("fields", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'.*LlamaForCausalLM, LlavaForConditional"),
+        ({"architectures": ["MistrallForCausalLM"]}, "not supported, MistralForCausalLM and .* would be"),
         ({"architectures": None, "model_type": "bert"}, "'bert'"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantized"),
         ({"hidden_act": "mish"}, "mish"),
@@ -112,7 +113,7 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, fields: dict
     folder = make_llama(tmp_path)
     change_config(folder, **fields)
     with pytest.raises(UnsupportedModelError, match=message):
-        load(folder)
+        load_model(folder, device=CPU, dtype=None, implementation="vlmserve")
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["CPU with bfloat16", "CPU without"])

@@ -311,6 +311,7 @@ def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         kernels=config.kernels,
         quantization=config.quantization,
+        implementation=config.model_impl,
     )
 
 

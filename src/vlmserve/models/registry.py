@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vlmserve.config import QuantizationConfig
+from vlmserve.config import ModelImplementation, QuantizationConfig
 from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
-from vlmserve.kernels.attention import AttentionBackend
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
 from vlmserve.kernels.cpu_attention import CpuAttention, unserved
 from vlmserve.kernels.extension import choose_kernels
 from vlmserve.kernels.torch_reference import TorchReference
@@ -31,6 +32,7 @@ from vlmserve.models.gguf.header import read_header
 from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.protocols import CrossEncoder, LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
+from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.quant.model import quantize
@@ -54,9 +56,11 @@ def load_model(
     dtype: torch.dtype | None,
     kernels: str = "auto",
     quantization: QuantizationConfig | None = None,
+    implementation: ModelImplementation = "auto",
 ) -> LoadedModel:
     """Load a checkpoint in Hugging Face layout, or a GGUF file.
 
+    implementation: "vlmserve" is our own, "transformers" takes that library's, and "auto" does for what ours lacks.
     dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
     bfloat16 if it has instructions for it, else float32. kernels: see `choose_kernels`.
     quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is; what
@@ -64,12 +68,33 @@ def load_model(
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors.
     """
+    if quantization is not None and not quantization.wanted:
+        quantization = None
+    if implementation == "transformers":
+        return _load_with_transformers(folder, device, dtype, kernels, quantization)
+    try:
+        return _load(folder, device, dtype, kernels, quantization)
+    except UnsupportedModelError as error:
+        if implementation == "vlmserve" or folder.is_file():
+            raise
+        logger.info("no implementation of our own: %s", error)
+        try:
+            return _load_with_transformers(folder, device, dtype, kernels, quantization)
+        except UnsupportedModelError as other:
+            raise UnsupportedModelError(f"{error}; by --model-impl transformers: {other}") from other
+
+
+def _load(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    kernels: str,
+    quantization: QuantizationConfig | None,
+) -> LoadedModel:
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
     checkpoint = Checkpoint(folder, description.rename)
     packed = description.quantization
-    if quantization is not None and not quantization.wanted:
-        quantization = None
     if packed and quantization is not None:
         raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
     with description.errors():
@@ -77,7 +102,8 @@ def load_model(
         layouts = stored_layouts(packed) if packed else []
         wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
         native = choose_kernels(kernels, device, wanted)
-        backend = _attention_backend(spec, wanted, device) if native else TorchReference()
+        ahead = spec.sees_ahead is not None
+        backend = _attention_backend(spec.attention, wanted, device, sees_ahead=ahead) if native else TorchReference()
         model, decoder, vision, cross = description.build(spec, backend, dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     filled = load_packed(checkpoint, model, layouts) if packed else set()
@@ -206,10 +232,49 @@ def vision_family(architecture: str, config: Mapping[str, Any]) -> VisionFamily 
     return next((family for family in families if family.section is None or family.section in config), None)
 
 
-def _attention_backend(spec: ArchSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+def _load_with_transformers(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    kernels: str,
+    quantization: QuantizationConfig | None,
+) -> LoadedModel:
+    if folder.is_file():
+        raise ConfigurationError("--model-impl transformers reads folders, not GGUF files")
+    if quantization is not None:
+        raise ConfigurationError("--quantize is for our own implementations; this model runs by transformers'")
+    checkpoint = TransformersCheckpoint(folder)
+    config = checkpoint.config
+    wanted = _choose_dtype(dtype or config.dtype or Checkpoint(folder, str).dtype(), device, dtype is None)
+    native = choose_kernels(kernels, device, wanted)
+
+    def choose(attention: Sequence[AttentionSpec]) -> AttentionBackend:
+        return _attention_backend(attention, wanted, device, sees_ahead=False) if native else TorchReference()
+
+    theirs = checkpoint.load(wanted, device)
+    model = TransformersModel(theirs, choose)
+    logger.info("%s runs by transformers' implementation, which is slower than our own", type(theirs).__name__)
+    return LoadedModel(
+        architecture=type(theirs).__name__,
+        language_model=model,
+        vision=None,
+        image_token_id=None,
+        end_token_ids=checkpoint.end_token_ids(theirs),
+        max_position=checkpoint.max_position,
+        dtype=wanted,
+        device=device,
+        backend=model.backend,
+        num_parameters=theirs.num_parameters(),
+        native=False,
+    )
+
+
+def _attention_backend(
+    layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, *, sees_ahead: bool
+) -> AttentionBackend:
     """The native backend where it serves all layers."""
-    for attention in spec.attention:
-        if (reason := unserved(attention, dtype, device, sees_ahead=spec.sees_ahead is not None)) is not None:
+    for attention in layers:
+        if (reason := unserved(attention, dtype, device, sees_ahead=sees_ahead)) is not None:
             logger.info("attention: torch (%s)", reason)
             return TorchReference()
     return CpuAttention()
@@ -247,8 +312,12 @@ def _architecture(config: Mapping[str, Any]) -> str:
     for candidate in (OTHER_NAMES.get(name, name) for name in candidates):
         if candidate in ARCHITECTURES.values():
             return str(candidate)
-    supported = ", ".join(sorted(ARCHITECTURES.values()))
-    raise UnsupportedModelError(f"architecture {candidates[0]!r} is not supported; supported are {supported}")
+    supported = sorted({*ARCHITECTURES.values()})
+    near = difflib.get_close_matches(str(candidates[0]), supported, cutoff=0.7)
+    hint = f", {' and '.join(near)} would be" if near else ""
+    raise UnsupportedModelError(
+        f"architecture {candidates[0]!r} is not supported{hint}; all that are: {', '.join(supported)}"
+    )
 
 
 def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: Checkpoint) -> ArchSpec:

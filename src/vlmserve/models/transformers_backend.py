@@ -1,0 +1,343 @@
+"""Language models that transformers implements and vlmserve does not: its code, with our paged caches behind it.
+
+transformers lets attention be replaced in all models that keep to its interface
+(https://huggingface.co/docs/transformers/attention_interface): what a layer would attend over goes into our cache, and
+so the rest of the engine, from batches of many sequences to prefix hits, is as with every other model. What cannot work
+this way (state besides keys and values, attention that is not by the interface) is found before anything is served:
+a few sequences are computed in pieces and side by side, and their logits compared with transformers' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.layers.attention import CrossRows
+from vlmserve.types import SeesAhead
+
+logger = logging.getLogger(__name__)
+
+NAME = "vlmserve"
+"""Of our attention among transformers' implementations."""
+CHECKED_LENS = (9, 24)
+"""Tokens of the sequences that are compared before anything is served."""
+TOLERANCE = {torch.float32: 1e-3}
+ROUNDED_TOLERANCE = 0.1
+"""How far apart logits may be, as shares of their standard deviation; those of a wrong model are as far as that is."""
+EXTENDING_ROPES = ("dynamic", "longrope")
+"""Rotary scalings that a whole batch switches on once one sequence in it is long."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
+_attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for attention: ``[1, heads, tokens, size]`` each to ``[1, tokens, heads, size]``."""
+    attend = _attend.get()
+    if attend is None:
+        raise UnsupportedModelError(f"{type(module).__name__} attends outside of the language model")
+    if attention_mask is not None or others.get("s_aux") is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{type(module).__name__} has a mask, a bias or sinks of its own")
+    head_size, value_size = query.shape[-1], value.shape[-1]
+    if value_size > head_size:
+        raise UnsupportedModelError(f"{type(module).__name__} has values that are wider than its keys")
+    spec = AttentionSpec(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_size=head_size,
+        scale=head_size**-0.5 if scaling is None else float(scaling),
+        window=sliding_window or getattr(module, "sliding_window", None),
+        soft_cap=softcap,
+    )
+    # Values of latent attention are narrower than its keys.
+    value = nn.functional.pad(value, (0, head_size - value_size))
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    output = attend(query, key, value, spec).view(1, -1, spec.num_heads, head_size)
+    return output[..., :value_size], None
+
+
+@contextlib.contextmanager
+def _attending(attend: Attend) -> Iterator[None]:
+    token = _attend.set(attend)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+
+
+class _Finished:
+    """The output of layers that ran before: hidden states, and nothing else that a model may ask for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class TransformersModel:
+    """A `LanguageModel` made of one of transformers'.
+
+    backend: chooses what attends, from the layers' specs. Raises UnsupportedModelError for a model whose layers do not
+    attend as they should, or that has other logits here than by itself.
+    """
+
+    def __init__(self, model: Any, backend: Callable[[Sequence[AttentionSpec]], AttentionBackend]) -> None:
+        try:
+            self._setup(model, backend)
+            self._check()
+        except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot run over a flat batch: {_first_line(error)}"
+            ) from error
+
+    def _setup(self, model: Any, backend: Callable[[Sequence[AttentionSpec]], AttentionBackend]) -> None:
+        self._model = model
+        self._body = model.get_decoder()
+        self._embeddings = model.get_input_embeddings()
+        self._finished: Tensor | None = None
+        self._run_body = self._body.forward
+        self._body.forward = self._forward_body
+        self.attention = self._find_attention()
+        self.backend = backend(self.attention)
+
+    def _find_attention(self) -> tuple[AttentionSpec, ...]:
+        """What each layer attends like, from a pass over two tokens."""
+        specs: list[AttentionSpec] = []
+
+        def note(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+            specs.append(spec)
+            return torch.zeros_like(query)
+
+        positions = torch.arange(2, device=self._model.device)
+        with torch.inference_mode(), _attending(note):
+            self._hidden(self.embed(positions), positions)
+        if not specs:
+            raise UnsupportedModelError("no layer attends by transformers' attention interface")
+        return tuple(specs)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._embeddings.weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def window(self) -> int | None:
+        """How many positions a token sees at most, itself included; None if a layer sees all of them."""
+        windows = [spec.window for spec in self.attention if spec.window is not None]
+        return max(windows) if len(windows) == len(self.attention) else None
+
+    @property
+    def max_short_len(self) -> int | None:
+        return None
+
+    def first_position(self, prompt_len: int) -> int:
+        return 0
+
+    @property
+    def sees_ahead(self) -> SeesAhead | None:
+        return None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """``[tokens]`` int64 to ``[tokens, hidden_size]``, not yet scaled where the model scales them."""
+        embeddings: Tensor = self._embeddings(token_ids)
+        return embeddings
+
+    def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
+        """The KV cache of all layers, on the model's device or another one."""
+        place = device or self._model.device
+        return [
+            self.backend.allocate(num_blocks, block_size, spec, self._model.dtype, place) for spec in self.attention
+        ]
+
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        """What one block costs over all layers, keys and values together."""
+        return sum(self.backend.block_bytes(block_size, spec, self._model.dtype) for spec in self.attention)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        metadata: BatchMetadata,
+        caches: list[LayerCache],
+        cross: Sequence[CrossRows] = (),
+    ) -> Tensor:
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final hidden states."""
+        plan = self.backend.prepare(metadata, caches[0].block_size)
+        layers = iter(zip(caches, self.attention, strict=True))
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, _: AttentionSpec) -> Tensor:
+            cache, spec = next(layers)
+            return self.backend.attend(query, key, value, cache, spec, metadata, plan)
+
+        with _attending(attend):
+            return self._hidden(embeddings, positions)
+
+    def _hidden(self, embeddings: Tensor, positions: Tensor) -> Tensor:
+        output = self._body(inputs_embeds=embeddings[None], position_ids=positions[None], use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``: what the model does behind its layers."""
+        self._finished = hidden[None]
+        try:
+            logits: Tensor = self._model(inputs_embeds=self._finished, use_cache=False).logits[0]
+        finally:
+            self._finished = None
+        return logits.float()
+
+    def _forward_body(self, *arguments: Any, **named: Any) -> Any:
+        """The layers' own forward, or what it gave before."""
+        return self._run_body(*arguments, **named) if self._finished is None else _Finished(self._finished)
+
+    def _check(self) -> None:
+        """Raises UnsupportedModelError if sequences that are computed here have other logits than transformers'."""
+        generator = torch.Generator().manual_seed(0)
+        sequences = [torch.randint(self.vocab_size, (length,), generator=generator) for length in CHECKED_LENS]
+        with torch.inference_mode():
+            expected = torch.cat([self._their_logits(sequence) for sequence in sequences])
+            actual = torch.cat(self._our_logits(sequences))
+        error = float((actual - expected).std() / expected.std())
+        # In this order, since an error may be NaN.
+        if not error <= TOLERANCE.get(self._model.dtype, ROUNDED_TOLERANCE):
+            raise UnsupportedModelError(
+                f"with a paged cache its logits differ from transformers' own by {error:.2g} of their spread: "
+                "its layers keep or look at more than keys and values"
+            )
+
+    def _their_logits(self, sequence: Tensor) -> Tensor:
+        self._model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self._model(input_ids=sequence[None].to(self._model.device), use_cache=False).logits
+        finally:
+            self._model.set_attn_implementation(NAME)
+        return logits[0].float()
+
+    def _our_logits(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Of all sequences together, in three steps, of which the last computes one token of each."""
+        block_size = max(CHECKED_LENS)
+        caches = self.allocate_cache(len(sequences), block_size)
+        logits: list[list[Tensor]] = [[] for _ in sequences]
+        cuts = [(0, len(sequence) // 2, len(sequence) - 1, len(sequence)) for sequence in sequences]
+        for step in range(3):
+            spans = [(cut[step], cut[step + 1]) for cut in cuts]
+            ids = torch.cat([ids[first:last] for ids, (first, last) in zip(sequences, spans, strict=True)])
+            metadata, positions = _metadata(spans, block_size, self._model.device)
+            hidden = self.forward(self.embed(ids.to(self._model.device)), positions, metadata, caches)
+            for rows, part in zip(logits, torch.split(hidden, metadata.query_lens), strict=True):
+                rows.append(self.logits(part))
+        return [torch.cat(rows) for rows in logits]
+
+
+def _metadata(spans: Sequence[tuple[int, int]], block_size: int, device: torch.device) -> tuple[BatchMetadata, Tensor]:
+    """A batch of the tokens from `first` to `last` of each sequence, whose only block has its number; and positions."""
+    lens = [last - first for first, last in spans]
+    positions = torch.cat([torch.arange(first, last) for first, last in spans])
+    blocks = torch.arange(len(spans))
+    metadata = BatchMetadata(
+        query_starts=torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
+        context_lens=torch.tensor([last for _, last in spans], dtype=torch.int32, device=device),
+        block_tables=blocks[:, None].to(device, torch.int32),
+        slot_mapping=(blocks.repeat_interleave(torch.tensor(lens)) * block_size + positions).to(device),
+        query_lens=lens,
+        host_context_lens=[last for _, last in spans],
+        num_decodes=len(spans) if max(lens) == 1 else 0,
+    )
+    return metadata, positions.to(device)
+
+
+@dataclass(frozen=True)
+class TransformersCheckpoint:
+    """A folder as transformers reads it. Its own code, which some checkpoints bring along, never runs."""
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> Any:
+        """Raises UnsupportedModelError for a model that transformers does not know."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except (ValueError, KeyError, OSError, ImportError) as error:
+            raise UnsupportedModelError(f"transformers does not know it either: {_first_line(error)}") from error
+
+    @property
+    def max_position(self) -> int:
+        """The longest context. Raises UnsupportedModelError where the config does not say."""
+        text_config = self.config.get_text_config()
+        longest = getattr(text_config, "max_position_embeddings", None)
+        if not isinstance(longest, int):
+            raise UnsupportedModelError("its config does not say how many positions it has (max_position_embeddings)")
+        rope = getattr(text_config, "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text_config, "original_max_position_embeddings", None
+        )
+        if rope.get("rope_type") in EXTENDING_ROPES and isinstance(original, int) and original < longest:
+            logger.info("%d positions instead of %d: a longer one would change others in its batch", original, longest)
+            return original
+        return longest
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The model with its weights. Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
+        AttentionInterface.register(NAME, _attention)
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                self.folder, config=self.config, dtype=dtype, attn_implementation=NAME, local_files_only=True,
+                trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
+        except (ValueError, KeyError, ImportError) as error:
+            raise UnsupportedModelError(
+                f"transformers cannot load it as a language model: {_first_line(error)}"
+            ) from error
+        except (OSError, RuntimeError) as error:
+            raise ModelLoadError(f"transformers cannot load {self.folder}: {_first_line(error)}") from error
+        if missing := sorted(report["missing_keys"]):
+            raise MissingWeightsError(f"{self.folder} has no tensor {missing[0]}" + _and_more(len(missing) - 1))
+        if not model._can_set_attn_implementation():
+            raise UnsupportedModelError(f"{type(model).__name__} does not attend by transformers' attention interface")
+        return model.eval().requires_grad_(False).to(device)
+
+    def end_token_ids(self, model: Any) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ids = model.generation_config.eos_token_id
+        return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _and_more(count: int) -> str:
+    return f", and {count} more are missing" if count else ""

@@ -1,0 +1,160 @@
+"""Models that run by transformers' code in our engine: its tokens, alone, batched, chunked, cached and preempted."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import change_config, change_tensors, make_llama, make_text_model
+from tests.engine.test_families import LENGTHS
+from tests.engine.test_parity import Oracle, assert_no_further, engine_for, first_logits, generate, tight_cache
+from vlmserve import LLM, SamplingParams
+from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.engine.engine import Engine
+from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.models.registry import load_model
+from vlmserve.types import Prompt
+
+CPU = torch.device("cpu")
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Each has something that no family of our own has.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "learned positions": ("GPT2", {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 512}),
+    "scaled logits, windows": ("Cohere2", {"pad_token_id": 0, "sliding_window": 7}),
+    "scaled residuals": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}),
+    "experts": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "narrow values": (
+        "DeepseekV3",
+        {
+            **EXPERTS, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1,
+        },
+    ),
+}  # fmt: skip
+
+
+def make(folder: Path, family: str, **overrides: Any) -> Path:
+    classes = (getattr(transformers, family + suffix, None) for suffix in ("ForCausalLM", "LMHeadModel"))
+    model_class = next(found for found in classes if found is not None)
+    return make_text_model(folder, model_class, getattr(transformers, family + "Config"), **overrides)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    family, overrides = MODELS[request.param]
+    folder = make(tmp_path_factory.mktemp("theirs"), family, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return Oracle(folder, model, None, (), 0, 300)
+
+
+@pytest.fixture(scope="module")
+def prompts(oracle: Oracle) -> list[Prompt]:
+    return [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
+    expected = [oracle.greedy(prompt) for prompt in prompts]
+    assert len({tuple(answer) for answer in expected}) > 4, "answers that are alike would prove little"
+    engine = engine_for(oracle, block_size=4)
+    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
+    assert generate(engine, prompts) == expected
+    assert generate(engine_for(oracle, max_num_batched_tokens=5), prompts) == expected
+    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    assert generate(tight, prompts) == expected
+    # Where all layers have a short window, everybody finds room.
+    assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
+
+
+@torch.inference_mode()
+def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
+    exact = [oracle.forward(prompt, [])[0] for prompt in prompts]
+    rounded = AutoModelForCausalLM.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
+    theirs = [rounded(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1].float() for prompt in prompts]
+    ours = first_logits(engine_for(oracle, dtype="bfloat16"), prompts)
+    assert_no_further(ours, torch.stack(theirs), torch.stack(exact))
+
+
+def engine(folder: Path, **settings: Any) -> Engine:
+    settings = {"kv_cache_memory": "1MiB", "dtype": "float32", "device": "cpu", **settings}
+    return Engine(EngineConfig(model=str(folder), **settings), folder)
+
+
+def test_ours_is_preferred_and_the_log_says_which_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_llama(tmp_path / "ours")
+    prompts = [Prompt([5, 6, 7, 8])]
+    with caplog.at_level(logging.INFO, "vlmserve"):
+        ours = generate(engine(folder), prompts)
+        assert not caplog.messages or "transformers" not in " ".join(caplog.messages)
+        assert generate(engine(folder, model_impl="transformers"), prompts) == ours
+        assert "LlamaForCausalLM runs by transformers' implementation" in caplog.messages[-1]
+        caplog.clear()
+        engine(make(tmp_path / "theirs", "GPTNeoX"))
+        assert "no implementation of our own: architecture 'GPTNeoXForCausalLM'" in caplog.messages[0]
+        assert "GPTNeoXForCausalLM runs by transformers'" in caplog.messages[-1]
+    with pytest.raises(UnsupportedModelError, match=r"'GPTNeoXForCausalLM' is not supported.*all that are: "):
+        engine(tmp_path / "theirs", model_impl="vlmserve")
+
+
+def test_conversations_work_as_with_every_model(tmp_path: Path) -> None:
+    llm = LLM(str(make(tmp_path, "GPTNeoX")), kv_cache_memory="1MiB")
+    [result] = llm.chat([[{"role": "user", "content": "How many?"}]], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert len(result.outputs[0].token_ids) == 3 or result.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("Bloom", {"n_head": 6, "n_layer": 3}, "does not attend by transformers' attention interface"),
+        ("GptOss", {"head_dim": 8, "num_local_experts": 4, "pad_token_id": 0}, "a mask, a bias or sinks of its own"),
+        ("Mamba", {}, "no layer attends"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "more than keys and values"),
+    ],
+)
+def test_what_cannot_run_over_a_paged_cache_says_why(
+    tmp_path: Path, family: str, overrides: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"is not supported.*--model-impl transformers: .*{reason}"):
+        engine(make(tmp_path, family, **overrides))
+
+
+def test_what_is_broken_or_asks_for_more_says_so(tmp_path: Path) -> None:
+    folder = make(tmp_path, "GPTNeoX")
+    with pytest.raises(ConfigurationError, match="--quantize is for our own"):
+        load_model(folder, device=CPU, dtype=None, quantization=QuantizationConfig(scheme="int8"))
+    change_tensors(folder, lambda name, tensor: None if "layers.1.mlp" in name else (name, tensor))
+    with pytest.raises(MissingWeightsError, match=r"no tensor .*layers.1.mlp.*and 3 more"):
+        engine(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="transformers cannot load"):
+        engine(folder)
+    change_config(folder, model_type="unheard-of", architectures=["Unheard"])
+    with pytest.raises(UnsupportedModelError, match=r"'Unheard' is not supported.*does not know it either"):
+        engine(folder)
+
+
+def test_a_context_ends_before_one_request_would_change_another(tmp_path: Path) -> None:
+    """Under transformers' longrope the longest sequence of a batch decides how all of them turn."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "factor": 8.0,
+    }  # fmt: skip
+    folder = make_text_model(
+        tmp_path,
+        transformers.Phi3ForCausalLM,
+        transformers.Phi3Config,
+        pad_token_id=0,
+        rope_parameters=rope,
+        original_max_position_embeddings=64,
+    )
+    assert engine(folder).info.max_model_len == 512
+    assert engine(folder, model_impl="transformers").info.max_model_len == 64
