@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -114,6 +116,7 @@ def _load(
     if quantization is not None:
         quantize(model, quantization)
     _choose_arrangement(model, native=native)
+    _return_free_memory()
     return LoadedModel(
         architecture=description.architecture,
         language_model=decoder,
@@ -287,6 +290,13 @@ def _choose_arrangement(model: nn.Module, *, native: bool) -> None:
             module.pack(native=native)
         elif isinstance(module, RMSNorm | LayerNorm | EncoderAttention) and native:
             module.use_native()
+
+
+def _return_free_memory() -> None:
+    """Give what loading has freed back to the system, where the C library (glibc) would keep it: a third of the memory
+    of a model that was quantized to 4 bits."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def read_json(path: Path) -> dict[str, Any]:

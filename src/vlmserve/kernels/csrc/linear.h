@@ -212,15 +212,22 @@ long plain_scratch(const LinearArgs& args) {
 template <class Format>
 void pack_tiles(const typename Format::Element* weight, typename Format::Element* packed, long out, long in, bool gated) {
     long tiles = num_tiles(out, gated), features = gated ? out / 2 : out, each = features_of_tile(gated);
+    constexpr long UNIT = Format::PAIR * static_cast<long>(sizeof(typename Format::Element));
 #pragma omp parallel for schedule(static)
-    for (long tile = 0; tile < tiles; ++tile)
-        for (long column = 0; column < in; ++column)
-            for (long lane = 0; lane < TILE; ++lane) {
-                long feature = tile * each + lane % each;
-                long place = (column / Format::PAIR * TILE + lane) * Format::PAIR + column % Format::PAIR;
-                const auto* row = weight + (feature + lane / each * features) * in;
-                packed[tile * TILE * in + place] = feature < features ? row[column] : typename Format::Element{};
-            }
+    for (long tile = 0; tile < tiles; ++tile) {
+        auto* to = packed + tile * TILE * in;
+        const typename Format::Element* rows[TILE];
+        for (long lane = 0; lane < TILE; ++lane) {
+            long feature = tile * each + lane % each;
+            rows[lane] = feature < features ? weight + (feature + lane / each * features) * in : nullptr;
+        }
+        for (long column = 0; column < in; column += Format::PAIR)
+            for (long lane = 0; lane < TILE; ++lane, to += Format::PAIR)
+                if (rows[lane])
+                    __builtin_memcpy(to, rows[lane] + column, UNIT);
+                else
+                    __builtin_memset(to, 0, UNIT);
+    }
 }
 
 void pack(const void* weight, void* packed, long out, long in, int dtype, int gated) {

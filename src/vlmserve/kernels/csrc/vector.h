@@ -61,7 +61,8 @@ INLINE f32x16 load(const bf16* from) {
 
 INLINE f32x16 load(const f16* from) {
 #if defined(__AVX512F__)
-    return bit_cast<f32x16>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+    // The masked form, of which GCC does not think that it reads what was never written.
+    return bit_cast<f32x16>(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(__F16C__)
     const __m128i* halves = reinterpret_cast<const __m128i*>(from);
     __m256 values[2] = {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
