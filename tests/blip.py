@@ -13,7 +13,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BlipConfig, BlipForConditionalGeneration, BlipForQuestionAnswering
 
-from tests.checkpoints import _save, change_tensors
+from tests.checkpoints import change_tensors, save_model
 from tests.prompt.tokenizers_for_tests import CORPUS
 from vlmserve.types import CrossInput, ImageInput, Prompt
 
@@ -53,7 +53,7 @@ def make_blip(folder: Path, kind: str = "caption", *, dtype: torch.dtype = torch
     width = {} if kind == "caption" else {"hidden_size": TEXT["hidden_size"]}
     write_wordpiece(folder)
     config = BlipConfig(text_config=TEXT, vision_config={**VISION, **width, **vision}, initializer_range=0.15)
-    _save(folder, CLASSES[kind], config, 0, torch.float32, "1GB")
+    save_model(folder, CLASSES[kind], config, 0, torch.float32, "1GB")
     torch.manual_seed(1)
     change_tensors(folder, lambda name, tensor: (name, _livelier(name, tensor).to(dtype)))
     processor = {"image_processor_type": "BlipImageProcessor", "size": {"height": 24, "width": 24}}

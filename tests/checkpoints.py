@@ -69,7 +69,7 @@ def make_text_model(
     """A decoder, a tokenizer and a chat template in `folder`; overrides are fields of the config."""
     tokenizer = write_tokenizer(folder, sees=False)
     config = config_class(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **overrides})
-    _save(folder, model_class, config, seed, dtype, shard_size)
+    save_model(folder, model_class, config, seed, dtype, shard_size)
     return folder
 
 
@@ -101,7 +101,7 @@ def make_llava(
         image_token_index=tokenizer.token_to_id("<image>"),
         **{"image_seq_length": (vision_config.image_size // vision_config.patch_size) ** 2, **overrides},
     )
-    _save(folder, LlavaForConditionalGeneration, config, seed, dtype, shard_size)
+    save_model(folder, LlavaForConditionalGeneration, config, seed, dtype, shard_size)
     if published_names:
         rename_tensors(folder, published_name)
     write_image_processor(folder, vision_config, config.vision_feature_select_strategy)
@@ -125,7 +125,7 @@ def make_llava_next(
         image_token_index=tokenizer.token_to_id("<image>"),
         **{"image_grid_pinpoints": PINPOINTS, **overrides},
     )
-    _save(folder, LlavaNextForConditionalGeneration, config, 0, torch.float32, "1GB")
+    save_model(folder, LlavaNextForConditionalGeneration, config, 0, torch.float32, "1GB")
     if published_names:
         rename_tensors(folder, published_name)
     write_image_processor(folder, config.vision_config, config.vision_feature_select_strategy)
@@ -161,7 +161,7 @@ def make_idefics3(
         image_token_id=tokenizer.token_to_id("<image>"),
         **{"scale_factor": 2, "pad_token_id": 2, **overrides},
     )
-    _save(folder, getattr(transformers, f"{family}ForConditionalGeneration"), config, 0, torch.float32, "1GB")
+    save_model(folder, getattr(transformers, f"{family}ForConditionalGeneration"), config, 0, torch.float32, "1GB")
     processor = {
         "image_processor_type": f"{family}ImageProcessor",
         "size": {"longest_edge": 48},
@@ -225,7 +225,7 @@ def make_qwen_vl(folder: Path, kind: str) -> Path:
         image_token_id=tokenizer.token_to_id("<|image_pad|>"),
         video_token_id=tokenizer.token_to_id("<|video_pad|>"),
     )
-    _save(folder, model_class, config, 0, torch.float32, "1GB")
+    save_model(folder, model_class, config, 0, torch.float32, "1GB")
     settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, **QWEN_PIXELS}
     (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "temporal_patch_size": 2}))
     return folder
@@ -265,7 +265,7 @@ def make_gemma3(folder: Path, *, published_names: bool = False, **overrides: Any
         mm_tokens_per_image=GEMMA3_PICTURE_TOKENS,
         **{f"{name}_index": token_id for name, token_id in ids.items()},
     )  # fmt: skip
-    _save(folder, Gemma3ForConditionalGeneration, config, 0, torch.float32, "1GB")
+    save_model(folder, Gemma3ForConditionalGeneration, config, 0, torch.float32, "1GB")
     if published_names:
         rename_tensors(folder, published_name)
     settings = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}}
@@ -347,14 +347,15 @@ def write_image_processor(folder: Path, vision: CLIPVisionConfig, strategy: str)
     (folder / "processor_config.json").write_text(json.dumps(sizes))
 
 
-def _save(
+def save_model(
     folder: Path,
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
-    seed: int,
-    dtype: torch.dtype,
-    shard_size: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "1GB",
 ) -> None:
+    """Random weights, none of which is as transformers initializes norms and biases."""
     torch.manual_seed(seed)
     model = model_class(config)
     # Ones and zeros, as transformers initializes them, would hide a norm or bias that is left out or swapped.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ MAX_CACHE_SALT = 256
 MAX_SEED = 2**63 - 1
 
 
-class Tiling(msgspec.Struct, frozen=True):
+class Tiling(msgspec.Struct, frozen=True, tag=True):
     """How the tiles of a picture lie, of which the first shows all of it.
 
     rows, columns: of the others. height, width: how many rows and columns of their embeddings the picture covers, in
@@ -41,6 +41,25 @@ class Tiling(msgspec.Struct, frozen=True):
     width: int
 
 
+class NamedArray(msgspec.Struct, frozen=True):
+    """A small array, as a model's own code calls it. dtype: numpy's name. data: its bytes, row by row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class FurtherInputs(msgspec.Struct, frozen=True, tag=True):
+    """What a tower takes beside pixels, where transformers' code runs it. num_embeddings: what it makes of them all."""
+
+    num_embeddings: int
+    arrays: tuple[NamedArray, ...]
+
+
+TowerInputs: TypeAlias = Tiling | FurtherInputs
+
+
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One picture or video, ready for a vision tower.
 
@@ -50,8 +69,8 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     num_tokens: how many tokens it takes in a prompt: a placeholder for each embedding that the tower returns, and text.
     grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens. frame_step:
     positions from one frame of the grid to the next, each rounded down.
-    tiling: how its tiles lie, where the tower must know. text: the tokens that are text, each with its place among all
-    of the picture's, in order.
+    tiling: how its tiles lie, or what else the tower must know. text: the tokens that are text, each with its place
+    among all of the picture's, in order.
     """
 
     key: bytes
@@ -59,7 +78,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     num_tokens: int
     grid: tuple[int, int, int] | None = None
     frame_step: float = 1.0
-    tiling: Tiling | None = None
+    tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
 
     @property

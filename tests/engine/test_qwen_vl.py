@@ -17,7 +17,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
-from tests.checkpoints import TEXT, _save, write_tokenizer
+from tests.checkpoints import TEXT, save_model, write_tokenizer
 from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
 from tests.models.test_qwen_vision import QWEN2, QWEN25, patches
 from vlmserve.types import ImageInput, ImageSpan, Prompt
@@ -85,7 +85,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     vision_fields["hidden_size" if request.param == "qwen2_vl" else "out_hidden_size"] = TEXT["hidden_size"]
     config = config_class(text_config=text, vision_config=vision_fields, image_token_id=IMAGE_TOKEN, video_token_id=291,
                           vision_start_token_id=292, vision_end_token_id=293)  # fmt: skip
-    _save(folder, model_class, config, 0, torch.float32, "1GB")
+    save_model(folder, model_class, config, 0, torch.float32, "1GB")
     model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

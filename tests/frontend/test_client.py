@@ -189,6 +189,7 @@ async def test_asking_an_engine_that_is_gone_or_going_fails(start):
     client = await start(mock_tpot=60)
     await client.submit(request())
     await until(lambda: client.stats.num_running == 1)
+    os.kill(client.pid, signal.SIGSTOP)  # so that it cannot answer
     asking = [asyncio.ensure_future(client.inspect()) for _ in range(2)]
     await asyncio.sleep(0.01)
     asking[0].cancel()

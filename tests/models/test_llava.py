@@ -161,4 +161,4 @@ def test_options_that_are_not_implemented_are_refused_by_name(
     folder = make_llava(tmp_path)
     change_config(folder, **fields)
     with pytest.raises(UnsupportedModelError, match=word):
-        load(folder)
+        load(folder, implementation="vlmserve")

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmserve.config import MediaConfig
+from vlmserve.config import MediaConfig, ModelImplementation
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, TooManyImagesError
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
 from vlmserve.media.any_size import AnySizeProcessor
@@ -17,6 +17,7 @@ from vlmserve.media.crops import CropProcessor
 from vlmserve.media.processor import ImageProcessor, PictureProcessor, implied_settings
 from vlmserve.media.sources import ImageSource, prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
+from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.media.videos import VideoProcessor, prepare_video
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
 from vlmserve.prompt.detokenize import Detokenizer
@@ -31,14 +32,22 @@ from vlmserve.types import ImageInput, Prompt, SamplingParams
 class RequestPreparer:
     """Makes prompts for the checkpoint in `folder`.
 
+    implementation: of the model, which decides how pictures become pixels.
+
     Raises ModelLoadError or UnsupportedModelError if the folder's tokenizer, template or image processor is unusable.
     """
 
-    def __init__(self, folder: Path, media: MediaConfig) -> None:
+    def __init__(self, folder: Path, media: MediaConfig, implementation: ModelImplementation = "auto") -> None:
         files = PromptFiles.read(folder)
         self._media = media
         self.picture_cache = PictureCache(media.picture_cache_memory)
         self.tokenizer = Tokenizer.from_folder(folder, files)
+        self._one_picture = one_picture_prompts(read_json(folder / "config.json"))
+        sees_images = self.tokenizer.image_token_id is not None or self._one_picture is not None
+        theirs = implementation == "transformers" or (implementation == "auto" and not files.sees_by_own_code)
+        choose = _transformers_processor if theirs else _image_processor
+        # Before the template, which writes the mark that the processor reads.
+        self._processor = choose(folder, self.tokenizer, media) if sees_images else None
         self._template = (
             ChatTemplate(
                 files.chat_template,
@@ -49,9 +58,6 @@ class RequestPreparer:
             if files.chat_template is not None
             else None
         )
-        self._one_picture = one_picture_prompts(read_json(folder / "config.json"))
-        sees_images = self.tokenizer.image_token_id is not None or self._one_picture is not None
-        self._processor = _image_processor(folder, self.tokenizer, media) if sees_images else None
         sees_videos = self.tokenizer.video_token_id is not None
         self._video_processor = _video_processor(folder, media) if sees_videos else None
 
@@ -195,6 +201,14 @@ def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:
 def _quoted(message: Message, quotation: Quotation) -> Message:
     parts = (quotation.quote(part) if isinstance(part, str) else part for part in message.parts)
     return replace(message, parts=tuple(parts))
+
+
+def _transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:
+    _refuse_bounds(media)
+    assert tokenizer.image_token_id is not None
+    processor = TransformersProcessor(folder, tokenizer.image_token_id)
+    tokenizer.mark_pictures(processor.mark)
+    return processor
 
 
 def _image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:

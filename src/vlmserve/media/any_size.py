@@ -19,6 +19,7 @@ from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import (
     NO_LIMITS,
     PixelLimits,
+    PixelProcessor,
     Placeholders,
     level_table,
     per_channel,
@@ -48,7 +49,7 @@ class AnySizeRecipe:
     std: tuple[float, ...] | None
 
 
-class AnySizeProcessor:
+class AnySizeProcessor(PixelProcessor):
     """Preprocesses pictures for one checkpoint; see `media.processor.ImageProcessor`."""
 
     def __init__(self, recipe: AnySizeRecipe, *, exact_pixels: bool = False) -> None:

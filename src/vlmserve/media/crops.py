@@ -18,7 +18,7 @@ from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.media.pictures import Picture
-from vlmserve.media.processor import PixelLimits, Placeholders, level_table, refuse_limits, to_rgb
+from vlmserve.media.processor import PixelLimits, PixelProcessor, Placeholders, level_table, refuse_limits, to_rgb
 from vlmserve.types import Pixels
 
 
@@ -38,7 +38,7 @@ class CropRecipe:
         return self.size - 2 * self.margin
 
 
-class CropProcessor:
+class CropProcessor(PixelProcessor):
     """Preprocesses pictures for one checkpoint; see `media.processor.ImageProcessor`. Its pixels are one plane: the
     whole picture at a crop's size in the upper left corner, below it the one that crops are cut from."""
 

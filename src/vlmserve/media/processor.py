@@ -20,7 +20,7 @@ from PIL import Image
 
 from vlmserve.errors import InvalidRequestError, UnsupportedModelError
 from vlmserve.media.pictures import Picture
-from vlmserve.types import Pixels, Tiling
+from vlmserve.types import Pixels, TowerInputs
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
@@ -70,7 +70,7 @@ class Placeholders(NamedTuple):
 
     num_tokens: int
     grid: tuple[int, int, int] | None = None
-    tiling: Tiling | None = None
+    tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
 
 
@@ -120,6 +120,21 @@ class PictureProcessor(Protocol):
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer."""
         ...
 
+    def prepare(self, picture: Picture) -> tuple[Pixels, Placeholders]:
+        """Float32 ``[tiles, 3, height, width]``, and what they take in a prompt.
+
+        Raises InvalidImageError for a shape that the model cannot take.
+        """
+        ...
+
+
+class PixelProcessor(PictureProcessor, Protocol):
+    """One that knows from the pixels what they take."""
+
+    def prepare(self, picture: Picture) -> tuple[Pixels, Placeholders]:
+        pixels = self.process(picture)
+        return pixels, self.placeholders(pixels, picture.size)
+
     def process(self, picture: Picture) -> Pixels:
         """Float32 ``[tiles, 3, height, width]``. Raises InvalidImageError for a shape that the model cannot take."""
         ...
@@ -142,7 +157,7 @@ class PixelRecipe:
     std: tuple[float, ...] | None
 
 
-class ImageProcessor:
+class ImageProcessor(PixelProcessor):
     """Preprocesses pictures for one checkpoint.
 
     height, width: of its pixels. num_tokens: placeholders that a picture takes.

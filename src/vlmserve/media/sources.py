@@ -80,9 +80,9 @@ def open_picture(source: ImageSource, preprocessing: Preprocessing, limits: Medi
 
 
 def _process(key: bytes, picture: Picture, processor: PictureProcessor) -> ImageInput:
-    pixels = processor.process(picture)
+    pixels, placeholders = processor.prepare(picture)
     pixels.flags.writeable = False  # other requests may see the same picture
-    return ImageInput(key, pixels, **processor.placeholders(pixels, picture.size)._asdict())
+    return ImageInput(key, pixels, **placeholders._asdict())
 
 
 def is_url(source: str) -> bool:

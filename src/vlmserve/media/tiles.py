@@ -21,6 +21,7 @@ from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import (
     ImageProcessor,
     PixelLimits,
+    PixelProcessor,
     Placeholders,
     level_table,
     per_channel,
@@ -34,7 +35,7 @@ _LARGEST_EDGE = 4096
 """Pixels along a side of what Idefics3 makes of a picture before it fits it to tiles."""
 
 
-class AnyResolutionProcessor:
+class AnyResolutionProcessor(PixelProcessor):
     """Preprocesses pictures for one LLaVA-NeXT checkpoint; see `media.processor.ImageProcessor`.
 
     Of the resolutions that a model knows a picture gets the one that keeps most of it. It is resized to fit, padded in
@@ -132,7 +133,7 @@ class SplitRecipe:
     std: tuple[float, ...] | None
 
 
-class SplitProcessor:
+class SplitProcessor(PixelProcessor):
     """Preprocesses pictures for one Idefics3 or SmolVLM checkpoint; see `media.processor.ImageProcessor`.
 
     A picture is resized to whole tiles and cut; behind them comes all of the picture as one tile. The prompt tells the

@@ -15,7 +15,7 @@ from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
-from vlmserve.types import Tiling
+from vlmserve.types import TowerInputs
 
 IMAGE_TOKEN_ID = 262144
 TOKENS_PER_IMAGE = 256
@@ -64,7 +64,7 @@ class Gemma3Vision(nn.Module):
         self.multi_modal_projector = Gemma3Projector(spec, hidden_size, self.num_tokens, **kind)
         self.dtype = dtype
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
         spec = self.vision_tower.spec
         expected = (1, spec.num_channels, spec.image_size, spec.image_size)
@@ -73,7 +73,7 @@ class Gemma3Vision(nn.Module):
         if num_tokens != self.num_tokens:
             raise InvalidImageError(f"the picture makes {self.num_tokens} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, in one call.
 
         pixels: one float tensor ``[1, channels, height, width]`` a picture, on the model's device.

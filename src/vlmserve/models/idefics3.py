@@ -14,7 +14,7 @@ from vlmserve.errors import InvalidImageError
 from vlmserve.layers.linear import Linear
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS, SiglipTower
-from vlmserve.types import Tiling
+from vlmserve.types import TowerInputs
 
 IMAGE_TOKEN_ID = 128257
 TILES_AT_ONCE = 16
@@ -55,7 +55,7 @@ class Idefics3Vision(nn.Module):
         self.connector = Connector(spec.hidden_size, merge, hidden_size, dtype=dtype, device=device)
         self.dtype = dtype
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that square tiles of a shape become that many embeddings; raises InvalidImageError if they do not."""
         spec, merge = self.vision_model.spec, self.connector.merge
         side = shape[-1] // spec.patch_size
@@ -68,7 +68,7 @@ class Idefics3Vision(nn.Module):
         if embeddings != num_tokens:
             raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures.
 
         pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
-from vlmserve.types import Tiling
+from vlmserve.types import Tiling, TowerInputs
 
 # LLaVA-1.5's tower and options, which its published configs partly leave out.
 VISION_DEFAULTS: Mapping[str, Any] = {
@@ -80,7 +80,7 @@ class LlavaVision(nn.Module):
         self.skipped_tokens = 1 if strategy == "default" else 0
         self.dtype = dtype
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
         spec = self.vision_tower.spec
         expected = (spec.num_channels, spec.image_size, spec.image_size)
@@ -90,7 +90,7 @@ class LlavaVision(nn.Module):
         if embeddings != num_tokens:
             raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, in one call.
 
         pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
@@ -106,7 +106,7 @@ class LlavaVision(nn.Module):
         embeddings: Tensor = self.multi_modal_projector(features)
         return list(torch.split(embeddings, [len(tiles) for tiles in pixels]))
 
-    def _count(self, tiles: int, tiling: Tiling | None) -> int:
+    def _count(self, tiles: int, tiling: TowerInputs | None) -> int:
         return tiles * (self.vision_tower.spec.num_patches + 1 - self.skipped_tokens)
 
 
@@ -138,12 +138,12 @@ class LlavaNextVision(LlavaVision):
         spec = self.vision_tower.spec
         self._side = spec.image_size // spec.patch_size
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """As `LlavaVision.encode`; every picture needs its tiling."""
         return [self._arrange(*picture) for picture in zip(self._encode_tiles(pixels), tilings, strict=True)]
 
-    def _arrange(self, tiles: Tensor, tiling: Tiling | None) -> Tensor:
-        assert tiling is not None, "`check` lets no picture pass without one"
+    def _arrange(self, tiles: Tensor, tiling: TowerInputs | None) -> Tensor:
+        assert isinstance(tiling, Tiling), "`check` lets no picture pass without one"
         side, size = self._side, tiles.shape[-1]
         down, across = tiling.rows * side, tiling.columns * side
         whole = tiles[1:].view(tiling.rows, tiling.columns, side, side, size).transpose(1, 2)
@@ -153,8 +153,8 @@ class LlavaNextVision(LlavaVision):
         newlines = self.image_newline.weight.expand(tiling.height, 1, size)
         return torch.cat((tiles[0], torch.cat((covered, newlines), 1).flatten(0, 1)))
 
-    def _count(self, tiles: int, tiling: Tiling | None) -> int:
-        if tiling is None or tiles != 1 + tiling.rows * tiling.columns:
+    def _count(self, tiles: int, tiling: TowerInputs | None) -> int:
+        if not isinstance(tiling, Tiling) or tiles != 1 + tiling.rows * tiling.columns:
             raise InvalidImageError(f"the picture's {tiles} tiles lie in no rows and columns: {tiling}")
         if not 0 <= tiling.height <= tiling.rows * self._side or not 0 <= tiling.width <= tiling.columns * self._side:
             raise InvalidImageError(f"the picture covers more than its tiles: {tiling}")

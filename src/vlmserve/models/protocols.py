@@ -11,24 +11,24 @@ from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layers.attention import CrossRows
-from vlmserve.types import CrossInput, SeesAhead, Tiling
+from vlmserve.types import CrossInput, SeesAhead, TowerInputs
 
 
 class VisionEncoder(Protocol):
     """A vision tower with its projector."""
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels ``[tiles, channels, height, width]`` of that shape become that many embeddings.
 
         Raises InvalidImageError if they do not.
         """
         ...
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, in one call.
 
         pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
-        tilings: how the tiles of each lie, for a model that puts their embeddings in order.
+        tilings: how the tiles of each lie, for a model that puts their embeddings in order, or whatever else it needs.
         Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
         """
         ...

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vlmserve.config import ModelImplementation, QuantizationConfig
-from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
 from vlmserve.kernels.cpu_attention import CpuAttention, unserved
 from vlmserve.kernels.extension import choose_kernels
@@ -82,7 +82,9 @@ def load_model(
         logger.info("no implementation of our own: %s", error)
         try:
             return _load_with_transformers(folder, device, dtype, kernels, quantization)
-        except UnsupportedModelError as other:
+        except MissingWeightsError:
+            raise
+        except ModelLoadError as other:
             raise UnsupportedModelError(f"{error}; by --model-impl transformers: {other}") from other
 
 
@@ -255,13 +257,14 @@ def _load_with_transformers(
         return _attention_backend(attention, wanted, device, sees_ahead=False) if native else TorchReference()
 
     theirs = checkpoint.load(wanted, device)
-    model = TransformersModel(theirs, choose)
+    sample = checkpoint.sample(theirs)
+    model = TransformersModel(theirs, choose, sample)
     logger.info("%s runs by transformers' implementation, which is slower than our own", type(theirs).__name__)
     return LoadedModel(
         architecture=type(theirs).__name__,
         language_model=model,
-        vision=None,
-        image_token_id=None,
+        vision=None if sample is None else sample.vision,
+        image_token_id=checkpoint.image_token_id,
         end_token_ids=checkpoint.end_token_ids(theirs),
         max_position=checkpoint.max_position,
         dtype=wanted,

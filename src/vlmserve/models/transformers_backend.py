@@ -18,18 +18,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from PIL import Image
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
 from vlmserve.layers.attention import CrossRows
-from vlmserve.types import SeesAhead
+from vlmserve.media.pictures import Picture
+from vlmserve.media.transformers_processor import TransformersProcessor
+from vlmserve.models.transformers_vision import TransformersVision
+from vlmserve.types import KEY_BYTES, ImageInput, SeesAhead
 
 logger = logging.getLogger(__name__)
 
 NAME = "vlmserve"
 """Of our attention among transformers' implementations."""
+SAMPLE_SIZE = (60, 90)
 CHECKED_LENS = (9, 24)
 """Tokens of the sequences that are compared before anything is served."""
 TOLERANCE = {torch.float32: 1e-3}
@@ -37,6 +44,9 @@ ROUNDED_TOLERANCE = 0.1
 """How far apart logits may be, as shares of their standard deviation; those of a wrong model are as far as that is."""
 EXTENDING_ROPES = ("dynamic", "longrope")
 """Rotary scalings that a whole batch switches on once one sequence in it is long."""
+
+_MISFITS = (ValueError, TypeError, AttributeError, LookupError)
+"""What code raises that is run on what it was not written for."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
@@ -104,14 +114,18 @@ class TransformersModel:
     """A `LanguageModel` made of one of transformers'.
 
     backend: chooses what attends, from the layers' specs. Raises UnsupportedModelError for a model whose layers do not
-    attend as they should, or that has other logits here than by itself.
+    attend as they should, or that has other logits here than by itself. sample: a picture for a model that sees.
     """
 
-    def __init__(self, model: Any, backend: Callable[[Sequence[AttentionSpec]], AttentionBackend]) -> None:
+    def __init__(
+        self, model: Any, backend: Callable[[Sequence[AttentionSpec]], AttentionBackend], sample: Sample | None = None
+    ) -> None:
         try:
             self._setup(model, backend)
             self._check()
-        except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+            if sample is not None:
+                self._check_picture(sample)
+        except (*_MISFITS, RuntimeError) as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot run over a flat batch: {_first_line(error)}"
             ) from error
@@ -226,20 +240,41 @@ class TransformersModel:
         with torch.inference_mode():
             expected = torch.cat([self._their_logits(sequence) for sequence in sequences])
             actual = torch.cat(self._our_logits(sequences))
+        self._compare(actual, expected, "its layers keep or look at more than keys and values")
+
+    def _check_picture(self, sample: Sample) -> None:
+        """Raises UnsupportedModelError if a prompt with a picture has other logits here than by transformers' own."""
+        device, image = self._model.device, sample.image
+        text = [token for token in range(self.vocab_size) if token != sample.image_token_id][:8]
+        shown = [sample.image_token_id] * image.num_tokens
+        for place, token in image.text:
+            shown[place] = token
+        ids = torch.tensor([*text[:5], *shown, *text[5:]])
+        pixels = torch.tensor(image.pixels, device=device, dtype=self._model.dtype)
+        with torch.inference_mode():
+            expected = self._their_logits(ids, pixel_values=pixels, **sample.vision.further(image.tiling, device))
+            embeddings = self.embed(ids.to(device))
+            [picture] = sample.vision.encode([pixels], [image.tiling])
+            embeddings[(ids == sample.image_token_id).to(device)] = picture
+            metadata, positions = _metadata([(0, len(ids))], len(ids), device)
+            hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)))
+        self._compare(self.logits(hidden), expected, "its pictures are more to it than embeddings in a row")
+
+    def _compare(self, actual: Tensor, expected: Tensor, reason: str) -> None:
         error = float((actual - expected).std() / expected.std())
         # In this order, since an error may be NaN.
         if not error <= TOLERANCE.get(self._model.dtype, ROUNDED_TOLERANCE):
             raise UnsupportedModelError(
-                f"with a paged cache its logits differ from transformers' own by {error:.2g} of their spread: "
-                "its layers keep or look at more than keys and values"
+                f"over a paged cache its logits differ from transformers' own by {error:.2g} of their spread: {reason}"
             )
 
-    def _their_logits(self, sequence: Tensor) -> Tensor:
+    def _their_logits(self, sequence: Tensor, **pictures: Tensor) -> Tensor:
         self._model.set_attn_implementation("eager")
         try:
-            logits: Tensor = self._model(input_ids=sequence[None].to(self._model.device), use_cache=False).logits
+            inputs = {"input_ids": sequence[None].to(self._model.device), **pictures}
+            logits: Tensor = self._model(**inputs, use_cache=False).logits
         finally:
-            self._model.set_attn_implementation(NAME)
+            self._model.set_attn_implementation(_ours_in(self._model.config))
         return logits[0].float()
 
     def _our_logits(self, sequences: Sequence[Tensor]) -> list[Tensor]:
@@ -256,6 +291,25 @@ class TransformersModel:
             for rows, part in zip(logits, torch.split(hidden, metadata.query_lens), strict=True):
                 rows.append(self.logits(part))
         return [torch.cat(rows) for rows in logits]
+
+
+def _ours_in(config: Any) -> dict[str, str]:
+    """Our attention in the language model, torch's in a vision tower."""
+    parts = [name for name in config.sub_configs if name != "text_config"]
+    return {
+        "": NAME,
+        **({"text_config": NAME} if "text_config" in config.sub_configs else {}),
+        **dict.fromkeys(parts, "sdpa"),
+    }
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A picture as the model's processor leaves it, to try a model with."""
+
+    image: ImageInput
+    image_token_id: int
+    vision: TransformersVision
 
 
 def _metadata(spans: Sequence[tuple[int, int]], block_size: int, device: torch.device) -> tuple[BatchMetadata, Tensor]:
@@ -287,9 +341,12 @@ class TransformersCheckpoint:
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError, ImportError) as error:
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except (*_MISFITS, OSError, ImportError, StrictDataclassError) as error:
             raise UnsupportedModelError(f"transformers does not know it either: {_first_line(error)}") from error
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedModelError("quantized checkpoints are only for our own implementations")
+        return config
 
     @property
     def max_position(self) -> int:
@@ -307,17 +364,41 @@ class TransformersCheckpoint:
             return original
         return longest
 
+    @property
+    def image_token_id(self) -> int | None:
+        """The placeholder, if the model sees. Raises UnsupportedModelError where it names none."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+        if type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return None
+        names = ("image_token_id", "image_token_index")
+        found = next((value for name in names if isinstance(value := getattr(self.config, name, None), int)), None)
+        if found is None:
+            raise UnsupportedModelError("its config names no token that stands for pictures (image_token_id)")
+        return found
+
+    def sample(self, model: Any) -> Sample | None:
+        """A picture to try the model with, if it sees."""
+        if self.image_token_id is None:
+            return None
+        noise = np.random.default_rng(0).integers(0, 256, (*SAMPLE_SIZE, 3), np.uint8)
+        processor = TransformersProcessor(self.folder, self.image_token_id)
+        pixels, placeholders = processor.prepare(Picture.whole(Image.fromarray(noise)))
+        image = ImageInput(bytes(KEY_BYTES), pixels, **placeholders._asdict())
+        return Sample(image, self.image_token_id, TransformersVision(model))
+
     def load(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The model with its weights. Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
 
         AttentionInterface.register(NAME, _attention)
+        auto = AutoModelForCausalLM if self.image_token_id is None else AutoModelForImageTextToText
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                self.folder, config=self.config, dtype=dtype, attn_implementation=NAME, local_files_only=True,
-                trust_remote_code=False, output_loading_info=True,
+            model, report = auto.from_pretrained(
+                self.folder, config=self.config, dtype=dtype, attn_implementation=_ours_in(self.config),
+                local_files_only=True, trust_remote_code=False, output_loading_info=True,
             )  # fmt: skip
-        except (ValueError, KeyError, ImportError) as error:
+        except (*_MISFITS, ImportError) as error:
             raise UnsupportedModelError(
                 f"transformers cannot load it as a language model: {_first_line(error)}"
             ) from error

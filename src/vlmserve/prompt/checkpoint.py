@@ -21,6 +21,8 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "gemma3": 262144,
 }
 """Placeholders of pictures, by model types whose config.json may leave them out."""
+OWN_EYES = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
+"""Model types for whose pictures there is code of our own."""
 DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656}
 """Placeholders of videos, by the model types that take any."""
 DEFAULT_PICTURE_ENDS = {"gemma3": (255999, 256000)}
@@ -79,6 +81,7 @@ class PromptFiles:
     image_token_id, video_token_id: the placeholders' ids, None for a model that takes no pictures, or no videos.
     picture_ends: ids of the tokens around a picture's placeholders, where chat templates write the first alone, and the
     rest, with empty lines around it, follows from it; None: they write the placeholder.
+    sees_by_own_code: whether what makes pixels of pictures for this kind of model is our own.
     chat_template: jinja source, None if there is none.
     """
 
@@ -90,6 +93,7 @@ class PromptFiles:
     end_token_ids: frozenset[int] = field(default=frozenset())
     video_token_id: int | None = None
     picture_ends: tuple[int, int] | None = None
+    sees_by_own_code: bool = True
 
     @classmethod
     def read(cls, folder: Path) -> PromptFiles:
@@ -123,6 +127,7 @@ class PromptFiles:
             picture_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
             if ends is not None
             else None,
+            sees_by_own_code=model_type in OWN_EYES or isinstance(visual, dict),
         )
 
 

@@ -97,6 +97,10 @@ class Tokenizer:
         """The id of a token, None if there is no such token."""
         return self._backend.token_to_id(token)
 
+    def mark_pictures(self, mark: str) -> None:
+        """Chat templates write `mark` for a picture, which nothing surrounds."""
+        self.picture_mark, self._picture = mark, self.image_token
+
     def write_pictures(self, text: str) -> str:
         """Text in which everything that belongs to a picture stands where the template has its mark."""
         if self.picture_mark is None or self._picture is None:

@@ -12,7 +12,7 @@ from vlmserve.errors import InvalidImageError
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
-from vlmserve.types import Tiling
+from vlmserve.types import TowerInputs
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
@@ -58,7 +58,7 @@ class BlipTower(nn.Module):
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels of a shape become that many features; raises InvalidImageError if they do not."""
         expected = (1, 3, self.spec.image_size, self.spec.image_size)
         if tuple(shape) != expected:
@@ -66,7 +66,7 @@ class BlipTower(nn.Module):
         if num_tokens != self.spec.num_patches + 1:
             raise InvalidImageError(f"the picture makes {self.spec.num_patches + 1} features, not {num_tokens}")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Features of pictures, in one call.
 
         pixels: one float tensor ``[1, 3, height, width]`` a picture, on the model's device.

@@ -19,7 +19,7 @@ from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.models.llava import Projector
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
-from vlmserve.types import Tiling
+from vlmserve.types import TowerInputs
 
 DEFAULTS: Mapping[str, Any] = {
     "enc_dim": 1152,
@@ -118,7 +118,7 @@ class MoondreamTower(nn.Module):
             device=device,
         )
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
         layers = self.spec.layers
         layout = self._layout(shape) if len(shape) == 4 and tuple(shape[:2]) == (1, layers.num_channels) else (0, 0)
@@ -130,7 +130,7 @@ class MoondreamTower(nn.Module):
                 f"the picture makes {layers.num_patches} embeddings and has {num_tokens} placeholders"
             )
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, one after the other.
 
         pixels: one float tensor ``[1, 3, height, width]`` a picture, on the model's device.

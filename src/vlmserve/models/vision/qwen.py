@@ -15,7 +15,7 @@ from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
-from vlmserve.types import Tiling
+from vlmserve.types import TowerInputs
 
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-6
@@ -229,7 +229,7 @@ class QwenVisionTower(nn.Module):
         self.blocks = nn.ModuleList(VisionLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers))
         self.merger = PatchMerger(spec, dtype=dtype, device=device)
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels ``[frames, channels, height, width]`` become that many embeddings.
 
         Raises InvalidImageError if they do not.
@@ -247,7 +247,7 @@ class QwenVisionTower(nn.Module):
         if embeddings != num_tokens:
             raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures or videos, each by itself.
 
         pixels: one float tensor ``[frames, channels, height, width]`` each, on the model's device; the last frame is

@@ -18,7 +18,7 @@ from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
-from vlmserve.types import Tiling
+from vlmserve.types import TowerInputs
 
 NORM_EPS = 1e-6
 TRAINED_POSITIONS = 256
@@ -178,7 +178,7 @@ class ResampledVision(nn.Module):
         self.ln_post = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
         self.proj = empty_parameter(size, size, dtype=dtype, device=device)
 
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: Tiling | None = None) -> None:
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
         tower = self.spec.tower
         expected = (1, tower.num_channels, tower.image_size, tower.image_size)
@@ -189,7 +189,7 @@ class ResampledVision(nn.Module):
                 f"the picture makes {self.spec.num_queries} embeddings and has {num_tokens} placeholders"
             )
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[Tiling | None] = ()) -> list[Tensor]:
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, in one call.
 
         pixels: one float tensor ``[1, channels, height, width]`` a picture, on the model's device.

@@ -1,0 +1,63 @@
+"""The eyes of models that run by transformers' code."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmserve.errors import InvalidImageError
+from vlmserve.types import FurtherInputs, TowerInputs
+
+
+class TransformersVision:
+    """A `VisionEncoder` around a model of transformers that has `get_image_features`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._named = inspect.signature(model.get_image_features).parameters.keys()
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
+        """Only the model itself knows what becomes of pixels; pictures must have been made for it."""
+        if not isinstance(tiling, FurtherInputs) or tiling.num_embeddings != num_tokens:
+            raise InvalidImageError(
+                "this model runs by transformers' code, for which its own processor must prepare pictures: "
+                "say --model-impl transformers"
+            )
+
+    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
+        """One picture after the other, since models differ in how they take several."""
+        return [self._encode(*picture) for picture in zip(pixels, tilings, strict=True)]
+
+    def _encode(self, pixels: Tensor, further: TowerInputs | None) -> Tensor:
+        assert isinstance(further, FurtherInputs), "`check` lets no other pass"
+        named = self.further(further, pixels.device)
+        features = self._model.get_image_features(
+            pixel_values=pixels, **{name: value for name, value in named.items() if name in self._named}
+        )
+        embeddings = _rows(getattr(features, "pooler_output", features))
+        if len(embeddings) != further.num_embeddings:
+            raise RuntimeError(
+                f"the processor left room for {further.num_embeddings} embeddings, the model made {len(embeddings)}"
+            )
+        return embeddings
+
+    @staticmethod
+    def further(inputs: TowerInputs | None, device: torch.device) -> dict[str, Tensor]:
+        """What a picture has beside pixels, by name."""
+        assert isinstance(inputs, FurtherInputs)
+        arrays = {
+            array.name: np.frombuffer(array.data, array.dtype).reshape(array.shape).copy() for array in inputs.arrays
+        }
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """``[tokens, hidden_size]`` from features in whatever pieces they come."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([_rows(part) for part in features])

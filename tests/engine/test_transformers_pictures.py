@@ -1,0 +1,219 @@
+"""Pictures for models that run by transformers' code: its prompts and its tokens, whatever else is going on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.checkpoints import TEXT, make_llava, save_model, write_tokenizer
+from vlmserve import LLM, SamplingParams
+from vlmserve.config import EngineConfig
+from vlmserve.engine.messages import Add, decode_to_engine, encode
+from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.models.transformers_vision import TransformersVision
+from vlmserve.types import EngineRequest, FurtherInputs
+
+NEW_TOKENS = 8
+SIDE = 28
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": SIDE,
+    "patch_size": 14,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def write_json(folder: Path, name: str, **fields: Any) -> None:
+    (folder / name).write_text(json.dumps(fields))
+
+
+def tokenizer_with(folder: Path, *tokens: str) -> Tokenizer:
+    tokenizer = write_tokenizer(folder, sees=True)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def make_vip_llava(folder: Path) -> Path:
+    """LLaVA with features of several layers of its tower."""
+    tokenizer = tokenizer_with(folder)
+    config = transformers.VipLlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**TOWER),
+        text_config=transformers.LlamaConfig(**TEXT, vocab_size=tokenizer.get_vocab_size() + 5),
+        image_token_index=tokenizer.token_to_id("<image>"),
+        vision_feature_layers=[-2, -3, 1],
+        image_seq_length=4,
+    )
+    save_model(folder, transformers.VipLlavaForConditionalGeneration, config)
+    size = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    write_json(folder, "preprocessor_config.json", image_processor_type="CLIPImageProcessor", **size)
+    write_json(
+        folder, "processor_config.json", processor_class="LlavaProcessor", patch_size=14,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    )  # fmt: skip
+    return folder
+
+
+def make_aya_vision(folder: Path) -> Path:
+    """Tiles with words between them, whose placeholder is not what the template writes, before windows."""
+    words = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE", "TILE_GLOBAL", "<|IMG_LINE_BREAK|>", "<|IMG_PATCH|>")
+    tokenizer = tokenizer_with(folder, *words)
+    text = {**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, "pad_token_id": 0, "sliding_window": 11}
+    config = transformers.AyaVisionConfig(
+        vision_config=transformers.SiglipVisionConfig(**TOWER),
+        text_config=transformers.Cohere2Config(**text, layer_types=["sliding_attention"] * 2 + ["full_attention"]),
+        image_token_index=tokenizer.token_to_id("<|IMG_PATCH|>"),
+        downsample_factor=2,
+        adapter_layer_norm_eps=1e-6,
+    )
+    save_model(folder, transformers.AyaVisionForConditionalGeneration, config)
+    write_json(
+        folder, "preprocessor_config.json", image_processor_type="GotOcr2ImageProcessor",
+        size={"height": SIDE, "width": SIDE}, crop_to_patches=True, min_patches=1, max_patches=4,
+    )  # fmt: skip
+    write_json(
+        folder, "processor_config.json", processor_class="AyaVisionProcessor", patch_size=14, img_size=SIDE,
+        image_token="<image>", downsample_factor=2,
+    )  # fmt: skip
+    return folder
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "llava": make_llava,
+    "several layers": make_vip_llava,
+    "tiles": make_aya_vision,
+}
+
+
+def picture(seed: int, height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+WIDE = picture(0, 60, 90)
+PICTURES = [[WIDE], [picture(1, 28, 28)], [picture(2, 100, 40)], [picture(3, 50, 50), WIDE], []]
+
+
+def conversation(pictures: list[Image.Image]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in pictures]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "How many circles are there?"}]}]
+
+
+@dataclass
+class Oracle:
+    """transformers' prompts and answers, one conversation at a time."""
+
+    folder: Path
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, folder: Path) -> Oracle:
+        processor = AutoProcessor.from_pretrained(folder)
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        oracle = cls(folder, [], [])
+        for pictures in PICTURES:
+            text = processor.apply_chat_template(
+                conversation([None] * len(pictures)), add_generation_prompt=True, tokenize=False
+            )
+            inputs = processor(text=[text], images=pictures or None, return_tensors="pt")
+            length = inputs["input_ids"].shape[1]
+            answer = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0, length:]
+            oracle.prompts.append(inputs["input_ids"][0].tolist())
+            oracle.answers.append(answer.tolist())
+        assert len({tuple(answer) for answer in oracle.answers}) > 2, "answers that are alike would prove little"
+        return oracle
+
+    def llm(self, **settings: Any) -> LLM:
+        settings = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "block_size": 4, **settings}
+        return LLM(str(self.folder), model_impl="transformers", **settings)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle.of(MODELS[request.param](tmp_path_factory.mktemp("theirs")))
+
+
+def answers(llm: LLM, conversations: list[Any]) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.chat(conversations, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle) -> None:
+    conversations = [conversation(pictures) for pictures in PICTURES]
+    llm = oracle.llm()
+    alone = [llm.chat([one], GREEDY, use_tqdm=False)[0] for one in conversations]
+    assert [result.prompt_token_ids for result in alone] == oracle.prompts
+    assert [result.outputs[0].token_ids for result in alone] == oracle.answers
+    encoded = llm.engine.stats().encoder_queries
+    assert answers(llm, conversations) == oracle.answers, "with what is cached of them"
+    assert llm.engine.stats().encoder_queries == encoded, "pictures that are seen again cost nothing"
+    assert answers(oracle.llm(), conversations[::-1]) == oracle.answers[::-1]
+    assert answers(oracle.llm(max_num_batched_tokens=5), conversations) == oracle.answers
+    probe = oracle.llm().engine
+    block = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
+    longest = max(len(prompt) for prompt in oracle.prompts) + NEW_TOKENS
+    tight = oracle.llm(kv_cache_memory=(longest // 4 + 6) * block)
+    assert answers(tight, conversations) == oracle.answers
+    assert tight.engine.stats().preemptions > 0
+
+
+def test_a_model_of_another_family_is_found_by_itself(tmp_path: Path) -> None:
+    oracle = Oracle.of(make_vip_llava(tmp_path))
+    llm = LLM(str(tmp_path), dtype="float32", kv_cache_memory="8MiB")
+    assert answers(llm, [conversation(pictures) for pictures in PICTURES]) == oracle.answers
+
+
+def test_what_towers_take_beside_pixels_crosses_to_the_engine_process(tmp_path: Path) -> None:
+    llm = LLM(str(make_aya_vision(tmp_path)), kv_cache_memory="8MiB")
+    prompt = llm._preparer.chat(conversation(PICTURES[0]), allow_local=True)
+    sent = decode_to_engine(encode(Add([EngineRequest("1", prompt, GREEDY)])))
+    assert isinstance(sent, Add)
+    [before], [after] = ([span.image for span in images] for images in (prompt.images, sent.requests[0].prompt.images))
+    assert isinstance(before.tiling, FurtherInputs)
+    assert (after.tiling, after.text, after.num_tokens) == (before.tiling, before.text, before.num_tokens)
+    further = [TransformersVision.further(image.tiling, torch.device("cpu")) for image in (before, after)]
+    assert further[0].keys() == further[1].keys()
+    assert all(torch.equal(value, further[1][name]) for name, value in further[0].items())
+
+
+def test_pixels_that_were_made_for_another_code_are_refused(tmp_path: Path) -> None:
+    folder = make_llava(tmp_path)
+    ours = LLM(str(folder), kv_cache_memory="8MiB")
+    theirs = LLM(str(folder), kv_cache_memory="8MiB", model_impl="transformers")
+    prompt = ours._preparer.chat(conversation(PICTURES[0]), allow_local=True)
+    with pytest.raises(InvalidImageError, match="--model-impl transformers"):
+        theirs.engine.add(EngineRequest("1", prompt, GREEDY))
+
+
+def test_pictures_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path)
+    config = transformers.PaliGemmaConfig(
+        vision_config=transformers.SiglipVisionConfig(**TOWER, projection_dim=48, vision_use_head=False),
+        text_config=transformers.GemmaConfig(**TEXT, vocab_size=tokenizer.get_vocab_size() + 5, head_dim=8),
+        image_token_index=tokenizer.token_to_id("<image>"),
+        projection_dim=48,
+    )
+    save_model(tmp_path, transformers.PaliGemmaForConditionalGeneration, config)
+    size = {"size": {"height": SIDE, "width": SIDE}, "image_seq_length": 4}
+    write_json(tmp_path, "preprocessor_config.json", image_processor_type="SiglipImageProcessor", **size)
+    write_json(tmp_path, "processor_config.json", processor_class="PaliGemmaProcessor")
+    with pytest.raises(UnsupportedModelError, match=r"is not supported.*by --model-impl transformers: "):
+        LLM(str(tmp_path), kv_cache_memory="8MiB").load()
+
+
+def test_settings_name_the_implementation() -> None:
+    with pytest.raises(ValueError, match="model_impl"):
+        EngineConfig(model_impl="vllm")  # type: ignore[arg-type]
