@@ -112,6 +112,9 @@ class EngineConfig(Settings):
     model_impl: ModelImplementation = Field(
         "auto", description="vlmserve: our own; transformers: that library's, slower; auto: ours if there is one."
     )
+    chat_template: str | None = Field(
+        None, description="A file with a Jinja template, or the template itself; default: the checkpoint's own."
+    )
     kernels: str = Field(
         "auto",
         description="auto, torch, native or an instruction set; auto asks VLMSERVE_KERNELS, then takes the best.",

@@ -77,7 +77,8 @@ class Ours:
         config = config.model_copy(update={"enable_prefix_caching": False})
         self.model = load(config, folder)
         self._engine = Engine.from_model(config, self.model)
-        self._preparer = RequestPreparer(folder, read_settings(MediaConfig, {}), config.model_impl)
+        media = read_settings(MediaConfig, {})
+        self._preparer = RequestPreparer(folder, media, config.model_impl, config.chat_template)
 
     def answer(self, conversation: Conversation, num_tokens: int) -> Answer:
         prompt = self._prepare(conversation)

@@ -25,6 +25,7 @@ from tests.prompt.tokenizers_for_tests import (
 )
 from vlmserve.config import MediaConfig
 from vlmserve.errors import (
+    ConfigurationError,
     ImageFetchError,
     ImageTooLargeError,
     InvalidImageError,
@@ -113,6 +114,21 @@ def test_a_text_model_gets_the_ids_of_its_tokenizer_in_transformers(tmp_path: Pa
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is this?\n"}]
     theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, add_generation_prompt=True)
     assert RequestPreparer(folder, MediaConfig()).chat(messages).token_ids == theirs["input_ids"]
+
+
+def test_a_template_of_ones_own_counts_instead(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, byte_level(), sees=False)
+    template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(template)
+    for given in (str(tmp_path / "mine.jinja"), template):
+        preparer = RequestPreparer(tmp_path, MediaConfig(), chat_template=given)
+        prompt = preparer.chat([{"role": "system", "content": "Be brief."}, user("Hello")])
+        text = "[system] Be brief.\n[user] Hello\n"
+        assert prompt.token_ids == preparer.tokenizer.encode(text, add_special_tokens=False)
+    with pytest.raises(ConfigurationError, match=r"--chat-template nowhere.jinja: no template and no readable file"):
+        RequestPreparer(tmp_path, MediaConfig(), chat_template="nowhere.jinja")
+    with pytest.raises(ModelLoadError, match="template"):
+        RequestPreparer(tmp_path, MediaConfig(), chat_template="{% for %}")
 
 
 def test_pictures_stand_where_they_were_put(preparer: RequestPreparer) -> None:

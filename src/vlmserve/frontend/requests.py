@@ -23,7 +23,7 @@ from vlmserve.prompt.checkpoint import PromptFiles, read_json
 from vlmserve.prompt.detokenize import Detokenizer
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.one_picture import one_picture_prompts, only_text
-from vlmserve.prompt.template import ChatTemplate, Message
+from vlmserve.prompt.template import ChatTemplate, Message, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
 from vlmserve.types import ImageInput, Prompt, SamplingParams
@@ -32,13 +32,21 @@ from vlmserve.types import ImageInput, Prompt, SamplingParams
 class RequestPreparer:
     """Makes prompts for the checkpoint in `folder`.
 
-    implementation: of the model, which decides how pictures become pixels.
+    implementation: of the model, which decides how pictures become pixels. chat_template: instead of the checkpoint's
+    own, the path of one or one itself.
 
     Raises ModelLoadError or UnsupportedModelError if the folder's tokenizer, template or image processor is unusable.
     """
 
-    def __init__(self, folder: Path, media: MediaConfig, implementation: ModelImplementation = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        media: MediaConfig,
+        implementation: ModelImplementation = "auto",
+        chat_template: str | None = None,
+    ) -> None:
         files = PromptFiles.read(folder)
+        template = files.chat_template if chat_template is None else read_template(chat_template)
         self._media = media
         self.picture_cache = PictureCache(media.picture_cache_memory)
         self.tokenizer = Tokenizer.from_folder(folder, files)
@@ -50,12 +58,12 @@ class RequestPreparer:
         self._processor = choose(folder, self.tokenizer, media) if sees_images else None
         self._template = (
             ChatTemplate(
-                files.chat_template,
+                template,
                 self.tokenizer.special_tokens,
                 self.tokenizer.picture_mark,
                 self.tokenizer.video_token,
             )
-            if files.chat_template is not None
+            if template is not None
             else None
         )
         sees_videos = self.tokenizer.video_token_id is not None

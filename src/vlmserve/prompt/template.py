@@ -9,6 +9,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
@@ -17,7 +18,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vlmserve.errors import InvalidRequestError, ModelLoadError
+from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 
 _PROBE = "vlmserveprobe"
 Role = Literal["system", "user", "assistant"]
@@ -43,6 +44,19 @@ class Message:
     role: Role
     parts: tuple[Part, ...]
     is_string: bool = False
+
+
+def read_template(source: str) -> str:
+    """A chat template from the file of that path, or `source` itself if it is one.
+
+    Raises ConfigurationError for a file that cannot be read.
+    """
+    if "{" in source:
+        return source
+    try:
+        return Path(source).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--chat-template {source}: no template and no readable file ({error})") from error
 
 
 class ChatTemplate:
