@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama
-from tests.engine.test_parity import Oracle, assert_no_further, engine_for, generate, tight_cache
+from tests.engine.test_parity import assert_no_further, engine_for, generate, text_oracle, tight_cache
 from tests.engine.test_qwen_chat import logits_after
 from tests.gguf_files import write_gguf
 from tests.models.test_gguf import BLOCKS, make
@@ -66,10 +66,7 @@ def test_prompts_are_made_without_torch(folder: Path) -> None:
 def test_the_engine_gives_transformers_tokens(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "folder", name, **{**BLOCKS, "num_attention_heads": 16, "num_key_value_heads": 4})
     path = write_gguf(folder, tmp_path / "model.gguf", types={"attn_q.": "Q4_K", "attn_k.": "Q6_K", "": "Q4_1"})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    oracle = Oracle(path, model, None, (), 0, 300)
+    oracle = text_oracle(folder, path)
     prompts = [oracle.prompt(seed, length) for seed, length in enumerate([40, 1, 23, 9])]
     expected = [oracle.greedy(prompt) for prompt in prompts]
     engine = engine_for(oracle)

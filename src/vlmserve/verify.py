@@ -77,8 +77,7 @@ class Ours:
         config = config.model_copy(update={"enable_prefix_caching": False})
         self.model = load(config, folder)
         self._engine = Engine.from_model(config, self.model)
-        media = read_settings(MediaConfig, {})
-        self._preparer = RequestPreparer(folder, media, config.model_impl, config.chat_template)
+        self._preparer = RequestPreparer(folder, read_settings(MediaConfig, {}), config.model_impl)
 
     def answer(self, conversation: Conversation, num_tokens: int) -> Answer:
         prompt = self._prepare(conversation)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.test_parity import Oracle, assert_no_further, engine_for, first_logits, generate, tight_cache
+from tests.engine.test_parity import (
+    Oracle,
+    assert_no_further,
+    engine_for,
+    first_logits,
+    generate,
+    text_oracle,
+    tight_cache,
+)
 from tests.models.test_families import FAMILIES, make
 from vlmserve.types import Prompt
 
@@ -20,11 +28,7 @@ NAMES = [
 
 @pytest.fixture(scope="module", params=NAMES)
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = make(tmp_path_factory.mktemp("family"), request.param)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return Oracle(folder, model, None, (), 0, 300)
+    return text_oracle(make(tmp_path_factory.mktemp("family"), request.param))
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +36,9 @@ def prompts(oracle: Oracle) -> list[Prompt]:
     return [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module")
-def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
-    return [oracle.greedy(prompt) for prompt in prompts]
-
-
-@pytest.mark.usefixtures("kernels")
-def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
+def check_tokens(oracle: Oracle, prompts: list[Prompt]) -> None:
+    """Those of transformers, alone, with what is cached, in chunks, and preempted."""
+    expected = [oracle.greedy(prompt) for prompt in prompts]
     assert len({tuple(answer) for answer in expected}) > 4, "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4)
     assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
@@ -52,10 +52,19 @@ def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt],
 
 
 @torch.inference_mode()
-def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
+def check_bfloat16(oracle: Oracle, prompts: list[Prompt]) -> None:
     """As far from float32 as transformers' own bfloat16 is, and no further."""
     exact = [oracle.forward(prompt, [])[0] for prompt in prompts]
     rounded = AutoModelForCausalLM.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
     theirs = [rounded(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1].float() for prompt in prompts]
     ours = first_logits(engine_for(oracle, dtype="bfloat16"), prompts)
     assert_no_further(ours, torch.stack(theirs), torch.stack(exact))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
+    check_tokens(oracle, prompts)
+
+
+def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
+    check_bfloat16(oracle, prompts)

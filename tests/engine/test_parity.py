@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,12 +79,17 @@ def llava(tmp_path_factory) -> Oracle:
     return Oracle(folder, model, model.config.image_token_id, shape, tokens, model.config.text_config.vocab_size)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Oracle:
-    folder = make_llama(tmp_path_factory.mktemp("llama"))
+def text_oracle(folder: Path, file: Path | None = None) -> Oracle:
+    """Of a language model; file: what the engine reads instead of the folder."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    return Oracle(folder, model, None, (), 0, model.config.vocab_size)
+    model.generation_config.pad_token_id = 0
+    return Oracle(file or folder, model, None, (), 0, model.config.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Oracle:
+    return text_oracle(make_llama(tmp_path_factory.mktemp("llama")))
 
 
 def engine_for(oracle: Oracle, **settings) -> Engine:

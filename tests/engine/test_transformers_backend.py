@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import change_config, change_tensors, make_llama, make_text_model
-from tests.engine.test_families import LENGTHS
-from tests.engine.test_parity import Oracle, assert_no_further, engine_for, first_logits, generate, tight_cache
+from tests.engine.test_families import LENGTHS, check_bfloat16, check_tokens
+from tests.engine.test_parity import Oracle, generate, text_oracle
 from vlmserve import LLM, SamplingParams
 from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.engine.engine import Engine
@@ -49,11 +48,7 @@ def make(folder: Path, family: str, **overrides: Any) -> Path:
 @pytest.fixture(scope="module", params=MODELS)
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     family, overrides = MODELS[request.param]
-    folder = make(tmp_path_factory.mktemp("theirs"), family, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return Oracle(folder, model, None, (), 0, 300)
+    return text_oracle(make(tmp_path_factory.mktemp("theirs"), family, **overrides))
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +58,11 @@ def prompts(oracle: Oracle) -> list[Prompt]:
 
 @pytest.mark.usefixtures("kernels")
 def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
-    expected = [oracle.greedy(prompt) for prompt in prompts]
-    assert len({tuple(answer) for answer in expected}) > 4, "answers that are alike would prove little"
-    engine = engine_for(oracle, block_size=4)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
-    assert generate(engine, prompts) == expected
-    assert generate(engine_for(oracle, max_num_batched_tokens=5), prompts) == expected
-    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
-    assert generate(tight, prompts) == expected
-    # Where all layers have a short window, everybody finds room.
-    assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
+    check_tokens(oracle, prompts)
 
 
-@torch.inference_mode()
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
-    exact = [oracle.forward(prompt, [])[0] for prompt in prompts]
-    rounded = AutoModelForCausalLM.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
-    theirs = [rounded(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1].float() for prompt in prompts]
-    ours = first_logits(engine_for(oracle, dtype="bfloat16"), prompts)
-    assert_no_further(ours, torch.stack(theirs), torch.stack(exact))
+    check_bfloat16(oracle, prompts)
 
 
 def engine(folder: Path, **settings: Any) -> Engine:

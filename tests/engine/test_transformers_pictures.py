@@ -16,12 +16,14 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.blip import make_blip
 from tests.checkpoints import TEXT, make_llava, save_model, write_tokenizer
 from vlmserve import LLM, SamplingParams
-from vlmserve.config import EngineConfig
 from vlmserve.engine.messages import Add, decode_to_engine, encode
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.models.transformers_vision import TransformersVision
+from vlmserve.models.vision_families import VISION_FAMILIES
+from vlmserve.prompt.checkpoint import OWN_EYES
 from vlmserve.types import EngineRequest, FurtherInputs
 
 NEW_TOKENS = 8
@@ -214,6 +216,32 @@ def test_pictures_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> Non
         LLM(str(tmp_path), kv_cache_memory="8MiB").load()
 
 
-def test_settings_name_the_implementation() -> None:
-    with pytest.raises(ValueError, match="model_impl"):
-        EngineConfig(model_impl="vllm")  # type: ignore[arg-type]
+def test_a_picture_that_its_model_cannot_take_ends_its_own_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = Oracle.of(make_vip_llava(tmp_path))
+    llm = oracle.llm()
+    look = llm.engine._runner.model.vision._model.get_image_features
+    dark = picture(1, 28, 28).point(lambda _: 0)
+
+    def get_image_features(pixel_values: torch.Tensor, **further: Any) -> Any:
+        if pixel_values.std(dim=(2, 3)).max() < 1e-6:
+            raise RuntimeError("too dark")
+        return look(pixel_values=pixel_values, **further)
+
+    monkeypatch.setattr(llm.engine._runner.model.vision._model, "get_image_features", get_image_features)
+    conversations = [conversation(pictures) for pictures in ([dark], *PICTURES)]
+    results = llm.chat(conversations, GREEDY, use_tqdm=False)
+    assert results[0].outputs[0].finish_reason == "error"
+    assert [result.outputs[0].token_ids for result in results[1:]] == oracle.answers
+
+
+def test_models_that_put_no_picture_into_prompts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="no token stands for its pictures"):
+        LLM(str(make_blip(tmp_path)), model_impl="transformers")
+
+
+def test_both_sides_know_for_which_models_there_is_code_of_our_own() -> None:
+    """The frontend, which must do without torch, has a list of its own."""
+    own = {name for name, family in VISION_FAMILIES.items() if family.section is None}
+    assert own - {"blip_vqa"} == OWN_EYES, "BLIP's two architectures share a model type"

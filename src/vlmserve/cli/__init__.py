@@ -20,7 +20,8 @@ evaluations = typer.Typer(help="Measure how well a model answers.", no_args_is_h
 app.add_typer(evaluations, name="eval")
 
 LOCAL_FIELDS = (
-    "model", "revision", "engine", "device", "dtype", "quantize", "max_model_len", "kv_cache_memory", "num_threads",
+    "model", "revision", "engine", "device", "dtype", "model_impl", "chat_template", "quantize", "max_model_len",
+    "kv_cache_memory", "num_threads",
 )  # fmt: skip
 """Settings that matter where one person asks one thing at a time."""
 
@@ -118,7 +119,7 @@ def bench(
 
 
 @app.command()
-@command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "num_threads", *QUANTIZATION_DETAILS))
+@command(("revision", "device", "dtype", "model_impl", "kernels", "kv_cache_memory", "num_threads"))
 def verify(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],

@@ -55,7 +55,7 @@ _WAITING = {"GOMP_SPINCOUNT": "2000"}
 times higher, and whenever anything else wants a core, a thread that looks on holds up the one that it looks for."""
 _LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Torch asks for memory in pages of 2 MiB where it needs that much. Touching fresh memory for the first time, page by
-page, was a quarter of what loading a model of 2 GB took."""
+page, was a fifth of what loading a model of 2 GB took."""
 _PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 """Without the native kernels, oneDNN generates code for each number of rows of each weight. It keeps the last 1,024 of
 them, as does torch in a cache above it, so that memory grows by 700 MB over thousands of requests; with these it is

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.config import MediaConfig, ModelImplementation
-from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, TooManyImagesError
+from vlmserve.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    ModelLoadError,
+    TooManyImagesError,
+    UnsupportedModelError,
+)
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
@@ -213,7 +219,8 @@ def _quoted(message: Message, quotation: Quotation) -> Message:
 
 def _transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:
     _refuse_bounds(media)
-    assert tokenizer.image_token_id is not None
+    if tokenizer.image_token_id is None:
+        raise UnsupportedModelError("no token stands for its pictures, so that it does not run by transformers' code")
     processor = TransformersProcessor(folder, tokenizer.image_token_id)
     tokenizer.mark_pictures(processor.mark)
     return processor

@@ -265,7 +265,7 @@ def _load_with_transformers(
         language_model=model,
         vision=None if sample is None else sample.vision,
         image_token_id=checkpoint.image_token_id,
-        end_token_ids=checkpoint.end_token_ids(theirs),
+        end_token_ids=model.end_token_ids,
         max_position=checkpoint.max_position,
         dtype=wanted,
         device=device,

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 NAME = "vlmserve"
 """Of our attention among transformers' implementations."""
 SAMPLE_SIZE = (60, 90)
+"""Height and width of the picture that is tried before anything is served."""
 CHECKED_LENS = (9, 24)
 """Tokens of the sequences that are compared before anything is served."""
 TOLERANCE = {torch.float32: 1e-3}
@@ -134,9 +135,6 @@ class TransformersModel:
         self._model = model
         self._body = model.get_decoder()
         self._embeddings = model.get_input_embeddings()
-        self._finished: Tensor | None = None
-        self._run_body = self._body.forward
-        self._body.forward = self._forward_body
         self.attention = self._find_attention()
         self.backend = backend(self.attention)
 
@@ -154,6 +152,12 @@ class TransformersModel:
         if not specs:
             raise UnsupportedModelError("no layer attends by transformers' attention interface")
         return tuple(specs)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ids = self._model.generation_config.eos_token_id
+        return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
     @property
     def hidden_size(self) -> int:
@@ -206,11 +210,10 @@ class TransformersModel:
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final hidden states."""
         plan = self.backend.prepare(metadata, caches[0].block_size)
-        layers = iter(zip(caches, self.attention, strict=True))
+        layers = iter(caches)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, _: AttentionSpec) -> Tensor:
-            cache, spec = next(layers)
-            return self.backend.attend(query, key, value, cache, spec, metadata, plan)
+        def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+            return self.backend.attend(query, key, value, next(layers), spec, metadata, plan)
 
         with _attending(attend):
             return self._hidden(embeddings, positions)
@@ -222,16 +225,14 @@ class TransformersModel:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``: what the model does behind its layers."""
-        self._finished = hidden[None]
+        finished = _Finished(hidden[None])
+        # For this call only: a model that refers to itself is not freed with its last user.
+        self._body.forward = lambda *_, **__: finished
         try:
-            logits: Tensor = self._model(inputs_embeds=self._finished, use_cache=False).logits[0]
+            logits: Tensor = self._model(inputs_embeds=finished.last_hidden_state, use_cache=False).logits[0]
         finally:
-            self._finished = None
+            del self._body.forward
         return logits.float()
-
-    def _forward_body(self, *arguments: Any, **named: Any) -> Any:
-        """The layers' own forward, or what it gave before."""
-        return self._run_body(*arguments, **named) if self._finished is None else _Finished(self._finished)
 
     def _check(self) -> None:
         """Raises UnsupportedModelError if sequences that are computed here have other logits than transformers'."""
@@ -295,12 +296,7 @@ class TransformersModel:
 
 def _ours_in(config: Any) -> dict[str, str]:
     """Our attention in the language model, torch's in a vision tower."""
-    parts = [name for name in config.sub_configs if name != "text_config"]
-    return {
-        "": NAME,
-        **({"text_config": NAME} if "text_config" in config.sub_configs else {}),
-        **dict.fromkeys(parts, "sdpa"),
-    }
+    return {"": NAME, **{name: NAME if name == "text_config" else "sdpa" for name in config.sub_configs}}
 
 
 @dataclass(frozen=True)
@@ -409,11 +405,6 @@ class TransformersCheckpoint:
         if not model._can_set_attn_implementation():
             raise UnsupportedModelError(f"{type(model).__name__} does not attend by transformers' attention interface")
         return model.eval().requires_grad_(False).to(device)
-
-    def end_token_ids(self, model: Any) -> frozenset[int]:
-        """Tokens that end an answer."""
-        ids = model.generation_config.eos_token_id
-        return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from vlmserve.errors import InvalidImageError
 from vlmserve.types import FurtherInputs, TowerInputs
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersVision:
@@ -30,20 +33,24 @@ class TransformersVision:
             )
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """One picture after the other, since models differ in how they take several."""
+        """One picture after the other, since models differ in how they take several. NaN for one that fails."""
         return [self._encode(*picture) for picture in zip(pixels, tilings, strict=True)]
 
     def _encode(self, pixels: Tensor, further: TowerInputs | None) -> Tensor:
         assert isinstance(further, FurtherInputs), "`check` lets no other pass"
         named = self.further(further, pixels.device)
-        features = self._model.get_image_features(
-            pixel_values=pixels, **{name: value for name, value in named.items() if name in self._named}
-        )
-        embeddings = _rows(getattr(features, "pooler_output", features))
-        if len(embeddings) != further.num_embeddings:
-            raise RuntimeError(
-                f"the processor left room for {further.num_embeddings} embeddings, the model made {len(embeddings)}"
+        try:
+            features = self._model.get_image_features(
+                pixel_values=pixels, **{name: value for name, value in named.items() if name in self._named}
             )
+            embeddings = _rows(getattr(features, "pooler_output", features))
+            if len(embeddings) != further.num_embeddings:
+                raise ValueError(f"{len(embeddings)} embeddings, where the processor left room for others")
+        except (ValueError, TypeError, RuntimeError, LookupError):
+            # Somebody else's code and one odd picture must not end everybody's requests; these logits end its own.
+            logger.exception("no embeddings of a picture of %s", tuple(pixels.shape))
+            size = self._model.get_input_embeddings().weight.shape[1]
+            return pixels.new_full((further.num_embeddings, size), float("nan"))
         return embeddings
 
     @staticmethod
