@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -18,8 +18,8 @@ from vlmserve.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MediaKind = Literal["picture", "video"]
-SeesAhead = Literal["pictures", "prefix"]
-"""Which tokens of a prompt see each other: those of each picture, or all up to the end of the first one."""
+SeesAhead = Literal["pictures", "prefix", "prompt"]
+"""Which tokens of a prompt see each other: those of each picture, all up to the end of the first one, or just all."""
 Pixels = npt.NDArray[np.float32]
 
 KEY_BYTES = 32
@@ -115,6 +115,12 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
                 yield Run(first, stop, first - self.start - passed)
             first, passed = stop + 1, passed + 1
 
+    @property
+    def shown(self) -> tuple[int, int]:
+        """From its first placeholder to behind the last, without the text around them."""
+        runs = list(self.runs(self.start, self.end))
+        return runs[0].first, runs[-1].last
+
 
 class CrossInput(msgspec.Struct, frozen=True, eq=False):
     """What a decoder with cross attention looks at: a picture, or a text that its encoder reads along with the picture.
@@ -129,6 +135,17 @@ class CrossInput(msgspec.Struct, frozen=True, eq=False):
     def num_states(self) -> int:
         """How many states the decoder looks at: one for each token of the text, or each of the picture's features."""
         return len(self.token_ids) or self.image.num_embeddings
+
+
+def whole_ranges(
+    spans: Sequence[ImageSpan], num_tokens: int, sees_ahead: SeesAhead | None
+) -> tuple[tuple[int, int], ...]:
+    """Tokens ``first <= i < last`` of a prompt with these pictures that see each other, in order."""
+    if sees_ahead == "pictures":
+        return tuple(span.shown for span in spans)
+    if sees_ahead == "prefix":
+        return tuple((0, span.end) for span in spans[:1])
+    return () if sees_ahead is None else ((0, num_tokens),)
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):

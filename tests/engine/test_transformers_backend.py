@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled logits, windows": ("Cohere2", {"pad_token_id": 0, "sliding_window": 7}),
     "scaled residuals": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}),
     "experts": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "sinks, windows": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "pad_token_id": 0, "sliding_window": 7}),
     "narrow values": (
         "DeepseekV3",
         {
@@ -42,7 +43,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(folder: Path, family: str, **overrides: Any) -> Path:
     classes = (getattr(transformers, family + suffix, None) for suffix in ("ForCausalLM", "LMHeadModel"))
     model_class = next(found for found in classes if found is not None)
-    return make_text_model(folder, model_class, getattr(transformers, family + "Config"), **overrides)
+    config_class = getattr(transformers, family + "TextConfig", None) or getattr(transformers, family + "Config")
+    return make_text_model(folder, model_class, config_class, **overrides)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -95,9 +97,14 @@ def test_conversations_work_as_with_every_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "reason"),
     [
-        ("Bloom", {"n_head": 6, "n_layer": 3}, "does not attend by transformers' attention interface"),
-        ("GptOss", {"head_dim": 8, "num_local_experts": 4, "pad_token_id": 0}, "a mask, a bias or sinks of its own"),
-        ("Mamba", {}, "no layer attends"),
+        ("Bloom", {"n_head": 6, "n_layer": 3}, "its layers do not attend by transformers' attention interface"),
+        ("Falcon", {}, "its layers do not attend by transformers' attention interface"),
+        (
+            "Llama4",
+            {**EXPERTS, "num_local_experts": 4, "attention_chunk_size": 16, "pad_token_id": 0},
+            "see by chunks of 16",
+        ),
+        ("Mamba", {}, "its layers do not attend"),
         ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "more than keys and values"),
     ],
 )

@@ -53,7 +53,8 @@ class BatchMetadata:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a layer's attention computes. head sizes in elements; `window` is the number of positions a token sees,
-    itself included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off)."""
+    itself included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off); `sinks`
+    are scores of nothing, one a head, that take a share of its attention (None: off)."""
 
     num_heads: int
     num_kv_heads: int
@@ -61,6 +62,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    sinks: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -33,6 +33,8 @@ def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, s
         return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
     if sees_ahead and spec.window is not None:
         return "beside a window they let no token see what comes after it"
+    if spec.sinks is not None:
+        return "they know no attention sinks"
     if spec.num_heads % spec.num_kv_heads:
         return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
     return None

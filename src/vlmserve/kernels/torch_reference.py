@@ -162,7 +162,7 @@ def _attend_bucket(
 ) -> None:
     """``[sequences * kv_heads, group, head_size]`` over as many ``[length, head_size]``, into `output`."""
     shape = (bucket.end - bucket.start, spec.num_kv_heads, -1)
-    if bucket.end - bucket.start <= FUSED_DECODES and spec.soft_cap is None:
+    if bucket.end - bucket.start <= FUSED_DECODES and not _needs_scores(spec):
         attended = F.scaled_dot_product_attention(
             query.view(*shape, spec.head_size),
             keys.view(*shape, spec.head_size),
@@ -172,26 +172,40 @@ def _attend_bucket(
         )
         output.copy_(attended.view(output.shape))
         return
-    scores = _scores(query, keys)
-    if spec.soft_cap is None:
-        scores.mul_(spec.scale)
-    else:
-        scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    scores = _scores(query, keys, spec)
     if bucket.mask is not None:
         scores.view(*shape, bucket.length).add_(bucket.mask)
-    torch.bmm(torch.softmax(scores, -1).to(query.dtype), values, out=output)
+    weights = _shares(scores.view(-1, spec.num_heads, 1, bucket.length), spec).view(scores.shape)
+    torch.bmm(weights.to(query.dtype), values, out=output)
 
 
-def _scores(query: Tensor, keys: Tensor) -> Tensor:
-    """``[batch, rows, head_size]`` times ``[batch, length, head_size]`` to float32 ``[batch, rows, length]``."""
+def _needs_scores(spec: AttentionSpec) -> bool:
+    """Whether something is done to scores that the fused operator does not know."""
+    return spec.soft_cap is not None or spec.sinks is not None
+
+
+def _scores(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor:
+    """``[batch, rows, head_size]`` and ``[batch, length, head_size]`` to float32 ``[batch, rows, length]``, scaled and
+    capped."""
     transposed = keys.transpose(1, 2)
     scores = torch.bmm(query, transposed)
-    if query.dtype == torch.float32:
-        return scores
-    # A product of 16-bit matrices sums in float32 but rounds its result to 16 bits, too coarse for large scores. The
-    # second product finds what that rounding lost, which is cheap while the keys are still in the processor's cache.
-    lost = torch.baddbmm(scores, query, transposed, beta=-1)
-    return scores.float().add_(lost)
+    if query.dtype != torch.float32:
+        # A product of 16-bit matrices sums in float32 but rounds its result to 16 bits, too coarse for large scores.
+        # The second product finds what that rounding lost, which is cheap while the keys are still in the processor's
+        # cache.
+        lost = torch.baddbmm(scores, query, transposed, beta=-1)
+        scores = scores.float().add_(lost)
+    if spec.soft_cap is None:
+        return scores.mul_(spec.scale)
+    return scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
+
+
+def _shares(scores: Tensor, spec: AttentionSpec) -> Tensor:
+    """``[..., heads, rows, length]`` to how much of each row's attention goes where, the rest into sinks."""
+    if spec.sinks is None:
+        return torch.softmax(scores, -1)
+    sinks = scores.new_tensor(spec.sinks)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
 
 
 def _attend_chunk(
@@ -215,7 +229,7 @@ def _attend_chunk(
     if not chunk.masked:
         result.copy_(_dot_product_attention(queries, keys, values, spec, None))
         return
-    attention = _capped_attention if spec.soft_cap is not None else _dot_product_attention
+    attention = _attention_by_scores if _needs_scores(spec) else _dot_product_attention
     for group in _row_groups(chunk, spec.window):
         if group.wide:
             bias = _wide_mask(chunk, group, spec, query)
@@ -282,14 +296,12 @@ def _dot_product_attention(
     )[0]
 
 
-def _capped_attention(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor) -> Tensor:
-    """The same with capped scores, which the fused operator does not know."""
-    assert spec.soft_cap is not None
+def _attention_by_scores(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor) -> Tensor:
+    """The same with what the fused operator does not know."""
     heads, rows, size = query.shape
     grouped = query.reshape(spec.num_kv_heads, -1, size)
-    scores = _scores(grouped, keys).mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
-    scores = scores.view(heads, rows, -1) + mask
-    weights = torch.softmax(scores, -1).to(query.dtype)
+    scores = _scores(grouped, keys, spec).view(heads, rows, -1) + mask
+    weights = _shares(scores, spec).to(query.dtype)
     return torch.bmm(weights.view(spec.num_kv_heads, -1, keys.shape[1]), values).view(heads, rows, size)
 
 
@@ -384,7 +396,7 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) 
             gather = _cache_rows(blocks.long()[None], spec.num_kv_heads)
         wide = tuple(rows for rows in metadata.wide if rows.sequence == sequence)
         past_window = spec.window is not None and context > spec.window
-        masked = gather is not None or spec.soft_cap is not None or past_window or bool(wide)
+        masked = gather is not None or _needs_scores(spec) or past_window or bool(wide)
         chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked, wide))
         start += length
     return chunks

@@ -253,8 +253,8 @@ def _load_with_transformers(
     wanted = _choose_dtype(dtype or config.dtype or Checkpoint(folder, str).dtype(), device, dtype is None)
     native = choose_kernels(kernels, device, wanted)
 
-    def choose(attention: Sequence[AttentionSpec]) -> AttentionBackend:
-        return _attention_backend(attention, wanted, device, sees_ahead=False) if native else TorchReference()
+    def choose(layers: Sequence[AttentionSpec], *, sees_ahead: bool) -> AttentionBackend:
+        return _attention_backend(layers, wanted, device, sees_ahead=sees_ahead) if native else TorchReference()
 
     theirs = checkpoint.load(wanted, device)
     sample = checkpoint.sample(theirs)
@@ -266,7 +266,7 @@ def _load_with_transformers(
         vision=None if sample is None else sample.vision,
         image_token_id=checkpoint.image_token_id,
         end_token_ids=model.end_token_ids,
-        max_position=checkpoint.max_position,
+        max_position=model.longest_context(checkpoint.max_position),
         dtype=wanted,
         device=device,
         backend=model.backend,

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, WideRows
 from vlmserve.layers.attention import CrossRows
 from vlmserve.media.pictures import Picture
 from vlmserve.media.transformers_processor import TransformersProcessor
+from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.transformers_vision import TransformersVision
-from vlmserve.types import KEY_BYTES, ImageInput, SeesAhead
+from vlmserve.types import KEY_BYTES, ImageInput, ImageSpan, SeesAhead, whole_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ NAME = "vlmserve"
 """Of our attention among transformers' implementations."""
 SAMPLE_SIZE = (60, 90)
 """Height and width of the picture that is tried before anything is served."""
+NO_INTERFACE = "its layers do not attend by transformers' attention interface"
 CHECKED_LENS = (9, 24)
 """Tokens of the sequences that are compared before anything is served."""
 TOLERANCE = {torch.float32: 1e-3}
@@ -49,8 +51,14 @@ EXTENDING_ROPES = ("dynamic", "longrope")
 _MISFITS = (ValueError, TypeError, AttributeError, LookupError)
 """What code raises that is run on what it was not written for."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
+WAYS_TO_SEE: tuple[SeesAhead | None, ...] = (None, "pictures", "prefix", "prompt")
+"""Which tokens of a prompt may see each other, in the order in which they are tried."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Callable[[], AttentionSpec]], Tensor]
+"""Of queries, keys, values, and a function that says how the layer attends."""
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
+_masked: ContextVar[list[int] | None] = ContextVar("masked", default=None)
+"""Where the windows go that transformers would write into masks, if somebody wants to know."""
 
 
 def _attention(
@@ -63,39 +71,62 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention: ``[1, heads, tokens, size]`` each to ``[1, tokens, heads, size]``."""
     attend = _attend.get()
     if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside of the language model")
-    if attention_mask is not None or others.get("s_aux") is not None or not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{type(module).__name__} has a mask, a bias or sinks of its own")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} has a mask or a bias of its own")
     head_size, value_size = query.shape[-1], value.shape[-1]
     if value_size > head_size:
         raise UnsupportedModelError(f"{type(module).__name__} has values that are wider than its keys")
-    spec = AttentionSpec(
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_size=head_size,
-        scale=head_size**-0.5 if scaling is None else float(scaling),
-        window=sliding_window or getattr(module, "sliding_window", None),
-        soft_cap=softcap,
-    )
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+
+    def spec() -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=head_size**-0.5 if scaling is None else float(scaling),
+            window=sliding_window or getattr(module, "sliding_window", None),
+            soft_cap=softcap,
+            sinks=None if s_aux is None else tuple(s_aux.tolist()),
+        )
+
     # Values of latent attention are narrower than its keys.
     value = nn.functional.pad(value, (0, head_size - value_size))
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    output = attend(query, key, value, spec).view(1, -1, spec.num_heads, head_size)
+    output = attend(query, key, value, spec).view(1, -1, num_heads, head_size)
     return output[..., :value_size], None
 
 
+def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> None:
+    """What transformers calls for masks, of which our attention needs none; it is told of windows."""
+    if local_size is None or (windows := _masked.get()) is None:
+        return
+    first, later = torch.tensor(1), torch.tensor(local_size)
+    if not bool(mask_function(0, 0, later, first)):
+        raise UnsupportedModelError(f"layers see by chunks of {local_size} tokens")
+    windows.append(local_size)
+
+
 @contextlib.contextmanager
-def _attending(attend: Attend) -> Iterator[None]:
-    token = _attend.set(attend)
+def _attending(attend: Attend, windows: list[int] | None = None) -> Iterator[None]:
+    tokens = _attend.set(attend), _masked.set(windows)
     try:
         yield
     finally:
-        _attend.reset(token)
+        _attend.reset(tokens[0])
+        _masked.reset(tokens[1])
+
+
+class ChooseBackend(Protocol):
+    """Chooses what serves all layers. sees_ahead: whether some tokens see what comes after them."""
+
+    def __call__(self, layers: Sequence[AttentionSpec], *, sees_ahead: bool) -> AttentionBackend: ...
 
 
 class _Finished:
@@ -114,43 +145,47 @@ class _Finished:
 class TransformersModel:
     """A `LanguageModel` made of one of transformers'.
 
-    backend: chooses what attends, from the layers' specs. Raises UnsupportedModelError for a model whose layers do not
+    backend: chooses what attends. Raises UnsupportedModelError for a model whose layers do not
     attend as they should, or that has other logits here than by itself. sample: a picture for a model that sees.
     """
 
-    def __init__(
-        self, model: Any, backend: Callable[[Sequence[AttentionSpec]], AttentionBackend], sample: Sample | None = None
-    ) -> None:
+    def __init__(self, model: Any, backend: ChooseBackend, sample: Sample | None = None) -> None:
         try:
             self._setup(model, backend)
             self._check()
             if sample is not None:
-                self._check_picture(sample)
+                self._see(sample)
         except (*_MISFITS, RuntimeError) as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot run over a flat batch: {_first_line(error)}"
             ) from error
 
-    def _setup(self, model: Any, backend: Callable[[Sequence[AttentionSpec]], AttentionBackend]) -> None:
+    def _setup(self, model: Any, backend: ChooseBackend) -> None:
         self._model = model
         self._body = model.get_decoder()
         self._embeddings = model.get_input_embeddings()
+        self.hidden_size = self._width = int(self._embeddings.weight.shape[1])
+        self.sees_ahead: SeesAhead | None = None
         self.attention = self._find_attention()
-        self.backend = backend(self.attention)
+        self._choose_backend = backend
+        self.backend = backend(self.attention, sees_ahead=False)
 
     def _find_attention(self) -> tuple[AttentionSpec, ...]:
         """What each layer attends like, from a pass over two tokens."""
         specs: list[AttentionSpec] = []
+        windows: list[int] = []
 
-        def note(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-            specs.append(spec)
+        def note(query: Tensor, key: Tensor, value: Tensor, spec: Callable[[], AttentionSpec]) -> Tensor:
+            specs.append(spec())
             return torch.zeros_like(query)
 
         positions = torch.arange(2, device=self._model.device)
-        with torch.inference_mode(), _attending(note):
+        with torch.inference_mode(), _attending(note, windows):
             self._hidden(self.embed(positions), positions)
         if not specs:
-            raise UnsupportedModelError("no layer attends by transformers' attention interface")
+            raise UnsupportedModelError(NO_INTERFACE)
+        if unknown := set(windows) - {spec.window for spec in specs}:
+            raise UnsupportedModelError(f"masks have a window of {min(unknown)} tokens, and no layer says that it does")
         return tuple(specs)
 
     @property
@@ -158,10 +193,6 @@ class TransformersModel:
         """Tokens that end an answer."""
         ids = self._model.generation_config.eos_token_id
         return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._embeddings.weight.shape[1])
 
     @property
     def vocab_size(self) -> int:
@@ -173,6 +204,11 @@ class TransformersModel:
         windows = [spec.window for spec in self.attention if spec.window is not None]
         return max(windows) if len(windows) == len(self.attention) else None
 
+    def longest_context(self, max_position: int) -> int:
+        """The longest that is computed as by transformers, where prompts that see ahead look past windows."""
+        windows = [spec.window for spec in self.attention if spec.window is not None]
+        return min([max_position, *windows]) if self.sees_ahead == "prompt" else max_position
+
     @property
     def max_short_len(self) -> int | None:
         return None
@@ -180,14 +216,10 @@ class TransformersModel:
     def first_position(self, prompt_len: int) -> int:
         return 0
 
-    @property
-    def sees_ahead(self) -> SeesAhead | None:
-        return None
-
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden_size]``, not yet scaled where the model scales them."""
-        embeddings: Tensor = self._embeddings(token_ids)
-        return embeddings
+        """``[tokens]`` int64 to ``[tokens, hidden_size]``, not yet scaled where the model scales them; zeros where
+        pictures have something for its layers."""
+        return nn.functional.pad(self._embeddings(token_ids), (0, self.hidden_size - self._width))
 
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
@@ -208,18 +240,24 @@ class TransformersModel:
         caches: list[LayerCache],
         cross: Sequence[CrossRows] = (),
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final hidden states."""
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states."""
         plan = self.backend.prepare(metadata, caches[0].block_size)
-        layers = iter(caches)
+        layers = zip(caches, self.attention, strict=True)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-            return self.backend.attend(query, key, value, next(layers), spec, metadata, plan)
+        def attend(query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
+            return self.backend.attend(query, key, value, *next(layers), metadata, plan)
 
         with _attending(attend):
             return self._hidden(embeddings, positions)
 
     def _hidden(self, embeddings: Tensor, positions: Tensor) -> Tensor:
-        output = self._body(inputs_embeds=embeddings[None], position_ids=positions[None], use_cache=False)
+        first, *of_layers = torch.split(embeddings, self._width, 1)
+        further: dict[str, Any] = {}
+        if of_layers:
+            further["deepstack_visual_embeds"] = of_layers
+            # What is added is zero where there is no picture.
+            further["visual_pos_masks"] = torch.ones(1, len(first), dtype=torch.bool, device=first.device)
+        output = self._body(inputs_embeds=first[None], position_ids=positions.unsqueeze(-2), use_cache=False, **further)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -243,28 +281,47 @@ class TransformersModel:
             actual = torch.cat(self._our_logits(sequences))
         self._compare(actual, expected, "its layers keep or look at more than keys and values")
 
-    def _check_picture(self, sample: Sample) -> None:
-        """Raises UnsupportedModelError if a prompt with a picture has other logits here than by transformers' own."""
+    @torch.inference_mode()
+    def _see(self, sample: Sample) -> None:
+        """Find out which tokens see each other in a prompt with a picture.
+
+        Raises UnsupportedModelError if its logits are other than by transformers' own whichever they are.
+        """
         device, image = self._model.device, sample.image
+        pixels = torch.tensor(image.pixels, device=device, dtype=self._model.dtype)
+        [picture] = sample.vision.encode([pixels], [image.tiling])
+        self.hidden_size = sample.vision.width
         text = [token for token in range(self.vocab_size) if token != sample.image_token_id][:8]
         shown = [sample.image_token_id] * image.num_tokens
         for place, token in image.text:
             shown[place] = token
         ids = torch.tensor([*text[:5], *shown, *text[5:]])
-        pixels = torch.tensor(image.pixels, device=device, dtype=self._model.dtype)
-        with torch.inference_mode():
-            expected = self._their_logits(ids, pixel_values=pixels, **sample.vision.further(image.tiling, device))
+        placeholders = (ids == sample.image_token_id).to(device)
+        types = {name: (placeholders * value).long()[None] for name, value in sample.token_types.items()}
+        further = sample.vision.further(image.tiling, device)
+        expected = self._their_logits(ids, pixel_values=pixels, **further, **types)
+        span = ImageSpan(image, 5)
+        places = np.arange(len(ids))
+        positions = torch.from_numpy(places if image.grid is None else grid_positions([span], places)).to(device)
+        for ahead in WAYS_TO_SEE:
             embeddings = self.embed(ids.to(device))
-            [picture] = sample.vision.encode([pixels], [image.tiling])
-            embeddings[(ids == sample.image_token_id).to(device)] = picture
-            metadata, positions = _metadata([(0, len(ids))], len(ids), device)
-            hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)))
-        self._compare(self.logits(hidden), expected, "its pictures are more to it than embeddings in a row")
+            embeddings[placeholders] = picture
+            wide = [WideRows(0, first, last - 1, last) for first, last in whole_ranges([span], len(ids), ahead)]
+            self.backend = self._choose_backend(self.attention, sees_ahead=ahead is not None)
+            metadata, _ = _metadata([(0, len(ids))], len(ids), device, wide)
+            actual = self.logits(self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids))))
+            if self._agree(actual, expected):
+                self.sees_ahead = ahead
+                return
+        self._compare(actual, expected, "its pictures are more to it than embeddings in a row")
+
+    def _agree(self, actual: Tensor, expected: Tensor) -> bool:
+        # An error may be NaN.
+        return _distance(actual, expected) <= TOLERANCE.get(self._model.dtype, ROUNDED_TOLERANCE)
 
     def _compare(self, actual: Tensor, expected: Tensor, reason: str) -> None:
-        error = float((actual - expected).std() / expected.std())
-        # In this order, since an error may be NaN.
-        if not error <= TOLERANCE.get(self._model.dtype, ROUNDED_TOLERANCE):
+        if not self._agree(actual, expected):
+            error = _distance(actual, expected)
             raise UnsupportedModelError(
                 f"over a paged cache its logits differ from transformers' own by {error:.2g} of their spread: {reason}"
             )
@@ -294,6 +351,11 @@ class TransformersModel:
         return [torch.cat(rows) for rows in logits]
 
 
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    """How far apart logits are, as a share of their standard deviation."""
+    return float((actual - expected).std() / expected.std())
+
+
 def _ours_in(config: Any) -> dict[str, str]:
     """Our attention in the language model, torch's in a vision tower."""
     return {"": NAME, **{name: NAME if name == "text_config" else "sdpa" for name in config.sub_configs}}
@@ -301,14 +363,18 @@ def _ours_in(config: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture as the model's processor leaves it, to try a model with."""
+    """A picture as the model's processor leaves it, to try a model with. token_types: of its placeholders, by the names
+    of the model's inputs."""
 
     image: ImageInput
+    token_types: dict[str, int]
     image_token_id: int
     vision: TransformersVision
 
 
-def _metadata(spans: Sequence[tuple[int, int]], block_size: int, device: torch.device) -> tuple[BatchMetadata, Tensor]:
+def _metadata(
+    spans: Sequence[tuple[int, int]], block_size: int, device: torch.device, wide: Sequence[WideRows] = ()
+) -> tuple[BatchMetadata, Tensor]:
     """A batch of the tokens from `first` to `last` of each sequence, whose only block has its number; and positions."""
     lens = [last - first for first, last in spans]
     positions = torch.cat([torch.arange(first, last) for first, last in spans])
@@ -321,6 +387,7 @@ def _metadata(spans: Sequence[tuple[int, int]], block_size: int, device: torch.d
         query_lens=lens,
         host_context_lens=[last for _, last in spans],
         num_decodes=len(spans) if max(lens) == 1 else 0,
+        wide=wide,
     )
     return metadata, positions.to(device)
 
@@ -379,15 +446,22 @@ class TransformersCheckpoint:
             return None
         noise = np.random.default_rng(0).integers(0, 256, (*SAMPLE_SIZE, 3), np.uint8)
         processor = TransformersProcessor(self.folder, self.image_token_id)
-        pixels, placeholders = processor.prepare(Picture.whole(Image.fromarray(noise)))
+        picture = Picture.whole(Image.fromarray(noise))
+        pixels, placeholders = processor.prepare(picture)
         image = ImageInput(bytes(KEY_BYTES), pixels, **placeholders._asdict())
-        return Sample(image, self.image_token_id, TransformersVision(model))
+        return Sample(image, processor.token_types(picture), self.image_token_id, TransformersVision(model))
 
     def load(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The model with its weights. Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""
-        from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            AttentionInterface,
+            AttentionMaskInterface,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
 
         AttentionInterface.register(NAME, _attention)
+        AttentionMaskInterface.register(NAME, _mask)
         auto = AutoModelForCausalLM if self.image_token_id is None else AutoModelForImageTextToText
         try:
             model, report = auto.from_pretrained(
@@ -395,15 +469,16 @@ class TransformersCheckpoint:
                 local_files_only=True, trust_remote_code=False, output_loading_info=True,
             )  # fmt: skip
         except (*_MISFITS, ImportError) as error:
-            raise UnsupportedModelError(
-                f"transformers cannot load it as a language model: {_first_line(error)}"
-            ) from error
+            # Some have a table of their own.
+            named = isinstance(error, KeyError) and error.args == (NAME,)
+            reason = NO_INTERFACE if named else f"transformers cannot load it as a language model: {_first_line(error)}"
+            raise UnsupportedModelError(reason) from error
         except (OSError, RuntimeError) as error:
             raise ModelLoadError(f"transformers cannot load {self.folder}: {_first_line(error)}") from error
         if missing := sorted(report["missing_keys"]):
             raise MissingWeightsError(f"{self.folder} has no tensor {missing[0]}" + _and_more(len(missing) - 1))
         if not model._can_set_attn_implementation():
-            raise UnsupportedModelError(f"{type(model).__name__} does not attend by transformers' attention interface")
+            raise UnsupportedModelError(NO_INTERFACE)
         return model.eval().requires_grad_(False).to(device)
 
 

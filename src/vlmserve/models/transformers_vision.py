@@ -23,6 +23,9 @@ class TransformersVision:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._named = inspect.signature(model.get_image_features).parameters.keys()
+        self.width: int = model.get_input_embeddings().weight.shape[1]
+        """Of embeddings: several side by side for a model that adds one to what each of its first layers makes of a
+        picture's token."""
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Only the model itself knows what becomes of pixels; pictures must have been made for it."""
@@ -43,14 +46,16 @@ class TransformersVision:
             features = self._model.get_image_features(
                 pixel_values=pixels, **{name: value for name, value in named.items() if name in self._named}
             )
-            embeddings = _rows(getattr(features, "pooler_output", features))
+            of_layers = getattr(features, "deepstack_features", None) or ()
+            parts = [getattr(features, "pooler_output", features), *of_layers]
+            embeddings = torch.cat([_rows(part) for part in parts], 1)
+            self.width = embeddings.shape[1]
             if len(embeddings) != further.num_embeddings:
                 raise ValueError(f"{len(embeddings)} embeddings, where the processor left room for others")
         except (ValueError, TypeError, RuntimeError, LookupError):
             # Somebody else's code and one odd picture must not end everybody's requests; these logits end its own.
             logger.exception("no embeddings of a picture of %s", tuple(pixels.shape))
-            size = self._model.get_input_embeddings().weight.shape[1]
-            return pixels.new_full((further.num_embeddings, size), float("nan"))
+            return pixels.new_full((further.num_embeddings, self.width), float("nan"))
         return embeddings
 
     @staticmethod

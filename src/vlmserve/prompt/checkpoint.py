@@ -53,6 +53,16 @@ QWEN_TEMPLATE = (
 """ChatML with numbered pictures, of the first Qwen's and Qwen-VL's chat checkpoints (https://arxiv.org/abs/2308.12966),
 whose own code writes it."""
 
+PALIGEMMA_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}{{ image_token }}{% endif %}"
+    "{% endfor %}{% endfor %}{{ bos_token }}"
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{{ '\n' }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+"""PaliGemma's only form of a question (https://arxiv.org/abs/2407.07726), which transformers' processor writes."""
+
 CHATGLM3_TEMPLATE = (
     "[gMASK]sop{% for message in messages %}<|{{ message.role }}|>\n {{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -165,6 +175,8 @@ def _built_in_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     model_type = config.get("model_type")
     if model_type == "llava":
         return LLAVA_TEMPLATE
+    if model_type == "paligemma":
+        return PALIGEMMA_TEMPLATE
     if model_type == "qwen" and read_json(folder / "generation_config.json").get("chat_format") == "chatml":
         return QWEN_TEMPLATE
     if model_type == "chatglm" and "chatglm3" in str(config.get("_name_or_path")):

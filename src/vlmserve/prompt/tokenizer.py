@@ -118,10 +118,11 @@ class Tokenizer:
 
         Raises InvalidRequestError if the tokenizer cannot write the quoted text without a control token.
         """
-        if quotation.is_empty:
-            return self.encode(text, add_special_tokens=add_special_tokens)
         bos = self.special_tokens.get("bos_token")
-        framed = add_special_tokens and not (bos and text.startswith(bos))
+        # Some templates write it themselves, PaliGemma's behind the pictures.
+        framed = add_special_tokens and not (bos and bos in text)
+        if quotation.is_empty:
+            return self.encode(text, add_special_tokens=framed)
         ids = list(self._prefix) if framed else []
         done = 0
         trim = False

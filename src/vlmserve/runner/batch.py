@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, WideRows
+from vlmserve.models.grid_positions import grid_positions
 from vlmserve.scheduler.scheduler import ScheduledChunk, Step
 
 
@@ -171,27 +172,10 @@ def _has_grid(chunk: ScheduledChunk) -> bool:
 
 
 def _grid_positions(step: Step, positions: np.ndarray) -> np.ndarray:
-    """int64 ``[3, tokens]`` from positions that count tokens: within a picture or video by frames, rows and columns,
-    each from where it begins; behind it from the highest of all three on (https://arxiv.org/abs/2409.12191)."""
-    result = np.repeat(positions[None], 3, 0)
+    """int64 ``[3, tokens]`` from positions that count tokens."""
+    result = np.empty((3, len(positions)), np.int64)
     first = 0
     for sequence, count, _ in step.chunks:
-        own = result[:, first : first + count]
-        places = positions[first : first + count]
+        result[:, first : first + count] = grid_positions(sequence.image_spans, positions[first : first + count])
         first += count
-        shift = 0
-        for span in sequence.image_spans:
-            if span.start > places[-1] or span.image.grid is None:
-                break
-            frames, rows, columns = span.image.grid
-            # In float32, where a product may fall short of a whole number, as in transformers.
-            times = (np.arange(frames, dtype=np.float32) * np.float32(span.image.frame_step)).astype(np.int64)
-            inside = (places >= span.start) & (places < span.end)
-            within = places[inside] - span.start
-            begin = span.start + shift
-            own[0, inside] = begin + times[within // (rows * columns)]
-            own[1, inside] = begin + within // columns % rows
-            own[2, inside] = begin + within % columns
-            shift += max(int(times[-1]) + 1, rows, columns) - span.image.num_tokens
-            own[:, places >= span.end] = places[places >= span.end] + shift
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from vlmserve.cache.keys import block_key, cross_key, looking_root, touched_images
-from vlmserve.types import EngineRequest, ImageInput, ImageSpan, SeesAhead
+from vlmserve.types import EngineRequest, ImageInput, ImageSpan, SeesAhead, whole_ranges
 
 
 class Sequence:
@@ -82,7 +82,7 @@ class Sequence:
         if self.cross is not None:
             self.cross_key = cross_key(self.cross.image.key, self.cross.token_ids)
             root_key = looking_root(root_key, self.cross_key)
-        self.whole_ranges = _whole_ranges(self.image_spans, sees_ahead)
+        self.whole_ranges = whole_ranges(self.image_spans, self.num_prompt_tokens, sees_ahead)
         self._long_root_key = block_key(root_key, (), ())
         self.max_short_len = max_short_len
         self.block_keys = [self._long_root_key if self.is_long else root_key]
@@ -161,11 +161,3 @@ class Sequence:
         reach = whole[1] if whole is not None and whole[0] >= start else end
         images = touched_images(self.image_spans, start, reach)
         return block_key(parent, self.token_ids[start:end], images, ahead=self.token_ids[end:reach])
-
-
-def _whole_ranges(spans: tuple[ImageSpan, ...], sees_ahead: SeesAhead | None) -> tuple[tuple[int, int], ...]:
-    if sees_ahead == "pictures":
-        return tuple((span.start, span.end) for span in spans)
-    if sees_ahead == "prefix":
-        return tuple((0, span.end) for span in spans[:1])
-    return ()
