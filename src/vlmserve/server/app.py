@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from vlmserve.errors import EngineDeadError, VLMServeError
-from vlmserve.server.chat import chat_completions
 from vlmserve.server.connection import RequestLog
 from vlmserve.server.debug import show_caches
 from vlmserve.server.errors import (
@@ -22,7 +21,9 @@ from vlmserve.server.errors import (
     json_response,
 )
 from vlmserve.server.page import start_page
-from vlmserve.server.schema import ChatRequest, ModelCard
+from vlmserve.server.routes.chat import chat_completions
+from vlmserve.server.schema.chat import ChatRequest
+from vlmserve.server.schema.models import ModelCard
 from vlmserve.server.service import Service
 
 _SCHEMA_REF = "#/components/schemas/{model}"

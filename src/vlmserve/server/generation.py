@@ -1,0 +1,192 @@
+"""Answers under way: from prompts to pieces of text, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from vlmserve.errors import VLMServeError
+from vlmserve.frontend.client import EngineClient, EngineStream
+from vlmserve.server.metrics import AnswerRecord
+from vlmserve.server.schema.usage import PromptTokensDetails, Usage
+from vlmserve.server.service import Service, TextStream
+from vlmserve.types import MAX_SEED, EngineRequest, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a request asks for: `num_answers` answers to each prompt."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    num_answers: int = 1
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new in the answer number `index`. finish_reason: "stop" or "length" with the last piece."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+
+    def __add__(self, later: Piece) -> Piece:
+        return Piece(self.index, self.text + later.text, later.finish_reason)
+
+
+class Answer:
+    """One of a request's answers, while it is generated."""
+
+    def __init__(self, index: int, stream: EngineStream, text: TextStream, record: AnswerRecord) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_images_encoded = 0
+        self._stream = stream
+        self._text = text
+        self._record = record
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The text as it comes. Raises VLMServeError if it cannot be finished; closing it aborts the request."""
+        try:
+            async for output in self._stream:
+                self._record.output(output)
+                if output.finish_reason in ("abort", "error"):
+                    raise VLMServeError(output.error or "The engine gave up on this request")
+                self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
+                self.num_tokens += len(output.token_ids) + (output.stop_token_id is not None)
+                text = self._text.push(output.token_ids)
+                if output.finish_reason is not None:
+                    text += self._text.finish()
+                finish_reason = "stop" if self._text.stopped else output.finish_reason
+                if finish_reason is not None:
+                    self._record.end(finish_reason)
+                if text or finish_reason is not None:
+                    yield Piece(self.index, text, finish_reason)
+                if finish_reason is not None:
+                    return
+        except VLMServeError:
+            self._record.end("error")
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Abort it in the engine unless it has ended."""
+        self._stream.close()
+        self._record.end("abort")
+
+
+class Generation:
+    """A request under way: its id, its answers, and what they cost."""
+
+    def __init__(self, model: str, question: Question, answers: Sequence[Answer], generation_id: str) -> None:
+        self.id = generation_id
+        self.created = int(time.time())
+        self.model = model
+        self.answers = answers
+        self.failure: VLMServeError | None = None
+        """What ended a stream that had begun."""
+        self._question = question
+
+    @property
+    def usage(self) -> Usage:
+        prompts = self._question.prompts
+        asked = sum(len(prompt.token_ids) for prompt in prompts)
+        generated = sum(answer.num_tokens for answer in self.answers)
+        details = PromptTokensDetails(
+            # The further answers find the first one's prompt, which says nothing of what was there before.
+            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self._question.num_answers]),
+            images=sum(prompt.num_images for prompt in prompts),
+            images_encoded=sum(answer.num_images_encoded for answer in self.answers),
+        )
+        return Usage(asked, generated, asked + generated, details)
+
+    def __str__(self) -> str:
+        usage = self.usage
+        failure = f", failed: {self.failure}" if self.failure else ""
+        return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {self.id}{failure}"
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        for answer in self.answers:
+            answer.close()
+
+    async def finished(self) -> list[Piece]:
+        """All answers in order, each as one piece, when the last of them has ended. Raises VLMServeError."""
+        whole = [Piece(answer.index, "") for answer in self.answers]
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                whole[piece.index] = whole[piece.index] + piece
+        return whole
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The pieces of all answers as they come."""
+        if len(self.answers) == 1:
+            async with contextlib.aclosing(self.answers[0].pieces()) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        # Bounded, so that a slow client makes the pieces longer and not the queue.
+        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(len(self.answers))
+        tasks = [asyncio.ensure_future(_forward(answer, queue)) for answer in self.answers]
+        try:
+            running = len(tasks)
+            while running:
+                news = await queue.get()
+                if isinstance(news, Exception):
+                    raise news
+                running -= news.finish_reason is not None
+                yield news
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> None:
+    try:
+        async for piece in answer.pieces():
+            await queue.put(piece)
+    except Exception as error:
+        await queue.put(error)
+
+
+async def begin(
+    service: Service, client: EngineClient, question: Question, generation_id: str, arrived: float
+) -> Generation:
+    """Hand all answers to the engine, those to the first prompt first. Raises what `EngineClient.submit` does."""
+    asked = [
+        (prompt, _params_of(index, question.params))
+        for prompt in question.prompts
+        for index in range(question.num_answers)
+    ]
+    streams = await client.submit_together(
+        [
+            EngineRequest(f"{generation_id}-{number}", prompt, params, question.cache_salt)
+            for number, (prompt, params) in enumerate(asked)
+        ]
+    )
+    answers = [
+        Answer(
+            number,
+            stream,
+            service.detokenizer(params),
+            AnswerRecord(service.metrics, arrived, len(prompt.token_ids)),
+        )
+        for number, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True))
+    ]
+    return Generation(service.model_name, question, answers, generation_id)
+
+
+def _params_of(index: int, params: SamplingParams) -> SamplingParams:
+    """The params of answer number `index`: with a seed, every answer gets its own."""
+    if params.seed is None or index == 0:
+        return params
+    return msgspec.structs.replace(params, seed=(params.seed + index) % (MAX_SEED + 1))

@@ -1,0 +1,1 @@
+"""One file for each of the APIs that the server speaks."""

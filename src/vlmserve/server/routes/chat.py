@@ -1,0 +1,79 @@
+"""``POST /v1/chat/completions``: one answer, or a stream of events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.errors import VLMServeError
+from vlmserve.server.errors import error_body
+from vlmserve.server.generation import Generation, Question
+from vlmserve.server.routes.answering import Dialect, answer
+from vlmserve.server.routes.events import DONE, event
+from vlmserve.server.schema.chat import (
+    AnswerChoice,
+    AnswerMessage,
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+)
+from vlmserve.server.schema.usage import Usage
+from vlmserve.server.service import Service
+
+
+class ChatDialect(Dialect[ChatRequest]):
+    """OpenAI's chat completions."""
+
+    kind = ChatRequest
+    id_prefix = "chatcmpl-"
+
+    def num_answers(self, body: ChatRequest) -> int:
+        return body.n
+
+    async def ask(self, service: Service, body: ChatRequest) -> Question:
+        params = body.sampling_params(service.defaults, body.token_limit)
+        cache_salt = body.cache_salt or ""
+        prompt = await service.prepare(body.conversation(), cache_salt)
+        return Question([prompt], params, body.n, cache_salt)
+
+    async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
+        choices = [
+            AnswerChoice(answer.index, AnswerMessage(answer.text), answer.finish_reason or "")
+            for answer in await generation.finished()
+        ]
+        return ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage)
+
+    async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        null_usage = None if include_usage else msgspec.UNSET
+
+        def chunk(choices: list[ChunkChoice], usage: Usage | msgspec.UnsetType | None = null_usage) -> bytes:
+            return event(ChatChunk(generation.id, generation.created, generation.model, choices, usage))
+
+        try:
+            yield b"".join(chunk([ChunkChoice(answer.index, Delta("assistant", ""))]) for answer in generation.answers)
+            async with contextlib.aclosing(generation.pieces()) as pieces:
+                async for piece in pieces:
+                    events = b""
+                    if piece.text:
+                        events += chunk([ChunkChoice(piece.index, Delta(content=piece.text))])
+                    if piece.finish_reason is not None:
+                        events += chunk([ChunkChoice(piece.index, Delta(), piece.finish_reason)])
+                    yield events
+            if include_usage:
+                yield chunk([], generation.usage)
+            yield DONE
+        except VLMServeError as error:
+            generation.failure = error
+            yield event(error_body(error))
+
+
+async def chat_completions(request: Request) -> Response:
+    """The route."""
+    return await answer(request, ChatDialect())

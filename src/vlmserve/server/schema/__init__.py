@@ -1,0 +1,1 @@
+"""Requests and responses of the API: requests are pydantic models, responses msgspec structs."""

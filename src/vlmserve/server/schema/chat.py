@@ -1,0 +1,132 @@
+"""``/v1/chat/completions``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/chat
+
+Responses are msgspec structs: one is encoded for every token of every stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import Field
+
+from vlmserve.server.schema.base import MAX_COUNT
+from vlmserve.server.schema.content import Message
+from vlmserve.server.schema.sampling import MAX_CHOICES, SamplingRequest
+from vlmserve.server.schema.usage import Usage
+
+_IGNORED_FIELDS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_json": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class ChatRequest(SamplingRequest):
+    """The body of ``POST /v1/chat/completions``."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
+    ignored_fields: ClassVar[frozenset[str]] = _IGNORED_FIELDS
+    content_fields: ClassVar[tuple[str, ...]] = ("messages",)
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to the same question.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Default: up to the end of the context."
+    )
+    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
+
+    @property
+    def token_limit(self) -> int | None:
+        """The longest answer that the request allows, in tokens."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as `RequestPreparer.chat` takes them."""
+        return [message.model_dump(include={"role", "content"}, exclude_none=True) for message in self.messages]
+
+
+class AnswerMessage(msgspec.Struct):
+    """What the model said."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class AnswerChoice(msgspec.Struct):
+    """One of the n answers."""
+
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    """The response without ``stream``."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[AnswerChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    """What is new in a choice of a stream."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    """A choice of a stream's chunk."""
+
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    """One event of the response with ``stream``. usage: left out unless asked for, then null but for the last."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: str = "chat.completion.chunk"

@@ -1,0 +1,120 @@
+"""Messages and their parts: text, pictures, videos."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from vlmserve.config import MAX_FPS
+from vlmserve.server.schema.base import MAX_COUNT, RequestModel
+
+
+class TextPart(RequestModel):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageURL(RequestModel):
+    """Where a picture is: a data URL or an http(s) URL. detail is accepted and changes nothing."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class VideoURL(RequestModel):
+    """Where a video's file is: a data URL or an http(s) URL."""
+
+    url: str
+
+
+def _as_url(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+Pixels = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
+class MediumPart(RequestModel):
+    """What pictures and videos have in common: bounds of their area once resized, for models that take any size."""
+
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+
+
+class ImagePart(MediumPart):
+    """A picture."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[ImageURL, BeforeValidator(_as_url)]
+
+
+class VideoURLPart(MediumPart):
+    """A video's file. fps: frames to take of a second of it."""
+
+    type: Literal["video_url"]
+    video_url: Annotated[VideoURL, BeforeValidator(_as_url)]
+    fps: float | None = Field(None, gt=0, le=MAX_FPS)
+
+
+class VideoPart(MediumPart):
+    """A video as the URLs of its frames. fps: how many of them are a second."""
+
+    type: Literal["video"]
+    video: Annotated[list[str], Field(min_length=1)]
+    fps: float | None = Field(None, gt=0, le=MAX_FPS)
+
+
+PARTS = ("text", "image_url", "video_url", "video")
+
+
+# Tags in angle brackets never reach a client: `_path` leaves them out.
+def _content_kind(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+
+
+def _part_kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in PARTS else None
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ImagePart, Tag("<image_url>")]
+    | Annotated[VideoURLPart, Tag("<video_url>")]
+    | Annotated[VideoPart, Tag("<video>")],
+    Discriminator(
+        _part_kind,
+        custom_error_type="part",
+        custom_error_message=f"Input should be an object with a type out of {', '.join(map(repr, PARTS))}",
+    ),
+]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
+    Discriminator(
+        _content_kind, custom_error_type="content", custom_error_message="Input should be a string or a list of parts"
+    ),
+]
+
+
+class Message(RequestModel):
+    """One turn of a conversation. name, refusal and annotations are accepted and change nothing."""
+
+    role: Annotated[
+        Literal["system", "user", "assistant"],
+        BeforeValidator(lambda role: "system" if role == "developer" else role),
+    ]
+    content: Content = ""
+    name: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_content(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("content") is None and value.get("role") != "assistant":
+            raise ValueError("content is missing")
+        return value

@@ -1,0 +1,24 @@
+"""What answers cost, and what there is to ask."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """What the prompt cost. cached_tokens: those of the prompt that were found in the prefix cache. Beyond OpenAI's
+    fields, images: pictures in the prompt; images_encoded: those that went through the vision tower.
+    """
+
+    cached_tokens: int
+    images: int
+    images_encoded: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of the prompt, once for all answers, and generated ones. The end token counts as generated."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
