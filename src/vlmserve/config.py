@@ -218,6 +218,9 @@ class ServerConfig(Settings):
     served_model_name: str | None = Field(None, description="The name clients use; default: the model's.")
     max_body_bytes: ByteSize = Field(64 * 1024**2, description="Size of a request's body.")
     body_memory: ByteSize = Field(1024**3, description="Memory for the bodies of requests until they are prepared.")
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="Longest answer if a request sets no limit; default: a fifth of the context."
+    )
     stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")

@@ -144,6 +144,34 @@ class RequestPreparer:
             return self._with_one_picture(text, pictures, cache_salt, param="images")
         return self._expand(self.tokenizer.encode(self.tokenizer.write_pictures(text)), pictures, [], cache_salt)
 
+    def tokens(self, token_ids: Sequence[int]) -> Prompt:
+        """The prompt of token ids, without pictures. Raises InvalidRequestError where one would have to be."""
+        if self._one_picture is not None:
+            raise InvalidRequestError("this model takes one picture with each request", param="prompt")
+        return self._expand(list(token_ids), [], [], "")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, control tokens in it included. Raises InvalidRequestError for what is no text."""
+        check_unicode(text, "prompt")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens included. Raises InvalidRequestError for one that is none."""
+        self.token_texts(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them. Raises InvalidRequestError for an id that is none."""
+        texts = []
+        for index, token_id in enumerate(token_ids):
+            text = self.tokenizer.token(token_id)
+            if text is None:
+                raise InvalidRequestError(
+                    f"tokens[{index}] is {token_id}, which is not in the vocabulary", param=f"tokens[{index}]"
+                )
+            texts.append(text)
+        return texts
+
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """A new detokenizer for one answer, with the request's stop strings."""
         return Detokenizer(self.tokenizer, params.stop)

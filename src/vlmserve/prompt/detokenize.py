@@ -34,8 +34,13 @@ class Detokenizer:
         self._stops = [_StopString(string) for string in stop]
         self._held: deque[str] = deque()
         self._emitted: list[str] = []
-        self.stopped = False
-        """Whether a stop string was completed; nothing follows."""
+        self.stop_string: str | None = None
+        """The stop string that was completed; nothing follows it."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed."""
+        return self.stop_string is not None
 
     @property
     def text(self) -> str:
@@ -66,11 +71,11 @@ class Detokenizer:
 
     def _before_stop(self, new: str) -> str:
         for position, character in enumerate(new, start=1):
-            completed = [len(stop.string) for stop in self._stops if stop.advance(character)]
+            completed = [stop.string for stop in self._stops if stop.advance(character)]
             if completed:
-                self.stopped = True
+                self.stop_string = max(completed, key=len)
                 self._held.extend(new[:position])
-                return self._release(len(self._held) - max(completed))
+                return self._release(len(self._held) - len(self.stop_string))
         self._held.extend(new)
         return self._release(len(self._held) - max(stop.matched for stop in self._stops))
 

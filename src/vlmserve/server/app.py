@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import Any
 
@@ -22,10 +23,21 @@ from vlmserve.server.errors import (
 )
 from vlmserve.server.page import start_page
 from vlmserve.server.routes.chat import chat_completions
+from vlmserve.server.routes.completions import completions
+from vlmserve.server.routes.tokens import detokenize, tokenize
+from vlmserve.server.schema.base import RequestModel
 from vlmserve.server.schema.chat import ChatRequest
+from vlmserve.server.schema.completions import CompletionRequest
 from vlmserve.server.schema.models import ModelCard
+from vlmserve.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from vlmserve.server.service import Service
 
+_POSTS: tuple[tuple[str, Callable[[Request], Awaitable[Response]], type[RequestModel]], ...] = (
+    ("/v1/chat/completions", chat_completions, ChatRequest),
+    ("/v1/completions", completions, CompletionRequest),
+    ("/tokenize", tokenize, TokenizeRequest),
+    ("/detokenize", detokenize, DetokenizeRequest),
+)
 _SCHEMA_REF = "#/components/schemas/{model}"
 
 
@@ -49,17 +61,18 @@ def create_app(service: Service) -> FastAPI:
     if service.config.enable_debug:
         app.add_api_route("/debug/cache", show_caches, response_class=Response, response_model=None)
     app.add_api_route("/", index, include_in_schema=False, response_class=HTMLResponse)
-    schema = ChatRequest.model_json_schema(ref_template=_SCHEMA_REF)
-    parts = schema.pop("$defs")
-    body = {"content": {"application/json": {"schema": schema}}, "required": True}
-    app.add_api_route(
-        "/v1/chat/completions",
-        chat_completions,
-        methods=["POST"],
-        response_class=Response,
-        response_model=None,
-        openapi_extra={"requestBody": body},
-    )
+    parts: dict[str, Any] = {}
+    for path, post, kind in _POSTS:
+        schema = kind.model_json_schema(ref_template=_SCHEMA_REF)
+        parts |= schema.pop("$defs", {})
+        app.add_api_route(
+            path,
+            post,
+            methods=["POST"],
+            response_class=Response,
+            response_model=None,
+            openapi_extra={"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}},
+        )
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -30,14 +30,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new in the answer number `index`. finish_reason: "stop" or "length" with the last piece."""
+    """What is new in the answer number `index`. finish_reason: "stop" or "length" with the last piece;
+    stop_string: the one that ended it."""
 
     index: int
     text: str
     finish_reason: str | None = None
+    stop_string: str | None = None
 
     def __add__(self, later: Piece) -> Piece:
-        return Piece(self.index, self.text + later.text, later.finish_reason)
+        return Piece(self.index, self.text + later.text, later.finish_reason, later.stop_string)
 
 
 class Answer:
@@ -64,11 +66,12 @@ class Answer:
                 text = self._text.push(output.token_ids)
                 if output.finish_reason is not None:
                     text += self._text.finish()
-                finish_reason = "stop" if self._text.stopped else output.finish_reason
+                stop_string = self._text.stop_string
+                finish_reason = "stop" if stop_string is not None else output.finish_reason
                 if finish_reason is not None:
                     self._record.end(finish_reason)
                 if text or finish_reason is not None:
-                    yield Piece(self.index, text, finish_reason)
+                    yield Piece(self.index, text, finish_reason, stop_string)
                 if finish_reason is not None:
                     return
         except VLMServeError:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -23,12 +23,15 @@ from vlmserve.server.metrics import ServerMetrics
 from vlmserve.types import EngineStats, ModelInfo, Prompt, SamplingParams
 
 Phase = Literal["asleep", "loading", "serving", "closing"]
+Result = TypeVar("Result")
+_SHARE_OF_AN_ANSWER = 0.2
+"""Of the context, if a request sets no limit."""
 
 
 class TextStream(Protocol):
     """Turns one answer's token ids into text; see `vlmserve.prompt.detokenize.Detokenizer`."""
 
-    stopped: bool
+    stop_string: str | None
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -40,7 +43,17 @@ class Preparer(Protocol):
 
     picture_cache: PictureCache
 
-    def chat(self, messages: Sequence[Any], *, cache_salt: str = "") -> Prompt: ...
+    def chat(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, cache_salt: str = "") -> Prompt: ...
+
+    def text(self, text: str) -> Prompt: ...
+
+    def tokens(self, token_ids: Sequence[int]) -> Prompt: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
     def detokenizer(self, params: SamplingParams) -> TextStream: ...
 
@@ -182,7 +195,25 @@ class Service:
             if self._num_answers == 0:
                 self._idle.set()
 
-    async def prepare(self, messages: list[dict[str, Any]], cache_salt: str = "") -> Prompt:
+    @property
+    def preparer(self) -> Preparer:
+        """What makes prompts, once the model is loaded."""
+        assert self._preparer is not None
+        return self._preparer
+
+    @property
+    def default_limit(self) -> int:
+        """The longest answer to a request that sets no limit, in tokens."""
+        own = self.config.default_max_tokens
+        return own or max(1, int(self.client.info.max_model_len * _SHARE_OF_AN_ANSWER))
+
+    async def prepare_text(self, make: Callable[[Preparer], Result]) -> Result:
+        """What `make` makes of text, in a worker thread. Raises what it does."""
+        return await asyncio.get_running_loop().run_in_executor(self._text_workers, make, self.preparer)
+
+    async def prepare(
+        self, messages: list[dict[str, Any]], cache_salt: str = "", *, add_generation_prompt: bool = True
+    ) -> Prompt:
         """The prompt of a conversation, made in a worker thread. Raises what the preparer does."""
         assert self._preparer is not None
         urls = [
@@ -194,7 +225,9 @@ class Service:
         ]
         remote = any(not url.startswith("data:") for url in urls)
         workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
-        prepare = functools.partial(self._preparer.chat, messages, cache_salt=cache_salt)
+        prepare = functools.partial(
+            self._preparer.chat, messages, add_generation_prompt=add_generation_prompt, cache_salt=cache_salt
+        )
         try:
             return await asyncio.get_running_loop().run_in_executor(workers, prepare)
         except MemoryError:

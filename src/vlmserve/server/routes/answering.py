@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.server.body import read_json_body
 from vlmserve.server.connection import EventStream, note, unless_disconnected
@@ -29,6 +30,8 @@ class Dialect(ABC, Generic[Body]):
 
     kind: type[Body]
     id_prefix: str
+    content_field: str = "messages"
+    """Of the body, where the prompt comes from."""
 
     @abstractmethod
     def num_answers(self, body: Body) -> int:
@@ -72,6 +75,11 @@ async def _begin(
     service: Service, client: EngineClient, dialect: Dialect[Body], body: Body, arrived: float
 ) -> Generation:
     started = time.monotonic()
-    question = await dialect.ask(service, body)
-    service.metrics.media.observe(time.monotonic() - started)
-    return await begin(service, client, question, f"{dialect.id_prefix}{uuid.uuid4().hex}", arrived)
+    try:
+        question = await dialect.ask(service, body)
+        service.metrics.media.observe(time.monotonic() - started)
+        return await begin(service, client, question, f"{dialect.id_prefix}{uuid.uuid4().hex}", arrived)
+    except InvalidRequestError as error:
+        if error.param in (None, "messages"):
+            error.param = dialect.content_field
+        raise

@@ -23,6 +23,7 @@ from vlmserve.server.schema.chat import (
     ChunkChoice,
     Delta,
 )
+from vlmserve.server.schema.content import conversation
 from vlmserve.server.schema.usage import Usage
 from vlmserve.server.service import Service
 
@@ -37,9 +38,9 @@ class ChatDialect(Dialect[ChatRequest]):
         return body.n
 
     async def ask(self, service: Service, body: ChatRequest) -> Question:
-        params = body.sampling_params(service.defaults, body.token_limit)
+        params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         cache_salt = body.cache_salt or ""
-        prompt = await service.prepare(body.conversation(), cache_salt)
+        prompt = await service.prepare(conversation(body.messages), cache_salt)
         return Question([prompt], params, body.n, cache_salt)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:

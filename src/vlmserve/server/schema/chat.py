@@ -63,19 +63,13 @@ class ChatRequest(SamplingRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to the same question.")
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_COUNT, description="Default: up to the end of the context."
-    )
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
 
     @property
     def token_limit(self) -> int | None:
         """The longest answer that the request allows, in tokens."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as `RequestPreparer.chat` takes them."""
-        return [message.model_dump(include={"role", "content"}, exclude_none=True) for message in self.messages]
 
 
 class AnswerMessage(msgspec.Struct):

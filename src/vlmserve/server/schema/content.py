@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -118,3 +119,8 @@ class Message(RequestModel):
         if isinstance(value, dict) and value.get("content") is None and value.get("role") != "assistant":
             raise ValueError("content is missing")
         return value
+
+
+def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as `RequestPreparer.chat` takes them."""
+    return [message.model_dump(include={"role", "content"}, exclude_none=True) for message in messages]

@@ -77,9 +77,9 @@ class SamplingRequest(RequestModel):
         """The same without what the request shows and says, which may be large."""
         return self.model_copy(update=dict.fromkeys(self.content_fields))
 
-    def sampling_params(self, defaults: SamplingParams, limit: int | None) -> SamplingParams:
-        """What to sample. limit: the longest answer, in tokens. Raises InvalidRequestError, naming the field, for a
-        value out of range."""
+    def sampling_params(self, defaults: SamplingParams, limit: int | None, default_limit: int) -> SamplingParams:
+        """What to sample. limit: the longest answer, in tokens; default_limit: that of requests which set none. Raises
+        InvalidRequestError, naming the field, for a value out of range."""
         return SamplingParams(
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
@@ -89,6 +89,6 @@ class SamplingRequest(RequestModel):
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            max_tokens=limit,
+            max_tokens=max(default_limit, self.min_tokens) if limit is None else limit,
             min_tokens=self.min_tokens,
         )

@@ -1,0 +1,40 @@
+"""``POST /tokenize`` and ``/detokenize``: between texts and token ids, without the engine."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.server.errors import json_response
+from vlmserve.server.routes.reading import read
+from vlmserve.server.schema.content import conversation
+from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from vlmserve.server.service import Service
+
+
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text, or of a conversation's whole prompt."""
+    service: Service = request.app.state.service
+    async with read(request, TokenizeRequest) as body:
+        service.check_model(body.model)
+        if body.messages is not None:
+            prompt = await service.prepare(
+                conversation(body.messages), add_generation_prompt=body.add_generation_prompt
+            )
+            tokens = prompt.token_ids
+        else:
+            text = body.prompt or ""
+            tokens = await service.prepare_text(
+                lambda preparer: preparer.encode(text, add_special_tokens=body.add_special_tokens)
+            )
+        texts = service.preparer.token_texts(tokens) if body.return_token_strs else None
+        return json_response(Tokenized(len(tokens), service.client.info.max_model_len, tokens, texts))
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    service: Service = request.app.state.service
+    async with read(request, DetokenizeRequest) as body:
+        service.check_model(body.model)
+        tokens = body.tokens
+        return json_response(Detokenized(await service.prepare_text(lambda preparer: preparer.decode(tokens))))

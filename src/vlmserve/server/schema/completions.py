@@ -1,0 +1,95 @@
+"""``/v1/completions``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/completions"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, cast
+
+import msgspec
+from pydantic import Discriminator, Field, Tag
+
+from vlmserve.server.schema.base import MAX_COUNT
+from vlmserve.server.schema.sampling import MAX_CHOICES, SamplingRequest
+from vlmserve.server.schema.usage import Usage
+
+MAX_PROMPTS = 128
+
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "suffix": ("",),
+}
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list) or not value:
+        return None
+    first = value[0]
+    if isinstance(first, str):
+        return "<texts>"
+    return "<tokens>" if isinstance(first, int) else "<lists>"
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[Annotated[list[Text], Field(max_length=MAX_PROMPTS)], Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<tokens>")]
+    | Annotated[Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)], Tag("<lists>")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt",
+        custom_error_message="Input should be a text, a list of token ids, or a list of several of either",
+    ),
+]
+
+
+class CompletionRequest(SamplingRequest):
+    """The body of ``POST /v1/completions``."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
+    content_fields: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    prompt: Prompts
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
+    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
+    echo: bool = Field(False, description="Whether answers begin with the prompt.")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Texts or token ids, one for each prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(cast("list[str | list[int]]", self.prompt))
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer, or what is new of it."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: None = None
+
+
+class Completion(msgspec.Struct):
+    """The response, or an event of it with ``stream``, whose usage is left out unless asked for."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: str = "text_completion"
