@@ -24,10 +24,12 @@ from vlmserve.server.errors import (
 from vlmserve.server.page import start_page
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
+from vlmserve.server.routes.messages import count_tokens, messages
 from vlmserve.server.routes.tokens import detokenize, tokenize
 from vlmserve.server.schema.base import RequestModel
 from vlmserve.server.schema.chat import ChatRequest
 from vlmserve.server.schema.completions import CompletionRequest
+from vlmserve.server.schema.messages import CountRequest, MessagesRequest
 from vlmserve.server.schema.models import ModelCard
 from vlmserve.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from vlmserve.server.service import Service
@@ -35,6 +37,8 @@ from vlmserve.server.service import Service
 _POSTS: tuple[tuple[str, Callable[[Request], Awaitable[Response]], type[RequestModel]], ...] = (
     ("/v1/chat/completions", chat_completions, ChatRequest),
     ("/v1/completions", completions, CompletionRequest),
+    ("/v1/messages", messages, MessagesRequest),
+    ("/v1/messages/count_tokens", count_tokens, CountRequest),
     ("/tokenize", tokenize, TokenizeRequest),
     ("/detokenize", detokenize, DetokenizeRequest),
 )

@@ -20,6 +20,20 @@ from vlmserve.errors import (
 )
 
 RETRY_AFTER_S = "1"
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_KINDS = {
+    HTTPStatus.BAD_REQUEST: "invalid_request_error",
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.METHOD_NOT_ALLOWED: "invalid_request_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "invalid_request_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+"""https://docs.anthropic.com/en/api/errors"""
 
 
 class RefusedError(VLMServeError):
@@ -65,13 +79,22 @@ def error_body(error: VLMServeError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "param", None), "code": code}}
 
 
-def error_response(error: VLMServeError) -> Response:
-    """The response that tells a client of an error."""
+def messages_error_body(error: VLMServeError) -> dict[str, Any]:
+    """The JSON object of an error as Anthropic writes it."""
+    kind = _MESSAGES_KINDS.get(status_of(error), "api_error")
+    place = getattr(error, "param", None)
+    message = str(error) if place is None or place in str(error) else f"{place}: {error}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(error: VLMServeError, path: str = "") -> Response:
+    """The response that tells a client of an error, in the form of the API at that path."""
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["Retry-After"] = RETRY_AFTER_S
-    return json_response(error_body(error), status, headers)
+    body = messages_error_body(error) if path.startswith(_MESSAGES_PATH) else error_body(error)
+    return json_response(body, status, headers)
 
 
 def internal_error_response() -> Response:
@@ -88,10 +111,10 @@ def json_response(value: object, status: int = HTTPStatus.OK, headers: dict[str,
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-async def handle_vlmserve_error(_: Request, error: Exception) -> Response:
+async def handle_vlmserve_error(request: Request, error: Exception) -> Response:
     """Exception handler for `VLMServeError`."""
     assert isinstance(error, VLMServeError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
@@ -105,6 +128,6 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     code = {HTTPStatus.NOT_FOUND: "not_found", HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed"}.get(
         status, "http_error"
     )
-    response = error_response(RefusedError(status, message, code))
+    response = error_response(RefusedError(status, message, code), request.url.path)
     response.headers.update(error.headers or {})
     return response
