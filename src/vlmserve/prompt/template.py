@@ -77,6 +77,8 @@ class ChatTemplate:
         """image_token, video_token: what the template writes for a picture and for a video."""
         try:
             self._template = _environment().from_string(source)
+            # Each rendering copies them, and jinja keeps them in layers that are slow to copy.
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
         self._variables = dict(special_tokens)

@@ -24,6 +24,8 @@ from vlmserve.types import EngineStats, ModelInfo, Prompt, SamplingParams
 
 Phase = Literal["asleep", "loading", "serving", "closing"]
 Result = TypeVar("Result")
+_SHORT_TEXT = 2000
+"""Characters that are a prompt sooner than another thread would have begun."""
 _SHARE_OF_AN_ANSWER = 0.2
 """Of the context, if a request sets no limit."""
 
@@ -102,9 +104,14 @@ class Service:
         self.defaults = defaults or self.defaults
         self._opened.set()
 
+    @property
+    def awake(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return not self._lazy or self._client is not None or self._closing
+
     async def wake(self) -> None:
         """See to it that a model that is loaded on demand is there; who comes while it is loading waits for it."""
-        if self._lazy and self._client is None and not self._closing:
+        if not self.awake:
             self.wanted.set()
             await self._opened.wait()
 
@@ -207,8 +214,11 @@ class Service:
         own = self.config.default_max_tokens
         return own or max(1, int(self.client.info.max_model_len * _SHARE_OF_AN_ANSWER))
 
-    async def prepare_text(self, make: Callable[[Preparer], Result]) -> Result:
-        """What `make` makes of text, in a worker thread. Raises what it does."""
+    async def prepare_text(self, make: Callable[[Preparer], Result], size: int) -> Result:
+        """What `make` makes of text with `size` characters, in a worker thread if that takes long. Raises what it
+        does."""
+        if size <= _SHORT_TEXT:
+            return make(self.preparer)
         return await asyncio.get_running_loop().run_in_executor(self._text_workers, make, self.preparer)
 
     async def prepare(
@@ -223,6 +233,8 @@ class Service:
             for part in message["content"]
             for url in _urls(part)
         ]
+        if not urls and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
+            return self._preparer.chat(messages, add_generation_prompt=add_generation_prompt, cache_salt=cache_salt)
         remote = any(not url.startswith("data:") for url in urls)
         workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
         prepare = functools.partial(
@@ -239,6 +251,12 @@ class Service:
         """A new detokenizer for one answer."""
         assert self._preparer is not None
         return self._preparer.detokenizer(params)
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    """Of a message without pictures."""
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:

@@ -47,7 +47,9 @@ class CompletionDialect(Dialect[CompletionRequest]):
                 ]
             return prompts
 
-        return Question(await service.prepare_text(prepare), params, body.n, body.cache_salt or "")
+        return Question(
+            await service.prepare_text(prepare, sum(map(len, body.prompts))), params, body.n, body.cache_salt or ""
+        )
 
     async def complete(self, body: CompletionRequest, generation: Generation) -> Completion:
         choices = [
