@@ -134,7 +134,7 @@ class Engine:
         return self._info
 
     def add(self, request: EngineRequest) -> None:
-        check_request(request, self._info, self._scheduler)
+        check_request(request, self._info, self._scheduler, max_logprobs=self._config.max_logprobs)
         if len(self._scheduler.waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
         for span in request.prompt.images:

@@ -121,7 +121,7 @@ class MockEngine:
         return self._info
 
     def add(self, request: EngineRequest) -> None:
-        check_request(request, self._info, self._unfinished)
+        check_request(request, self._info, self._unfinished, max_logprobs=self._config.max_logprobs)
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
         prompt_len = len(request.prompt.token_ids)
