@@ -22,10 +22,11 @@ def default_sampling(folder: Path) -> SamplingParams:
     """
     path = folder if folder.is_file() else folder / "generation_config.json"
     settings = _in_gguf(path) if folder.is_file() else read_json(path)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n")
+    names = ["temperature", "repetition_penalty", "repeat_last_n"]
     if settings.get("do_sample") is False:
         settings = {**settings, "temperature": 0.0}
-        names = ("temperature", "repetition_penalty", "repeat_last_n")
+    else:
+        names += ["top_p", "top_k", "min_p"]
     wanted = {name: settings[name] for name in names if isinstance(settings.get(name), int | float)}
     try:
         return SamplingParams(**wanted)
