@@ -209,9 +209,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check(self.top_k >= 0, "top_k", "0 (off) or more")
         check(math.isfinite(self.top_p) and 0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
         check(math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        check(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "more than 0"
-        )
+        check(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
         check(self.repeat_last_n >= -1, "repeat_last_n", "-1 (all tokens) or more")
