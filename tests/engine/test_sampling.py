@@ -47,11 +47,12 @@ def engine_for(folder: Path, **settings) -> Engine:
     return Engine(EngineConfig(model=str(folder), **settings), folder)
 
 
-def tight(folder: Path) -> Engine:
+def tight(folder: Path, **settings) -> Engine:
     """An engine whose cache holds the longest request and little more, so that requests are preempted."""
     probe = engine_for(folder, block_size=4)
     block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
-    return engine_for(folder, block_size=4, kv_cache_memory=((40 + NEW_TOKENS) // 4 + 8) * block_bytes)
+    memory = ((40 + NEW_TOKENS) // 4 + 8) * block_bytes
+    return engine_for(folder, block_size=4, kv_cache_memory=memory, **settings)
 
 
 def run(engine: Engine, texts: list[Prompt] | list[list[int]], *params: dict) -> list[RequestOutput]:
@@ -150,13 +151,22 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, pytest.param(None, id="preempted")])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *SCHEDULES,
+        pytest.param({"tight": True}, id="preempted"),
+        pytest.param({"tight": True, "max_num_batched_tokens": 6}, id="preempted in chunks"),
+    ],
+)
 def test_logprobs_are_those_of_transformers_logits_before_all_edits(folder, model, schedule):
-    engine = tight(folder) if schedule is None else engine_for(folder, **schedule)
+    schedule = dict(schedule)
+    preempts = schedule.pop("tight", False)
+    engine = (tight if preempts else engine_for)(folder, **schedule)
     texts = prompts(model)
     alone = [run(engine, [text], params)[0] for text, params in zip(texts, MIXED, strict=True)]
     together = run(engine, texts, *MIXED)
-    assert schedule is not None or engine.stats().preemptions > 0
+    assert (engine.stats().preemptions > 0) == preempts
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
     for text, params, output in zip(texts * 2, MIXED * 2, alone + together, strict=True):
         expected = log_probabilities(model, text + output.token_ids)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoints import make_llama
 from tests.server.live import QUESTION, LiveServer
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.types import SamplingParams
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 PROMPT = "A résumé of the picture: "
@@ -220,16 +221,10 @@ def test_penalties_keep_an_answer_from_repeating_itself(tiny):
     assert distinct(repetition_penalty=1.5, repeat_last_n=0) == plain
 
 
-def test_checkpoints_say_how_repetition_is_penalized(tiny_folder, tmp_path):
-    import json
-    import shutil
-
-    folder = tmp_path / "penalized"
-    shutil.copytree(tiny_folder, folder)
-    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "repetition_penalty": 1.5}))
-    engine = {"engine": "real", "dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB", "num_threads": 1}
-    with LiveServer(folder, engine=engine) as server:
-        fields = {"max_tokens": 30, "ignore_eos": True}
-        default = server.ask(**fields).json()["choices"]
-        assert default == server.ask(**fields, repetition_penalty=1.5).json()["choices"]
-        assert default != server.ask(**fields, repetition_penalty=1).json()["choices"]
+def test_without_a_penalty_of_its_own_a_request_gets_the_checkpoints(tiny, monkeypatch):
+    plain = tiny.ask(temperature=0, max_tokens=30, ignore_eos=True).json()["choices"]
+    monkeypatch.setattr(tiny.service, "defaults", SamplingParams(temperature=0, repetition_penalty=1.5))
+    fields = {"max_tokens": 30, "ignore_eos": True}
+    default = tiny.ask(**fields).json()["choices"]
+    assert default == tiny.ask(**fields, repetition_penalty=1.5).json()["choices"]
+    assert default != plain == tiny.ask(**fields, repetition_penalty=1).json()["choices"]
