@@ -139,6 +139,7 @@ class EngineConfig(Settings):
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for embeddings of pictures seen before.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
+    max_logprobs: int = Field(20, ge=0, description="Alternatives that a request may be told beside each token.")
     seed: int = Field(0, ge=0, description="Where the seeds of requests without one come from.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the engine; default: by the number of cores."

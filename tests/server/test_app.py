@@ -103,6 +103,11 @@ async def test_clients_see_a_name_and_not_the_servers_paths(model, served, shown
     [
         ({"do_sample": False, "temperature": 0.7}, SamplingParams(temperature=0.0)),
         ({"temperature": 0.7, "top_p": 0.9, "top_k": 40}, SamplingParams(temperature=0.7, top_p=0.9, top_k=40)),
+        ({"repetition_penalty": 1.05}, SamplingParams(repetition_penalty=1.05)),
+        (
+            {"do_sample": False, "repetition_penalty": 1.05, "top_k": 5},
+            SamplingParams(temperature=0.0, repetition_penalty=1.05),
+        ),
         ({"eos_token_id": 2}, SamplingParams()),
         ({"temperature": -3}, SamplingParams()),
         (None, SamplingParams()),

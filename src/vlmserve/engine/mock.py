@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from vlmserve.types import (
     RequestOutput,
     RequestSnapshot,
     RequestTimings,
+    TokenLogprobs,
 )
 
 _WORDS = (
@@ -40,15 +42,21 @@ _LONGEST_NAP = 0.01
 class _Answer:
     """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
 
-    __slots__ = ("added", "due", "first", "length", "num_images", "produced", "request", "room", "started", "tokens")
+    __slots__ = (
+        "added", "due", "first", "length", "num_images", "produced", "request", "room", "started", "tokens",
+        "vocab_size",
+    )  # fmt: skip
 
-    def __init__(self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int) -> None:
+    def __init__(
+        self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int, vocab_size: int
+    ) -> None:
         walk = [words[byte % len(words)] for byte in digest]
         self.request = request
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
         self.length = max(request.params.min_tokens, sum(map(len, walk[: 4 + digest[-1] % 24])))
         self.room = min(room, request.params.max_tokens or room)
         self.num_images = request.prompt.num_images
+        self.vocab_size = vocab_size
         self.produced = 0
         self.added = time.monotonic()
         self.due = self.started = 0.0
@@ -56,17 +64,44 @@ class _Answer:
 
     def advance(self, eos_token_ids: frozenset[int]) -> RequestOutput:
         """Produce one token, or end."""
-        params, request_id = self.request.params, self.request.request_id
+        params = self.request.params
         if self.produced >= self.length and not params.ignore_eos and eos_token_ids:
-            return RequestOutput(request_id, [], "stop", min(eos_token_ids), images_encoded=self.num_images)
+            return self._output([], "stop", min(eos_token_ids))
         token = next(self.tokens)
         if token in params.stop_token_ids:
             if self.produced >= params.min_tokens:
-                return RequestOutput(request_id, [], "stop", token, images_encoded=self.num_images)
+                return self._output([], "stop", token)
             token = next((t for t in itertools.islice(self.tokens, 256) if t not in params.stop_token_ids), token)
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
-        return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
+        return self._output([token], finish_reason)
+
+    def _output(
+        self, token_ids: list[int], finish_reason: FinishReason | None, stop_token_id: int | None = None
+    ) -> RequestOutput:
+        params = self.request.params
+        logprobs = prompt_logprobs = None
+        if params.logprobs is not None:
+            logprobs = [_logprobs(token_id, params.logprobs, self.vocab_size) for token_id in token_ids]
+        if params.prompt_logprobs is not None and self.first is None:
+            prompt_logprobs = self._prompt_logprobs(params.prompt_logprobs)
+        return RequestOutput(
+            self.request.request_id,
+            token_ids,
+            finish_reason,
+            stop_token_id,
+            images_encoded=self.num_images,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _prompt_logprobs(self, count: int) -> list[TokenLogprobs | None]:
+        prompt = self.request.prompt
+        pictured = {place for span in prompt.images for place in range(span.start, span.end)}
+        return [
+            _logprobs(token_id, count, self.vocab_size) if place and place not in pictured else None
+            for place, token_id in enumerate(prompt.token_ids)
+        ]
 
     def timings(self, now: float, *, ended: bool) -> RequestTimings:
         """What it spent its time on until `now`, when it had its first token or ended."""
@@ -97,7 +132,8 @@ class MockEngine:
     """A `VLMEngine` that answers words chosen by the prompt's tokens and pictures and by the seed.
 
     It batches continuously: a step takes `mock_tpot` seconds however many requests run, up to `max_num_seqs`, and a
-    request's first token comes `mock_ttft` seconds after it began to run. Greedy requests ignore their seed.
+    request's first token comes `mock_ttft` seconds after it began to run. Greedy requests ignore their seed; penalties
+    and biases change nothing.
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
@@ -121,11 +157,12 @@ class MockEngine:
         return self._info
 
     def add(self, request: EngineRequest) -> None:
-        check_request(request, self._info, self._unfinished)
+        check_request(request, self._info, self._unfinished, max_logprobs=self._config.max_logprobs)
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
         prompt_len = len(request.prompt.token_ids)
-        answer = _Answer(request, self._words, self._digest(request), self._info.max_model_len - prompt_len)
+        room = self._info.max_model_len - prompt_len
+        answer = _Answer(request, self._words, self._digest(request), room, self._info.vocab_size)
         self._unfinished[request.request_id] = answer
         self._waiting.append(answer)
 
@@ -217,6 +254,15 @@ class MockEngine:
         if (cross := request.prompt.cross) is not None:
             pictures.append((cross_key(cross.image.key, cross.token_ids), 0))
         return blake3(msgspec.msgpack.encode((request.prompt.token_ids, pictures, seed))).digest()
+
+
+def _logprobs(token_id: int, count: int, vocab_size: int) -> TokenLogprobs:
+    """As if the token had three quarters of all probability and those of the next ids half of what is left, each."""
+    top = tuple(
+        ((token_id + further) % vocab_size, math.log(0.75 if further == 0 else 0.25 / 2**further))
+        for further in range(min(count, vocab_size))
+    )
+    return TokenLogprobs(token_id, math.log(0.75), 1, top)
 
 
 def _read_tokenizer(folder: Path) -> tuple[list[list[int]], int]:

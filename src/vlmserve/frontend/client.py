@@ -35,7 +35,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
-from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
+from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ class EngineStream:
                 output,
                 token_ids=self._pending.token_ids + output.token_ids,
                 timings=output.timings or self._pending.timings,
+                logprobs=_joined(self._pending.logprobs, output.logprobs),
+                prompt_logprobs=self._pending.prompt_logprobs or output.prompt_logprobs,
             )
         self._pending = output
         self._news.set()
@@ -108,6 +110,10 @@ class EngineStream:
         """Nothing more will come. error: makes a fresh exception for every place that raises it."""
         self._error = error
         self._news.set()
+
+
+def _joined(earlier: list[TokenLogprobs] | None, later: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+    return later if earlier is None else earlier + (later or [])
 
 
 class EngineClient:

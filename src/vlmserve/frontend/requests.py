@@ -26,7 +26,7 @@ from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWo
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.media.videos import VideoProcessor, prepare_video
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
-from vlmserve.prompt.detokenize import Detokenizer
+from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.one_picture import one_picture_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message, read_template
@@ -72,6 +72,8 @@ class RequestPreparer:
             if template is not None
             else None
         )
+        self.token_bytes = token_bytes(self.tokenizer)
+        """The bytes that a token stands for, by its id."""
         sees_videos = self.tokenizer.video_token_id is not None
         self._video_processor = _video_processor(folder, media) if sees_videos else None
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,7 +17,7 @@ from vlmserve.frontend.client import EngineClient, EngineStream
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
-from vlmserve.types import MAX_SEED, EngineRequest, Prompt, SamplingParams
+from vlmserve.types import MAX_SEED, EngineRequest, Prompt, RequestOutput, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,27 @@ class Question:
     cache_salt: str = ""
 
 
+class Told(NamedTuple):
+    """How likely a token of an answer was. offset: the answer's characters before it."""
+
+    logprobs: TokenLogprobs
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What is new in the answer number `index`. finish_reason: "stop" or "length" with the last piece;
-    stop_string: the one that ended it."""
+    stop_string: the one that ended it. told: of the tokens that `text` comes from, if that is asked for."""
 
     index: int
     text: str
     finish_reason: str | None = None
     stop_string: str | None = None
+    told: tuple[Told, ...] = ()
 
     def __add__(self, later: Piece) -> Piece:
-        return Piece(self.index, self.text + later.text, later.finish_reason, later.stop_string)
+        told = self.told + later.told
+        return Piece(self.index, self.text + later.text, later.finish_reason, later.stop_string, told)
 
 
 class Answer:
@@ -50,6 +61,9 @@ class Answer:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_images_encoded = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        """Of the prompt's tokens, if they are asked for, from the first piece on."""
+        self._held: deque[Told] = deque()
         self._stream = stream
         self._text = text
         self._record = record
@@ -63,15 +77,14 @@ class Answer:
                     raise VLMServeError(output.error or "The engine gave up on this request")
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
                 self.num_tokens += len(output.token_ids) + (output.stop_token_id is not None)
-                text = self._text.push(output.token_ids)
-                if output.finish_reason is not None:
-                    text += self._text.finish()
+                self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+                text = self._push(output)
                 stop_string = self._text.stop_string
                 finish_reason = "stop" if stop_string is not None else output.finish_reason
                 if finish_reason is not None:
                     self._record.end(finish_reason)
                 if text or finish_reason is not None:
-                    yield Piece(self.index, text, finish_reason, stop_string)
+                    yield Piece(self.index, text, finish_reason, stop_string, self._shown(finish_reason))
                 if finish_reason is not None:
                     return
         except VLMServeError:
@@ -79,6 +92,25 @@ class Answer:
             raise
         finally:
             self.close()
+
+    def _push(self, output: RequestOutput) -> str:
+        """The text that can be shown now."""
+        if output.logprobs is None:
+            text = self._text.push(output.token_ids)
+        else:
+            text = ""
+            for token_id, logprobs in zip(output.token_ids, output.logprobs, strict=True):
+                self._held.append(Told(logprobs, self._text.num_decoded))
+                text += self._text.push([token_id])
+        return text if output.finish_reason is None else text + self._text.finish()
+
+    def _shown(self, finish_reason: str | None) -> tuple[Told, ...]:
+        """What is told with the text so far and was not before. Of a stop string's tokens nothing is told."""
+        if finish_reason is not None and self._text.stop_string is None:
+            count = len(self._held)
+        else:
+            count = sum(told.offset < self._text.num_shown for told in self._held)
+        return tuple(self._held.popleft() for _ in range(count))
 
     def close(self) -> None:
         """Abort it in the engine unless it has ended."""
@@ -89,10 +121,11 @@ class Answer:
 class Generation:
     """A request under way: its id, its answers, and what they cost."""
 
-    def __init__(self, model: str, question: Question, answers: Sequence[Answer], generation_id: str) -> None:
+    def __init__(self, service: Service, question: Question, answers: Sequence[Answer], generation_id: str) -> None:
         self.id = generation_id
         self.created = int(time.time())
-        self.model = model
+        self.model = service.model_name
+        self.token_bytes = service.preparer.token_bytes
         self.answers = answers
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
@@ -185,7 +218,7 @@ async def begin(
         )
         for number, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True))
     ]
-    return Generation(service.model_name, question, answers, generation_id)
+    return Generation(service, question, answers, generation_id)
 
 
 def _params_of(index: int, params: SamplingParams) -> SamplingParams:

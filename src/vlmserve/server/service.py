@@ -34,6 +34,8 @@ class TextStream(Protocol):
     """Turns one answer's token ids into text; see `vlmserve.prompt.detokenize.Detokenizer`."""
 
     stop_string: str | None
+    num_decoded: int
+    num_shown: int
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -55,6 +57,8 @@ class Preparer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
     def detokenizer(self, params: SamplingParams) -> TextStream: ...
@@ -72,6 +76,7 @@ class Service:
         self.created = int(time.time())
         self.defaults = SamplingParams()
         self.bodies = BodyMemory(server.body_memory)
+        self.max_logprobs = engine.max_logprobs
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
         self._max_answers = engine.max_waiting + engine.max_num_seqs
         self._num_answers = 0

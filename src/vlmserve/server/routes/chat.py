@@ -9,9 +9,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmserve.errors import VLMServeError
+from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.server.errors import error_body
-from vlmserve.server.generation import Generation, Question
+from vlmserve.server.generation import Generation, Piece, Question
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event
 from vlmserve.server.schema.chat import (
@@ -24,6 +24,7 @@ from vlmserve.server.schema.chat import (
     Delta,
 )
 from vlmserve.server.schema.content import conversation
+from vlmserve.server.schema.logprobs import ChoiceLogprobs, choice_logprobs
 from vlmserve.server.schema.usage import Usage
 from vlmserve.server.service import Service
 
@@ -38,6 +39,8 @@ class ChatDialect(Dialect[ChatRequest]):
         return body.n
 
     async def ask(self, service: Service, body: ChatRequest) -> Question:
+        if (body.top_logprobs or 0) > service.max_logprobs:
+            raise InvalidRequestError(f"top_logprobs must be at most {service.max_logprobs} here", param="top_logprobs")
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         cache_salt = body.cache_salt or ""
         prompt = await service.prepare(conversation(body.messages), cache_salt)
@@ -45,7 +48,12 @@ class ChatDialect(Dialect[ChatRequest]):
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
         choices = [
-            AnswerChoice(answer.index, AnswerMessage(answer.text), answer.finish_reason or "")
+            AnswerChoice(
+                answer.index,
+                AnswerMessage(answer.text),
+                answer.finish_reason or "",
+                _logprobs(body, answer, generation),
+            )
             for answer in await generation.finished()
         ]
         return ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage)
@@ -62,8 +70,9 @@ class ChatDialect(Dialect[ChatRequest]):
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     events = b""
-                    if piece.text:
-                        events += chunk([ChunkChoice(piece.index, Delta(content=piece.text))])
+                    if piece.text or piece.told:
+                        logprobs = _logprobs(body, piece, generation)
+                        events += chunk([ChunkChoice(piece.index, Delta(content=piece.text), logprobs=logprobs)])
                     if piece.finish_reason is not None:
                         events += chunk([ChunkChoice(piece.index, Delta(), piece.finish_reason)])
                     yield events
@@ -73,6 +82,12 @@ class ChatDialect(Dialect[ChatRequest]):
         except VLMServeError as error:
             generation.failure = error
             yield event(error_body(error))
+
+
+def _logprobs(body: ChatRequest, piece: Piece, generation: Generation) -> ChoiceLogprobs | None:
+    if not body.logprobs:
+        return None
+    return choice_logprobs((told.logprobs for told in piece.told), generation.token_bytes)
 
 
 async def chat_completions(request: Request) -> Response:

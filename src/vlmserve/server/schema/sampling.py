@@ -25,6 +25,16 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _by_token_id(value: Any) -> Any:
+    """JSON has no numbers as keys."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and int(key[:20]) <= MAX_COUNT):
+            raise ValueError(f"Keys should be token ids, not {key!r:.100}")
+    return {int(key): bias for key, bias in value.items()}
+
+
 class SamplingRequest(RequestModel):
     """A body that asks for generated text."""
 
@@ -44,6 +54,20 @@ class SamplingRequest(RequestModel):
         None, ge=-1, le=MAX_COUNT, description="0 or -1 keeps all tokens. Default: the model's, else 0."
     )
     min_p: float | None = Field(None, description="Default: the model's, else 0.")
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_by_token_id)] = Field(
+        {}, description="Added to the logits of tokens, by their ids: -100 to 100."
+    )
+    presence_penalty: float = Field(0, description="-2 to 2, for tokens that the answer has.")
+    frequency_penalty: float = Field(0, description="-2 to 2, for each time that the answer has a token.")
+    repetition_penalty: float | None = Field(
+        None, description="Divides logits of tokens in prompt and answer. Default: the model's, else 1."
+    )
+    repeat_last_n: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_COUNT,
+        description="Latest tokens that penalties look at. Default: the model's, else all (-1).",
+    )
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field([], description="A string or up to 16.")
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] = Field([], max_length=256)
@@ -77,6 +101,16 @@ class SamplingRequest(RequestModel):
         """The same without what the request shows and says, which may be large."""
         return self.model_copy(update=dict.fromkeys(self.content_fields))
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to tell beside each token of the answer; None tells nothing of them."""
+        return None
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
     def sampling_params(self, defaults: SamplingParams, limit: int | None, default_limit: int) -> SamplingParams:
         """What to sample. limit: the longest answer, in tokens; default_limit: that of requests which set none. Raises
         InvalidRequestError, naming the field, for a value out of range."""
@@ -85,6 +119,15 @@ class SamplingRequest(RequestModel):
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             top_k=defaults.top_k if self.top_k is None else 0 if self.top_k == -1 else self.top_k,
             min_p=defaults.min_p if self.min_p is None else self.min_p,
+            logit_bias=self.logit_bias,
+            repetition_penalty=(
+                defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
+            ),
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repeat_last_n=defaults.repeat_last_n if self.repeat_last_n is None else self.repeat_last_n,
+            logprobs=self.wanted_logprobs,
+            prompt_logprobs=self.wanted_prompt_logprobs,
             seed=self.seed,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
