@@ -319,6 +319,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The longest prompt that can ever run: what the context and the KV cache allow."""
     kv_cache_bytes: int
     sees_images: bool
+    end_token_ids: list[int] = []
+    """Tokens that end an answer."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):

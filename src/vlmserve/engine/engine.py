@@ -129,6 +129,7 @@ class Engine:
             max_prompt_len=self._max_len - 1,
             kv_cache_bytes=num_blocks * block_bytes,
             sees_images=model.vision is not None,
+            end_token_ids=sorted(model.end_token_ids),
         )
 
     @property

@@ -145,7 +145,7 @@ class MockEngine:
         self._config = config
         self._words, vocab_size = _read_tokenizer(folder)
         self._eos_token_ids = _eos_token_ids(folder)
-        self._info = _model_info(config, folder, vocab_size)
+        self._info = _model_info(config, folder, vocab_size, self._eos_token_ids)
         self._unfinished: dict[str, _Answer] = {}
         self._waiting: deque[_Answer] = deque()
         self._running: dict[str, _Answer] = {}
@@ -297,7 +297,7 @@ def _eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-def _model_info(config: EngineConfig, folder: Path, vocab_size: int) -> ModelInfo:
+def _model_info(config: EngineConfig, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> ModelInfo:
     checkpoint = _read_json(folder / "config.json")
     text = checkpoint.get("text_config") or checkpoint
     own_context = int(text.get("max_position_embeddings") or _DEFAULT_CONTEXT)
@@ -315,4 +315,5 @@ def _model_info(config: EngineConfig, folder: Path, vocab_size: int) -> ModelInf
         max_prompt_len=context - 1,
         kv_cache_bytes=0,
         sees_images="vision_config" in checkpoint,
+        end_token_ids=sorted(eos_token_ids),
     )

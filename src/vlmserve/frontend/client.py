@@ -391,13 +391,13 @@ class EngineClient:
         if self._socket.closed:
             return
         for kind, alike in itertools.groupby(messages, type):
-            for message in _joined(kind, list(alike)):
+            for message in _in_fewer(kind, list(alike)):
                 sending = asyncio.ensure_future(self._socket.send_multipart(encode(message), copy=False))
                 self._sends.add(sending)
                 sending.add_done_callback(self._sends.discard)
 
 
-def _joined(kind: type, messages: list[Any]) -> list[ToEngine]:
+def _in_fewer(kind: type, messages: list[Any]) -> list[ToEngine]:
     """The same in fewer messages. All are of that kind."""
     if kind is Add:
         return [Add([request for message in messages for request in message.requests])]

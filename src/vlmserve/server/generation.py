@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from vlmserve.errors import VLMServeError
-from vlmserve.frontend.client import EngineClient, EngineStream
+from vlmserve.frontend.beams import BeamSearch, start_beam_search
+from vlmserve.frontend.client import EngineClient
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
@@ -22,12 +23,13 @@ from vlmserve.types import MAX_SEED, EngineRequest, Prompt, RequestOutput, Sampl
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a request asks for: `num_answers` answers to each prompt."""
+    """What a request asks for: `num_answers` answers to each prompt, found by a search if there are beams."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
     num_answers: int = 1
     cache_salt: str = ""
+    beams: BeamSearch | None = None
 
 
 class Told(NamedTuple):
@@ -53,10 +55,18 @@ class Piece:
         return Piece(self.index, self.text + later.text, later.finish_reason, later.stop_string, told)
 
 
+class OutputStream(Protocol):
+    """Where the outputs of an answer come from, in order. Closing it aborts the answer."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    def close(self) -> None: ...
+
+
 class Answer:
     """One of a request's answers, while it is generated."""
 
-    def __init__(self, index: int, stream: EngineStream, text: TextStream, record: AnswerRecord) -> None:
+    def __init__(self, index: int, stream: OutputStream, text: TextStream, record: AnswerRecord) -> None:
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -203,12 +213,19 @@ async def begin(
         for prompt in question.prompts
         for index in range(question.num_answers)
     ]
-    streams = await client.submit_together(
-        [
-            EngineRequest(f"{generation_id}-{number}", prompt, params, question.cache_salt)
-            for number, (prompt, params) in enumerate(asked)
+    requests = [
+        EngineRequest(f"{generation_id}-{number}", prompt, params, question.cache_salt)
+        for number, (prompt, params) in enumerate(asked)
+    ]
+    streams: Sequence[OutputStream]
+    if question.beams is None:
+        streams = await client.submit_together(requests)
+    else:
+        streams = [
+            stream
+            for request in requests[:: question.num_answers]
+            for stream in start_beam_search(client, request, question.beams, question.num_answers, service.max_logprobs)
         ]
-    )
     answers = [
         Answer(
             number,

@@ -36,7 +36,7 @@ class ChatDialect(Dialect[ChatRequest]):
     id_prefix = "chatcmpl-"
 
     def num_answers(self, body: ChatRequest) -> int:
-        return body.n
+        return body.num_running
 
     async def ask(self, service: Service, body: ChatRequest) -> Question:
         if (body.top_logprobs or 0) > service.max_logprobs:
@@ -44,7 +44,7 @@ class ChatDialect(Dialect[ChatRequest]):
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         cache_salt = body.cache_salt or ""
         prompt = await service.prepare(conversation(body.messages), cache_salt)
-        return Question([prompt], params, body.n, cache_salt)
+        return Question([prompt], params, body.n, cache_salt, body.beams)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
         choices = [

@@ -39,7 +39,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
         self._echoes: list[Echo] = []
 
     def num_answers(self, body: CompletionRequest) -> int:
-        return body.n * len(body.prompts)
+        return body.num_running * len(body.prompts)
 
     async def ask(self, service: Service, body: CompletionRequest) -> Question:
         params = body.sampling_params(service.defaults, body.max_tokens, service.default_limit)
@@ -57,9 +57,8 @@ class CompletionDialect(Dialect[CompletionRequest]):
                 ]
             return prompts
 
-        return Question(
-            await service.prepare_text(prepare, sum(map(len, body.prompts))), params, body.n, body.cache_salt or ""
-        )
+        prompts = await service.prepare_text(prepare, sum(map(len, body.prompts)))
+        return Question(prompts, params, body.n, body.cache_salt or "", body.beams)
 
     async def complete(self, body: CompletionRequest, generation: Generation) -> Completion:
         choices = [self._choice(body, generation, piece, begins=True) for piece in await generation.finished()]

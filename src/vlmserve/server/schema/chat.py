@@ -15,7 +15,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.content import Message
 from vlmserve.server.schema.logprobs import ChoiceLogprobs
-from vlmserve.server.schema.sampling import MAX_CHOICES, SamplingRequest
+from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.usage import Usage
 
 _IGNORED_FIELDS = frozenset(
@@ -33,12 +33,10 @@ _IGNORED_FIELDS = frozenset(
 
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_json": (),
-    "length_penalty": (1,),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
@@ -58,7 +56,6 @@ class ChatRequest(SamplingRequest):
     content_fields: ClassVar[tuple[str, ...]] = ("messages",)
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to the same question.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
 

@@ -10,14 +10,12 @@ from pydantic import Discriminator, Field, Tag
 
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.logprobs import CompletionLogprobs
-from vlmserve.server.schema.sampling import MAX_CHOICES, SamplingRequest
+from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.usage import Usage
 
 MAX_PROMPTS = 128
 
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "length_penalty": (1,),
     "suffix": ("",),
 }
 
@@ -57,7 +55,6 @@ class CompletionRequest(SamplingRequest):
     content_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
     prompt: Prompts
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     echo: bool = Field(False, description="Whether answers begin with the prompt.")
 
