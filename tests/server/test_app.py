@@ -86,10 +86,10 @@ async def test_a_server_that_loads_says_so():
 @pytest.mark.parametrize(
     ("model", "served", "shown"),
     [
-        ("pixie", None, "pixie"),
-        ("llava-hf/llava-1.5-7b-hf", None, "llava-hf/llava-1.5-7b-hf"),
-        ("/data/models/mine/", None, "mine"),
-        ("./mine", None, "mine"),
+        ("pixie", (), "pixie"),
+        ("llava-hf/llava-1.5-7b-hf", (), "llava-hf/llava-1.5-7b-hf"),
+        ("/data/models/mine/", (), "mine"),
+        ("./mine", (), "mine"),
         ("/data/models/mine", "ours", "ours"),
     ],
 )
