@@ -259,6 +259,9 @@ class MediaConfig(Settings):
     allowed_media_hosts: tuple[str, ...] = Field(
         (), description="Hosts that pictures may be fetched from although their addresses are not public."
     )
+    allowed_media_domains: tuple[str, ...] = Field(
+        (), description="The only hosts, beside allowed_media_hosts, to fetch pictures from; default: all public ones."
+    )
     picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for prepared pictures seen before.")
     exact_pixels: bool = Field(False, description="Decode large JPEGs in full although few of their pixels are used.")
     num_workers: int | None = Field(

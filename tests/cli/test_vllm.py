@@ -37,6 +37,7 @@ EXAMPLES = [
     ("--limit-mm-per-prompt image=4,video=1", {"max_images": 4, "max_videos": 1}),
     ("--limit-mm-per-prompt.image 5 --limit-mm-per-prompt.video=6", {"max_images": 5, "max_videos": 6}),
     ("--mm-processor-kwargs.max_pixels 900", {"mm_processor_kwargs": ProcessorOverrides(max_pixels=900)}),
+    ("./mine --allowed-media-domains a.com b.com", {"allowed_media_domains": ("a.com", "b.com")}),
     ("--dtype half", {"dtype": "float16"}),
     ("--dtype=float", {"dtype": "float32"}),
     ("--model-impl vllm", {"model_impl": "vlmserve"}),

@@ -193,8 +193,9 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ),
     ("--api-key",): Missing("Keys are not checked; put a reverse proxy that checks them in front of the server."),
     ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh",
-     "--uds", "--root-path", "--allow-credentials", "--allowed-origins", "--allowed-methods", "--allowed-headers",
+     "--uds", "--allow-credentials", "--allowed-origins", "--allowed-methods", "--allowed-headers",
      "--middleware", "--enable-request-id-headers"): Missing(_PROXY),
+    ("--root-path",): Missing("Let the proxy in front of the server take the prefix off the path."),
     ("--h11-max-incomplete-event-size", "--h11-max-header-count"): Missing(
         "--max-body-bytes bounds what is read of a request."
     ),
@@ -202,9 +203,6 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--allowed-local-media-path",): Missing(
         "Requests cannot name files of the server; send pictures in data: URLs, or serve the folder over HTTP and name "
         "its host with --allowed-media-hosts."
-    ),
-    ("--allowed-media-domains",): Missing(
-        "Pictures are fetched from every public address; --allowed-media-hosts adds hosts that are not public."
     ),
     ("--media-io-kwargs",): Missing("--mm-processor-kwargs takes fps, and --max-video-frames bounds the frames."),
     ("--interleave-mm-strings", "--enable-mm-embeds", "--enable-prompt-embeds", "--mm-encoder-tp-mode",
