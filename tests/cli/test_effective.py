@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.cli.probe import CLEAN, give
 from vlmserve import cli
 from vlmserve.cli import effective
-from vlmserve.cli.fields import HIDDEN, plain_value, toml, type_name
+from vlmserve.cli.fields import HIDDEN, plain_type, plain_value, toml, type_name
 from vlmserve.cli.sources import Origin, Origins
 from vlmserve.config import SECTIONS, EngineConfig, Settings
 
@@ -122,6 +122,11 @@ def test_a_secret_that_is_not_set_is_none():
     assert [shown[name]["value"] for name in ("key", "keys", "word")] == [None, None, None]
 
 
+def test_secrets_are_typed_as_text():
+    types = {name: plain_type(field) for name, field in Guarded.model_fields.items()}
+    assert types == {"key": str, "keys": list[str], "word": str, "other": int}
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -136,6 +141,14 @@ def test_a_secret_that_is_not_set_is_none():
 )
 def test_types_are_called_as_people_do(name, expected):
     assert type_name(EngineConfig.model_fields[name]) == expected
+
+
+def test_config_has_the_flags_of_serve():
+    def flags(command: str) -> set[str]:
+        shown = CliRunner(env=CLEAN).invoke(cli.app, [command, "--help"]).stdout
+        return set(re.findall(r"--[a-z][a-z0-9-]+", shown))
+
+    assert flags("config") - flags("serve") == {"--json", "--toml", "--reference"}
 
 
 def test_sizes_get_the_largest_unit():

@@ -182,6 +182,7 @@ def test_wrong_types_in_a_file_are_errors(write, line):
         ("seed = 1", ["seed", "below [engine]"]),
         ("server = 1", ["write [server]"]),
         ("[server]\nport = \nseed = 1", ["not TOML", "line 2"]),
+        ("[engine]\ntensor_parallel_size = 2", ["tensor_parallel_size", "one device"]),
         ("[server]\nxyzzy = 1", ["xyzzy", "vlmserve config"]),
     ],
 )
@@ -195,6 +196,9 @@ def test_unknown_keys_are_errors_that_say_what_was_meant(write, text, words):
         ("VLMSERVE_MAX_MODEL_LENGTH", ["VLMSERVE_MAX_MODEL_LEN?"]),
         ("VLMSERVE_GPU_MEMORY_UTILIZATION", ["VLMSERVE_MEMORY_FRACTION"]),
         ("VLMSERVE_CONFIGS", ["VLMSERVE_CONFIG?"]),
+        ("VLMSERVE_LIMIT_MM_PER_PROMPT", ["VLMSERVE_MAX_IMAGES and VLMSERVE_MAX_VIDEOS"]),
+        ("VLMSERVE_TRUST_REMOTE_CODE", ["Code from a checkpoint is never run"]),
+        ("VLMSERVE_ENFORCE_EAGER", ["No graphs are captured"]),
         ("VLMSERVE_XYZZY", ["vlmserve config"]),
     ],
 )

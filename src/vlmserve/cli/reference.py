@@ -47,7 +47,8 @@ mm_processor_kwargs = { max_pixels = 501760 }
 - Sizes are written like `4GiB`, `512MB` or `1048576`. A list is a flag that is repeated, `["a", "b"]` in a file, and
   `a,b` or JSON in a variable. What is yes or no is `--flag` or `--no-flag`, `true` or `false`.
 - The other commands (`ask`, `chat`, `bench`, `verify`, `quantize`, `eval`) take the same variables and files, of which
-  those count for which a command has flags. `vlmserve.LLM` in Python takes its options from its caller alone.
+  those count for which a command has flags; the model that `verify`, `quantize` and `eval perplexity` are about always
+  stands on their line. `vlmserve.LLM` in Python takes its options from its caller alone.
 - Secrets are never shown, neither by `vlmserve config` nor in errors.
 """
 

@@ -143,8 +143,11 @@ def _key_hint(key: str) -> str:
 
 def _hint(name: str, known: list[str], describe: Callable[[str], str]) -> str:
     """What was probably meant: by vLLM's name for it, or by likeness."""
-    if len(here := vllm.fields_called(name)) == 1:
-        return f"; it is called {describe(here[0])} here"
+    entry = vllm.entry_called(name)
+    if isinstance(entry, vllm.Renamed):
+        return f"; it is called {' and '.join(map(describe, entry.fields))} here"
+    if entry is not None:
+        return f": {entry.why}"
     close = difflib.get_close_matches(name.replace("-", "_"), known, 1)
     return f"; did you mean {describe(close[0])}?" if close else "; `vlmserve config` lists all settings"
 

@@ -146,7 +146,10 @@ class Spelling:
         own: Mapping[str, str] = entry.convert(value or "") if entry.convert else {entry.fields[0]: value or ""}
         for target, converted in own.items():
             line.written[target] = name
-            self._add(line, flag(target), [converted])
+            if flag(target) in self._switches:
+                line.words.append(flag(target if converted == "true" else f"no_{target}"))
+            else:
+                self._add(line, flag(target), [converted])
 
 
 def _field(name: str) -> str:

@@ -17,8 +17,8 @@ from vlmserve.errors import ConfigurationError
 class Renamed:
     """A flag that sets fields of ours.
 
-    convert: from its value to theirs; None passes it on. is_switch: it takes no value, and convert gets "". note: what
-    is not quite the same.
+    convert: from its value to theirs, which are texts, of switches "true" or "false"; None passes the value on.
+    is_switch: it takes no value, and convert gets "". note: what is not quite the same.
     """
 
     fields: tuple[str, ...]
@@ -51,10 +51,9 @@ class Missing:
 Entry: TypeAlias = Renamed | Unused | Missing
 
 
-def fields_called(name: str) -> tuple[str, ...]:
-    """The settings that vLLM's flag for `name`, written as a field or as a flag, sets; empty if there are none."""
-    entry = FLAGS.get("--" + name.replace("_", "-"))
-    return entry.fields if isinstance(entry, Renamed) else ()
+def entry_called(name: str) -> Entry | None:
+    """What there is to say of vLLM's flag for `name`, which is written as a field."""
+    return FLAGS.get("--" + name.replace("_", "-"))
 
 
 def flags_for(field: str) -> list[str]:
@@ -73,8 +72,11 @@ def _always(field: str, value: str) -> Callable[[str], Mapping[str, str]]:
 def _limits(text: str) -> Mapping[str, str]:
     """``{"image": 4, "video": {"count": 1}}``, or ``image=4,video=1`` as it was once written."""
     try:
-        limits = dict(entry.split("=") for entry in text.split(",")) if "=" in text else json.loads(text)
-        counts = {kind: int(limit["count"] if isinstance(limit, dict) else limit) for kind, limit in limits.items()}
+        is_json = text.lstrip().startswith("{")
+        limits = json.loads(text) if is_json else dict(entry.split("=") for entry in text.split(","))
+        counts = {
+            kind.strip(): int(limit["count"] if isinstance(limit, dict) else limit) for kind, limit in limits.items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigurationError(
             f'--limit-mm-per-prompt {text!r}: write it as JSON, like {{"image": 4, "video": 1}}'
@@ -83,6 +85,14 @@ def _limits(text: str) -> Mapping[str, str]:
     if wrong := [kind for kind, count in counts.items() if kind not in fields and count]:
         raise ConfigurationError(f"--limit-mm-per-prompt: there are limits for image and video, not {', '.join(wrong)}")
     return {fields[kind]: str(count) for kind, count in counts.items() if kind in fields}
+
+
+def _log_level(text: str) -> Mapping[str, str]:
+    """What uvicorn logs in vLLM is a line for each request, at the level info."""
+    levels = ("trace", "debug", "info", "warning", "error", "critical")
+    if text not in levels:
+        raise ConfigurationError(f"--uvicorn-log-level {text}: write one of {', '.join(levels)}")
+    return {"access_log": "true" if levels.index(text) <= levels.index("info") else "false"}
 
 
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -107,6 +117,12 @@ _RENAMED: Mapping[str, Renamed] = {
     ),
     "--disable-log-stats": Renamed(
         ("stats_interval",), _always("stats_interval", "0"), is_switch=True, note="the same as 0"
+    ),
+    "--disable-uvicorn-access-log": Renamed(
+        ("access_log",), _always("access_log", "false"), is_switch=True, note="the same as `--no-access-log`"
+    ),
+    "--uvicorn-log-level": Renamed(
+        ("access_log",), _log_level, note="above `info` the same as `--no-access-log`; other lines are few and stay"
     ),
 }
 
@@ -163,9 +179,10 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--mm-processor-cache-type",): Unused("Prepared pictures are kept in the server's memory."),
     ("--skip-mm-profiling",): Unused("Nothing is profiled when the server starts.", is_switch=True),
     ("--enable-prompt-tokens-details",): Unused("`usage` always has these details.", is_switch=True),
-    ("--disable-log-requests", "--no-enable-log-requests"): Unused("Requests are not logged.", is_switch=True),
-    ("--disable-uvicorn-access-log",): Unused("There is no log of every access.", is_switch=True),
-    ("--uvicorn-log-level",): Unused("The log is vlmserve's own."),
+    ("--disable-log-requests", "--no-enable-log-requests"): Unused(
+        "What requests say is never logged.", is_switch=True
+    ),
+    ("--enable-request-id-headers",): Unused("Every answer has its X-Request-Id.", is_switch=True),
     ("--disable-frontend-multiprocessing",): Unused("The engine always has a process of its own.", is_switch=True),
     ("--disable-custom-all-reduce",): Unused("A model runs on one device.", is_switch=True),
 }  # fmt: skip
@@ -194,7 +211,7 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--api-key",): Missing("Keys are not checked; put a reverse proxy that checks them in front of the server."),
     ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh",
      "--uds", "--allow-credentials", "--allowed-origins", "--allowed-methods", "--allowed-headers",
-     "--middleware", "--enable-request-id-headers"): Missing(_PROXY),
+     "--middleware"): Missing(_PROXY),
     ("--root-path",): Missing("Let the proxy in front of the server take the prefix off the path."),
     ("--h11-max-incomplete-event-size", "--h11-max-header-count"): Missing(
         "--max-body-bytes bounds what is read of a request."
