@@ -33,6 +33,7 @@ EXAMPLES = [
     ("--disable-mm-preprocessor-cache", {"picture_cache_memory": 0}),
     ("--disable-log-stats", {"stats_interval": 0}),
     ('--limit-mm-per-prompt {"image":4,"video":1}', {"max_images": 4, "max_videos": 1}),
+    ("--limit-mm-per-prompt.video.count 2 --limit-mm-per-prompt.image 1", {"max_images": 1, "max_videos": 2}),
     ('--limit-mm-per-prompt {"video":{"count":3,"num_frames":8},"audio":0}', {"max_videos": 3, "max_images": 16}),
     ("--limit-mm-per-prompt=image=4,video=1", {"max_images": 4, "max_videos": 1}),
     ("--limit-mm-per-prompt.image 5 --limit-mm-per-prompt.video=6", {"max_images": 5, "max_videos": 6}),
@@ -73,6 +74,7 @@ def test_there_is_an_example_of_each_renamed_flag():
 
 def test_a_flag_is_named_as_it_was_typed():
     assert give("--gpu-memory-utilization", "0.5").origins == {"memory_fraction": "--gpu-memory-utilization"}
+    assert give("--disable-uvicorn-access-log", "--no-access-log").origins == {"access_log": "--no-access-log"}
     later = give("--gpu-memory-utilization", "0.5", "--memory-fraction", "0.6")
     assert later.origins == {"memory_fraction": "--memory-fraction"}
     assert "--gpu-memory-utilization" in give("--gpu-memory-utilization", "x").stderr
@@ -107,6 +109,10 @@ def test_flags_for_what_is_not_there_are_refused_kindly(name):
         ("--uvicorn-log-level loud", ["--uvicorn-log-level loud", "trace, debug, info"]),
         ("--gpu-memory-utilization", ["--gpu-memory-utilization needs a value"]),
         ("--model", ["--model needs a value"]),
+        ("--enable-chunked-prefill=False", ["--enable-chunked-prefill takes no value"]),
+        ("--disable-log-stats=false", ["--disable-log-stats takes no value"]),
+        ("--limit-mm-per-prompt.image 1 --limit-mm-per-prompt.image.count 2", ["image.count", "already"]),
+        ("--mm-processor-kwargs.pixels 9", ["--mm-processor-kwargs", "pixels", "not permitted"]),
         ("--quantization fp8", ["--quantize int8"]),
         ("--no-such-flag", ["--no-such-flag"]),
         ("--max-model-length 3", ["--max-model-length", "--max-model-len,"]),

@@ -19,14 +19,14 @@ from vlmserve.cli.vllm import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 from vlmserve.errors import ConfigurationError
 
 WRITTEN = "vlmserve.written"
-"""Where a command's context keeps which flags were written otherwise, by the field's name."""
+"""Where a command's context keeps which flags were typed, by the field's name."""
 
 
 @dataclass
 class CommandLine:
     """Our own spelling of a command line.
 
-    written: by field, the flag that was typed if it was another. notes: sentences that a person should read.
+    written: by field, the flag that was typed, as we or vLLM write it. notes: sentences that a person should read.
     """
 
     words: list[str] = field(default_factory=list)
@@ -71,11 +71,11 @@ class Spelling:
                 num_arguments += 1
                 line.words.append(word)
             elif self._is_own(name):
-                line.written.pop(_field(name), None)
+                line.written[_field(self._positive(name))] = name
                 self._add(line, name, [value] if equals else self._take(name, rest, num_arguments))
             elif "." in name and self._knows(name.partition(".")[0]):
                 base, _, key = name.partition(".")
-                _put(keys.setdefault(base, {}), key.split("."), value if equals else _next(name, rest))
+                _put(keys.setdefault(base, {}), name, key.split("."), value if equals else _next(name, rest))
             elif name == "--model" and self._takes_model:
                 num_arguments += 1
                 line.words.append(value if equals else _next(name, rest))
@@ -96,6 +96,11 @@ class Spelling:
 
     def _is_own(self, name: str) -> bool:
         return name in self._switches or name in self._values or name in self._lists
+
+    def _positive(self, name: str) -> str:
+        """The flag that one of our flags is the opposite of, or else itself."""
+        positive = "--" + name.removeprefix("--no-")
+        return positive if name.startswith("--no-") and positive in self._switches else name
 
     def _knows(self, base: str) -> bool:
         entry = FLAGS.get(base)
@@ -136,6 +141,8 @@ class Spelling:
     def _translate(self, line: CommandLine, name: str, entry: Entry, value: str | None, rest: list[str]) -> None:
         if isinstance(entry, Missing):
             raise ConfigurationError(f"vlmserve has no {name}. {entry.why}")
+        if entry.is_switch and value is not None:
+            raise ConfigurationError(f"{name} takes no value")
         if not entry.is_switch and value is None:
             value = _next(name, rest)
         if isinstance(entry, Unused):
@@ -162,10 +169,12 @@ def _next(name: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _put(entries: dict[str, Any], path: Sequence[str], text: str) -> None:
+def _put(entries: dict[str, Any], name: str, path: Sequence[str], text: str) -> None:
     """Set a key of JSON by its path; the value is JSON if it can be."""
     for key in path[:-1]:
         entries = entries.setdefault(key, {})
+        if not isinstance(entries, dict):
+            raise ConfigurationError(f"{name} is inside of what has a value already")
     try:
         entries[path[-1]] = json.loads(text)
     except ValueError:
