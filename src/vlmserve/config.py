@@ -105,9 +105,8 @@ def annotation_parts(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Whether a setting's value is never shown: it is a SecretStr or marked ``json_schema_extra={"secret": True}``."""
-    extra = field.json_schema_extra
-    return SecretStr in annotation_parts(field) or (isinstance(extra, dict) and bool(extra.get("secret")))
+    """Whether a setting's value is never shown: it is a SecretStr, or its field is marked ``repr=False``."""
+    return SecretStr in annotation_parts(field) or not field.repr
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

@@ -100,7 +100,7 @@ class Guarded(Settings):
 
     key: SecretStr | None = Field(None, description="Key.")
     keys: tuple[SecretStr, ...] = Field((), description="Keys.")
-    word: str = Field("", description="Word.", json_schema_extra={"secret": True})
+    word: str = Field("", description="Word.", repr=False)
     other: int = Field(3, description="Not secret.")
 
 
