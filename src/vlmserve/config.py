@@ -255,11 +255,11 @@ class MediaConfig(Settings):
     )
     fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, or one video and its frames.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture or video.")
-    allowed_media_hosts: tuple[str, ...] = Field(
-        (), description="Hosts that pictures may be fetched from although their addresses are not public."
-    )
     allowed_media_domains: tuple[str, ...] = Field(
         (), description="The only hosts, beside allowed_media_hosts, to fetch pictures from; default: all public ones."
+    )
+    allowed_media_hosts: tuple[str, ...] = Field(
+        (), description="Hosts that pictures may be fetched from although their addresses are not public."
     )
     picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for prepared pictures seen before.")
     exact_pixels: bool = Field(False, description="Decode large JPEGs in full although few of their pixels are used.")
@@ -290,7 +290,3 @@ class ServerConfig(Settings):
     access_log: bool = Field(True, description="A line in the log for each request but those for health and metrics.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
-
-
-SECTIONS: Mapping[str, type[Settings]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
-"""All settings of a server, by their section in a file. No two fields of different sections have one name."""

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from tests.cli.probe import CLEAN, give
 from vlmserve import cli
 from vlmserve.cli import effective
-from vlmserve.cli.fields import HIDDEN, plain_type, plain_value, toml, type_name
+from vlmserve.cli.fields import HIDDEN, SECTIONS, plain_type, plain_value, toml, type_name
 from vlmserve.cli.sources import Origin, Origins
-from vlmserve.config import SECTIONS, EngineConfig, Settings
+from vlmserve.config import EngineConfig, Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 

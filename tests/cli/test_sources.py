@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from tests.cli.probe import CLEAN, give
 from vlmserve import cli
+from vlmserve.cli.fields import SECTIONS
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import MAX_FILE_BYTES, OTHER_VARIABLES
 from vlmserve.config import (
-    SECTIONS,
     EngineConfig,
     MediaConfig,
     ProcessorOverrides,

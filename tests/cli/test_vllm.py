@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from tests.cli.probe import CLEAN, give
 from vlmserve import cli
 from vlmserve.cli import vllm
-from vlmserve.cli.fields import flag
+from vlmserve.cli.fields import SECTIONS, flag
 from vlmserve.cli.spellings import Spelling
-from vlmserve.config import SECTIONS, ProcessorOverrides
+from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError
 
 OWN = {flag(name) for kind in SECTIONS.values() for name in kind.model_fields}
@@ -137,6 +137,13 @@ def test_a_flag_of_our_own_counts_before_vllms():
     own = Spelling({"--enforce-eager"}, {"--api-key", "--tokenizer"}, set(), 1)
     line = own.read(["--api-key", "k", "--enforce-eager", "--tokenizer=t"])
     assert (line.words, line.notes) == (["--api-key=k", "--enforce-eager", "--tokenizer=t"], [])
+
+
+@pytest.mark.parametrize("value", ['["a", "b"]', "a,b"])
+def test_a_list_under_another_name_is_json_or_has_commas(monkeypatch, value):
+    monkeypatch.setitem(vllm.FLAGS, "--their-names", vllm.Renamed(("names",)))
+    line = Spelling(set(), set(), {"--names"}, 1).read(["--their-names", value, "x"])
+    assert line.words == ["--names=a", "--names=b", "x"]
 
 
 def test_a_command_without_the_setting_does_not_know_vllms_name_for_it():

@@ -9,9 +9,9 @@ from typing import TypeVar
 from pydantic.fields import FieldInfo
 
 from vlmserve.cli import vllm
-from vlmserve.cli.fields import flag, is_switch, plain_value, toml, type_name, variable
+from vlmserve.cli.fields import SECTIONS, flag, is_switch, plain_value, toml, type_name, variable
 from vlmserve.cli.sources import OTHER_VARIABLES
-from vlmserve.config import SECTIONS, is_secret
+from vlmserve.config import is_secret
 
 EntryT = TypeVar("EntryT", vllm.Unused, vllm.Missing)
 

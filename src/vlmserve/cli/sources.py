@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vlmserve.cli import vllm
-from vlmserve.cli.fields import PREFIX, section_of, variable
-from vlmserve.config import SECTIONS
+from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, variable
 from vlmserve.errors import ConfigurationError
 
 CONFIG = "VLMSERVE_CONFIG"

@@ -16,6 +16,7 @@ import typer.core
 
 from vlmserve.cli.fields import flag
 from vlmserve.cli.vllm import FLAGS, VALUES, Entry, Missing, Renamed, Unused
+from vlmserve.config import parse_list
 from vlmserve.errors import ConfigurationError
 
 WRITTEN = "vlmserve.written"
@@ -156,7 +157,7 @@ class Spelling:
             if flag(target) in self._switches:
                 line.words.append(flag(target if converted == "true" else f"no_{target}"))
             else:
-                self._add(line, flag(target), [converted])
+                self._add(line, flag(target), parse_list(converted) if flag(target) in self._lists else [converted])
 
 
 def _field(name: str) -> str:
