@@ -225,7 +225,9 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--interleave-mm-strings", "--enable-mm-embeds", "--enable-prompt-embeds", "--mm-encoder-tp-mode",
      "--mm-encoder-attn-backend", "--mm-encoder-only", "--video-pruning-rate", "--io-processor-plugin",
      "--limit-mm-data-per-prompt"): Missing("Pictures and videos have settings of their own: --max-images and others."),
-    ("--max-logprobs", "--logprobs-mode"): Missing("There is no limit to set."),
+    ("--logprobs-mode", "--return-tokens-as-token-ids"): Missing(
+        "Logprobs have one form; --max-logprobs bounds how many."
+    ),
     ("--num-gpu-blocks-override",): Missing("--kv-cache-memory says how large the KV cache is."),
     ("--cpu-offload-gb",): Missing("Weights stay on one device; --quantize int8 or int4 makes them smaller."),
     ("--no-enable-chunked-prefill",): Missing(
