@@ -41,7 +41,7 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
     Raises ConfigurationError if the address cannot be had, ModelLoadError if the model cannot be loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    for chatty in ("uvicorn.error", "httpx"):
+    for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     listener = bind(server)
     folder = resolve_model(engine.model, engine.revision)

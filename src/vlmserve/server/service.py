@@ -69,10 +69,11 @@ class Service:
 
     def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
         self.config = server
-        self.model_name = server.served_model_name or engine.model.rstrip("/").rsplit("/", 1)[-1] or engine.model
-        if server.served_model_name is None and not engine.model.startswith(("/", "./", "../", "~")):
-            self.model_name = engine.model
-        self._aliases = {self.model_name, engine.model}
+        is_path = engine.model.startswith(("/", "./", "../", "~"))
+        own_name = (engine.model.rstrip("/").rsplit("/", 1)[-1] if is_path else "") or engine.model
+        self.model_names = tuple(dict.fromkeys(server.served_model_name)) or (own_name,)
+        self.model_name = self.model_names[0]
+        self._aliases = {*self.model_names, engine.model}
         self.created = int(time.time())
         self.defaults = SamplingParams()
         self.bodies = BodyMemory(server.body_memory)
@@ -191,7 +192,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError for a name that is not served here."""
         if name is not None and name not in self._aliases:
-            raise UnknownModelError(f"There is no model {name!r} here, only {self.model_name!r}", param="model")
+            known = ", ".join(map(repr, self.model_names))
+            raise UnknownModelError(f"There is no model {name!r} here, only {known}", param="model")
 
     @contextlib.contextmanager
     def admit(self, num_answers: int) -> Iterator[None]:
