@@ -35,7 +35,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
-from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
+from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +96,16 @@ class EngineStream:
     def put(self, output: RequestOutput) -> None:
         """The engine produced something."""
         if self._pending is not None:
+            token_ids, logprobs = self._pending.token_ids, self._pending.logprobs
+            # In place: else what nobody has read yet would be copied with every token.
+            token_ids += output.token_ids
+            if logprobs is not None:
+                logprobs += output.logprobs or ()
             output = msgspec.structs.replace(
                 output,
-                token_ids=self._pending.token_ids + output.token_ids,
+                token_ids=token_ids,
                 timings=output.timings or self._pending.timings,
-                logprobs=_joined(self._pending.logprobs, output.logprobs),
+                logprobs=logprobs,
                 prompt_logprobs=self._pending.prompt_logprobs or output.prompt_logprobs,
             )
         self._pending = output
@@ -110,10 +115,6 @@ class EngineStream:
         """Nothing more will come. error: makes a fresh exception for every place that raises it."""
         self._error = error
         self._news.set()
-
-
-def _joined(earlier: list[TokenLogprobs] | None, later: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
-    return later if earlier is None else earlier + (later or [])
 
 
 class EngineClient:

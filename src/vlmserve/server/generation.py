@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -49,10 +49,6 @@ class Piece:
     finish_reason: str | None = None
     stop_string: str | None = None
     told: tuple[Told, ...] = ()
-
-    def __add__(self, later: Piece) -> Piece:
-        told = self.told + later.told
-        return Piece(self.index, self.text + later.text, later.finish_reason, later.stop_string, told)
 
 
 class OutputStream(Protocol):
@@ -166,11 +162,11 @@ class Generation:
 
     async def finished(self) -> list[Piece]:
         """All answers in order, each as one piece, when the last of them has ended. Raises VLMServeError."""
-        whole = [Piece(answer.index, "") for answer in self.answers]
+        collected: list[list[Piece]] = [[] for _ in self.answers]
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
-                whole[piece.index] = whole[piece.index] + piece
-        return whole
+                collected[piece.index].append(piece)
+        return [_joined(parts) for parts in collected]
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The pieces of all answers as they come."""
@@ -194,6 +190,15 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of an answer as one."""
+    return replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        told=tuple(told for piece in pieces for told in piece.told),
+    )
 
 
 async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> None:

@@ -14,6 +14,19 @@ from vlmserve.types import MAX_CACHE_SALT, SamplingParams
 
 MAX_CHOICES = 16
 
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+}
+"""Of vLLM's fields, whatever the API."""
+
 
 class StreamOptions(RequestModel):
     """What a stream carries besides text. include_obfuscation is accepted and changes nothing."""
@@ -93,11 +106,12 @@ class SamplingRequest(RequestModel):
         if not isinstance(value, dict):
             return value
         kept = {}
+        neutral_values = {**_NEUTRAL_VALUES, **cls.neutral_values}
         for name, field in value.items():
             if name in cls.model_fields:
                 kept[name] = field
-            elif name in cls.neutral_values:
-                if field is not None and field not in cls.neutral_values[name]:
+            elif name in neutral_values:
+                if field is not None and field not in neutral_values[name]:
                     raise InvalidRequestError(f"{name} is not supported here; leave it out", param=name)
             elif name not in cls.ignored_fields:
                 raise InvalidRequestError(f"{name} is not a field of this request; is it misspelt?", param=name)
