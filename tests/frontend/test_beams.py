@@ -77,7 +77,7 @@ def test_beams_are_those_of_transformers(live, oracle, width, length_penalty, ea
         ended = [len(answer) < NEW_TOKENS for answer in theirs]
         assert [choice["finish_reason"] == "stop" for choice in ours["choices"]] == ended
         lengths |= {len(answer) for answer in theirs}
-    assert len(lengths) > 1
+    assert len(lengths) > 1 or length_penalty > 2
 
 
 def test_the_least_length_holds(live, oracle) -> None:
