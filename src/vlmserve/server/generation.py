@@ -68,6 +68,11 @@ class Answer:
         self._text = text
         self._record = record
 
+    @property
+    def request_id(self) -> str:
+        """What the engine calls it."""
+        return self._stream.request_id
+
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The text as it comes. Raises VLMServeError if it cannot be finished; closing it aborts the request."""
         try:
