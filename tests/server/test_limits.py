@@ -23,7 +23,7 @@ from tests.server.live import QUESTION, LiveServer, wait_until
 from tests.server.test_bad_input import data_url, png, refused, with_pictures
 from vlmserve.media.pictures import FORMATS
 
-LONG = {"ignore_eos": True, "max_tokens": 400}
+LONG = {"ignore_eos": True, "max_tokens": 150}
 
 
 @pytest.fixture(scope="module")

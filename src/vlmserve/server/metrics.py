@@ -146,16 +146,16 @@ class ServerMetrics:
         self._registry.register(_Figures(model_name, _ENGINE, engine_stats))
         self._registry.register(_Figures(model_name, _PICTURE_CACHE, picture_cache_stats))
         self._registry.register(_Memory(engine_pid))
-        ended = self._counter(
-            "request_success", "Answers that ended, by how; n of one request count n times.", "finished_reason"
-        )
-        self.ended = {reason: ended.labels(model_name, reason) for reason in get_args(FinishReason)}
         self._restarts = Counter(
             PREFIX + "engine_restarts",
             "Times that the engine was restarted after it had died.",
             ("model_name",),
             registry=self._registry,
         ).labels(model_name)
+        ended = self._counter(
+            "request_success", "Answers that ended, by how; n of one request count n times.", "finished_reason"
+        )
+        self.ended = {reason: ended.labels(model_name, reason) for reason in get_args(FinishReason)}
         self.num_served = 0
         """Complete answers."""
         self._errors = self._counter("request_errors", "HTTP requests answered with an error, by its code.", "code")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_FILES = 65536
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 SIGNAL_ECHO = 0.3
 """Seconds after a signal in which another one is the same: make passes on what its whole process group got."""
@@ -57,6 +58,8 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
         from vlmserve.server.web import WebServer
 
         service = Service(engine, media, server)
+        if service.keys is None and server.host not in _LOOPBACK:
+            logger.warning("Everybody who reaches %s may use this server; --api-key asks for a key", server.host)
         web = WebServer(service, listener)
         with asyncio.Runner(loop_factory=_event_loop_factory()) as runner:
             runner.run(_serve(service, web, launcher, media))
