@@ -247,6 +247,23 @@ def test_a_request_whose_turn_does_not_come_is_503_and_gone(impatient):
     assert impatient.ask(max_tokens=2).status_code == 200
 
 
+def test_a_prompt_whose_preparation_does_not_come_is_503(impatient, monkeypatch):
+    go_on = threading.Event()
+    prepare = impatient.service._preparer.chat
+
+    def hold(messages, **options):
+        go_on.wait(60)
+        return prepare(messages, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(impatient.service._preparer, "chat", hold)
+        for stream in (False, True):
+            refused(impatient.ask(stream=stream), 503, "waited for 0.25 s", code="queue_timeout")
+        go_on.set()
+    wait_until(lambda: impatient.service.num_answers == impatient.service.bodies.used == 0)
+    assert impatient.ask(max_tokens=2).status_code == 200
+
+
 def test_a_request_that_runs_may_take_as_long_as_it_likes_for_its_first_token(folder):
     with LiveServer(folder, engine={"mock_ttft": 0.6}, server={"max_wait": 0.1}) as live:
         assert live.ask(max_tokens=2).status_code == 200

@@ -183,7 +183,7 @@ def test_an_engine_that_cannot_load_again_is_given_up_with_the_reason(folder, tm
 
 
 def test_without_restarts_the_server_ends_with_its_engine(folder):
-    with serving(folder, server={"max_restarts": 0}) as server:
+    with serving(folder, mock_tpot=0.05, server={"max_restarts": 0}) as server:
         asking = Asking(server.url, max_tokens=400)
         server.engine().kill()
         asking.join(60)

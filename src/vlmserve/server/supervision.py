@@ -71,7 +71,7 @@ class Supervisor:
             began = time.monotonic()
             try:
                 self._client = await self._start()
-            except VLMServeError as error:
+            except (VLMServeError, OSError) as error:  # there may be no memory for a process
                 reason = str(error)
                 logger.error("The engine did not start again: %s", reason)
                 continue

@@ -25,7 +25,7 @@ from vlmserve.server.prompt_log import log_prompt
 from vlmserve.server.schema.base import parse_body
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.service import Service
-from vlmserve.server.waiting import limit_wait
+from vlmserve.server.waiting import limit_preparation, limit_wait
 
 Body = TypeVar("Body", bound=SamplingRequest)
 
@@ -75,7 +75,8 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
                 await unless_disconnected(request, service.wake())
             client = service.client
             stack.enter_context(service.admit(dialect.num_answers(body)))
-            generation = await unless_disconnected(request, _begin(service, client, dialect, body, arrived))
+            async with limit_preparation(service.config.max_wait):
+                generation = await unless_disconnected(request, _begin(service, client, dialect, body, arrived))
             body = body.without_content()  # its pictures are prepared, and an answer may take long
         stack.callback(lambda: note(request, str(generation)))
         stack.callback(generation.close)
