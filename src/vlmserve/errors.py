@@ -79,7 +79,14 @@ class EngineDeadError(VLMServeError):
 
 
 class UnavailableError(VLMServeError):
-    """The server is still loading or already closing; the same request may succeed later or elsewhere."""
+    """The server is loading, restarting its engine or closing; the same request may succeed later or elsewhere.
+
+    retry_after: seconds after which it may.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ModelLoadError(VLMServeError):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from vlmserve.server.errors import RefusedError
 
-BODY_TIMEOUT = 30.0
-"""Seconds that a client may pause while it sends its body."""
+MIN_RATE = 500
+"""Bytes a second that a body must come with in the long run, as in Apache's RequestReadTimeout."""
+_DROP_TIMEOUT = 2.0
+"""Seconds to go on reading what is not wanted."""
 
 
 class BodyMemory:
@@ -52,11 +55,11 @@ class BodyShare:
         self._taken = 0
 
 
-async def read_json_body(request: Request, max_bytes: int, share: BodyShare) -> bytearray:
+async def read_json_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
     """The body of a JSON request.
 
     Raises RefusedError for another content type, a body over `max_bytes`, declared or not, one that finds no room
-    beside the others, or one that stalls.
+    beside the others, or one that pauses for `pause` seconds or drips.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -71,15 +74,17 @@ async def read_json_body(request: Request, max_bytes: int, share: BodyShare) -> 
     refusal = _too_large(max_bytes) if declared.isdecimal() and int(declared) > max_bytes else None
     body = bytearray()
     chunks = request.stream()
+    latest, received = time.monotonic() + pause, 0
     # Many clients read no answer before they have sent everything: up to as much again is read and dropped.
     while spare >= 0 and not (refusal and expects_continue):
         try:
-            async with asyncio.timeout(BODY_TIMEOUT):
+            async with asyncio.timeout(min(pause, latest + received / MIN_RATE - time.monotonic())):
                 chunk = await anext(chunks, None)
         except TimeoutError:
             raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "The body stopped arriving", "body_timeout") from None
         if chunk is None:
             break
+        received += len(chunk)
         spare -= len(chunk)
         if refusal is None:
             if len(body) + len(chunk) > max_bytes:
@@ -94,6 +99,18 @@ async def read_json_body(request: Request, max_bytes: int, share: BodyShare) -> 
     if refusal is not None:
         raise refusal
     return body
+
+
+async def drop_body(request: Request, max_bytes: int) -> None:
+    """Read a body that nobody wants, as far as that takes neither long nor much, so that its sender reads an answer."""
+    if "expect" in request.headers:
+        return
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_DROP_TIMEOUT):
+            async for chunk in request.stream():
+                max_bytes -= len(chunk)
+                if max_bytes < 0:
+                    return
 
 
 def _too_large(max_bytes: int) -> RefusedError:

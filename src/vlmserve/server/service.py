@@ -17,12 +17,13 @@ from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.media.cache import PictureCache, PictureCacheStats
+from vlmserve.server.accounts import KeyRing
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.types import EngineStats, ModelInfo, Prompt, SamplingParams
 
-Phase = Literal["asleep", "loading", "serving", "closing"]
+Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
 _SHORT_TEXT = 2000
 """Characters that are a prompt sooner than another thread would have begun."""
@@ -65,7 +66,10 @@ class Preparer(Protocol):
 
 
 class Service:
-    """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on."""
+    """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on.
+
+    Raises ConfigurationError for API keys that cannot be read.
+    """
 
     def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
         self.config = server
@@ -76,6 +80,8 @@ class Service:
         self._aliases = {*self.model_names, engine.model}
         self.created = int(time.time())
         self.defaults = SamplingParams()
+        self.keys = KeyRing.of(server)
+        """Who may ask; None: everybody."""
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
@@ -91,6 +97,8 @@ class Service:
             self.wanted.set()
         self._opened = asyncio.Event()
         self._client: EngineClient | None = None
+        self.back_at: float | None = None
+        """When a dead engine is expected back, on the clock of `time.monotonic`; None: nobody restarts it."""
         self._preparer: Preparer | None = None
         self.metrics = ServerMetrics(
             self.model_name,
@@ -109,6 +117,10 @@ class Service:
         self._preparer = preparer
         self.defaults = defaults or self.defaults
         self._opened.set()
+
+    def replace(self, client: EngineClient) -> None:
+        """Go on with another engine after the one from before has died."""
+        self._client = client
 
     @property
     def awake(self) -> bool:
@@ -170,7 +182,7 @@ class Service:
         if self._closing:
             return "closing"
         if self._client is not None:
-            return "serving"
+            return "serving" if self._client.alive or self.back_at is None else "restarting"
         return "loading" if self.wanted.is_set() else "asleep"
 
     def check_serving(self) -> None:
@@ -185,6 +197,9 @@ class Service:
             return UnavailableError("The server is shutting down")
         if self._client is None:
             return UnavailableError(f"The server is still loading {self.model_name}; try again soon")
+        if self.phase == "restarting":
+            message = f"{self._client.death}; another engine is being started, try again soon"
+            return UnavailableError(message, retry_after=(self.back_at or 0.0) - time.monotonic())
         if not self._client.alive:
             return EngineDeadError(self._client.death or "The engine is closed")
         return None

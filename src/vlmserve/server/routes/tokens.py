@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.server.errors import json_response
+from vlmserve.server.guard import salt_of
 from vlmserve.server.routes.reading import read
 from vlmserve.server.schema.content import conversation
 from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -19,7 +20,7 @@ async def tokenize(request: Request) -> Response:
         service.check_model(body.model)
         if body.messages is not None:
             prompt = await service.prepare(
-                conversation(body.messages), add_generation_prompt=body.add_generation_prompt
+                conversation(body.messages), salt_of(request, None), add_generation_prompt=body.add_generation_prompt
             )
             tokens = prompt.token_ids
         else:
