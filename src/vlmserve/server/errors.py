@@ -13,7 +13,9 @@ from starlette.responses import Response
 from vlmserve.errors import (
     EngineDeadError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
+    StorageFullError,
     UnavailableError,
     UnknownModelError,
     VLMServeError,
@@ -50,7 +52,7 @@ def status_of(error: VLMServeError) -> HTTPStatus:
     match error:
         case RefusedError():
             return error.status
-        case UnknownModelError():
+        case UnknownModelError() | NotFoundError():
             return HTTPStatus.NOT_FOUND
         case InvalidRequestError():
             return HTTPStatus.BAD_REQUEST
@@ -58,6 +60,8 @@ def status_of(error: VLMServeError) -> HTTPStatus:
             return HTTPStatus.TOO_MANY_REQUESTS
         case EngineDeadError() | UnavailableError():
             return HTTPStatus.SERVICE_UNAVAILABLE
+        case StorageFullError():
+            return HTTPStatus.INSUFFICIENT_STORAGE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
 
@@ -72,6 +76,8 @@ def error_body(error: VLMServeError) -> dict[str, Any]:
             code = "engine_dead"
         case UnavailableError():
             code = "unavailable"
+        case StorageFullError():
+            code = "storage_full"
         case InvalidRequestError() | RefusedError():
             code = error.code
         case _:

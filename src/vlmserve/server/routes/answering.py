@@ -49,12 +49,16 @@ class Dialect(ABC, Generic[Body]):
     def events(self, body: Body, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of the response with ``stream``, the last of which tells of an error if there is one."""
 
+    def close(self) -> None:
+        """Let go of what the request holds besides its generation; called once, however it ends."""
+
 
 async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     """Answer a request. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
     service.check_serving()
     with contextlib.ExitStack() as stack:
+        stack.callback(dialect.close)
         with service.bodies.share() as share:
             body = parse_body(dialect.kind, await read_json_body(request, service.max_body_bytes, share))
             service.check_model(body.model)
