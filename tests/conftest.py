@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from tests.postgres import Postgres, running_postgres
 from vlmserve.cache.costs import CostModel
 from vlmserve.kernels.extension import VARIABLE, supported_isas
 
@@ -23,6 +24,13 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A PostgreSQL server; tests that need it are skipped where none can be started."""
+    with running_postgres() as server:
+        yield server
 
 
 @pytest.fixture(params=["torch", *(["native"] if supported_isas() else [])])

@@ -104,16 +104,13 @@ def chat_messages(instructions: str | None, items: Sequence[Message]) -> list[Me
     return [*system, *map(chat_message, items)]
 
 
-def in_items_words(error: InvalidRequestError, num_before: int, num_given: int) -> None:
-    """Let an error about messages speak of items. num_before: messages that this request did not send; num_given: as
-    items, which may be 0 for one that is a text."""
+def in_items_words(error: InvalidRequestError, num_before: int) -> None:
+    """Let an error about messages speak of items. num_before: messages that are none of this request's items."""
 
     def place(match: re.Match[str]) -> str:
         index, path = int(match[1]) - num_before, match[2]
         if index < 0:
             return "an earlier turn"
-        if not num_given:
-            return "input"
         return f"input[{index}]" + path.replace(".image_url.url", ".image_url")
 
     error.args = (_PLACE.sub(place, str(error)),)

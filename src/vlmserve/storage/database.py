@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, Ope
 from sqlalchemy.pool import StaticPool
 
 from vlmserve.errors import ConfigurationError, StorageError
-from vlmserve.storage.tables import EMPTY_WAL, SHRINK, migrate, sqlite_settings
+from vlmserve.storage.tables import EMPTY_WAL, SQLITE_SETTINGS, migrate
 
 logger = logging.getLogger(__name__)
 
@@ -72,22 +73,20 @@ class Database:
         raise AssertionError("unreachable")
 
     def shrink(self) -> None:
-        """Give back to the file system what deleted rows have left. Raises StorageError."""
+        """Give back to the file system what deleted rows have left, as far as nobody reads it. Raises StorageError."""
         if not self.is_sqlite:
             return  # PostgreSQL does so by itself
         try:
-            with self._engine.connect() as connection:
-                connection.execution_options(isolation_level="AUTOCOMMIT")
-                connection.execute(SHRINK).all()
-                connection.execute(EMPTY_WAL).all()
-        except SQLAlchemyError as error:
+            with contextlib.closing(self._engine.raw_connection()) as connection:
+                connection.cursor().execute(EMPTY_WAL).fetchall()
+        except (SQLAlchemyError, sqlite3.Error) as error:
             raise _failed(error) from error
 
     def close(self) -> None:
         self._engine.dispose()
 
 
-def _failed(error: SQLAlchemyError) -> StorageError:
+def _failed(error: Exception) -> StorageError:
     logger.error("The history failed: %s", error)
     return StorageError("The history cannot be read or written now; the server's log says why")
 
@@ -144,13 +143,12 @@ def _make_file(path: Path) -> None:
 def _prepare_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # sqlite3 would begin transactions when it thinks fit
     cursor = connection.cursor()
-    for setting in sqlite_settings():
+    for setting in SQLITE_SETTINGS:
         cursor.execute(setting)
     cursor.close()
 
 
 def _begin_sqlite(connection: Connection) -> None:
     # A transaction that reads first and then writes could not wait for another one's end.
-    options = connection.get_execution_options()
-    if options.get("isolation_level") != "AUTOCOMMIT":
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("writes") else "BEGIN")
+    writes = connection.get_execution_options().get("writes")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

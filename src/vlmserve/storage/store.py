@@ -74,12 +74,11 @@ class Store:
         return future
 
     def _sweep(self, interval: float) -> None:
-        while not self._closing.is_set():
+        while not self._closing.wait(interval):
             # What failed is in the log, and is tried again.
             with contextlib.suppress(StorageError, OverloadedError):
                 if deleted := self._submit(self.retention.sweep).result():
                     logger.info("Deleted %d old entries of the history", deleted)
-            self._closing.wait(interval)
 
 
 def open_store(config: ServerConfig) -> Store | None:

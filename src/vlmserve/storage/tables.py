@@ -24,7 +24,6 @@ from sqlalchemy import (
     insert,
     inspect,
     select,
-    text,
     update,
 )
 
@@ -155,20 +154,16 @@ def migrate(connection: Connection, steps: Sequence[Step] = MIGRATIONS) -> None:
         connection.execute(update(schema_version).values(version=len(steps)))
 
 
-def sqlite_settings() -> Sequence[str]:
-    """What every connection to SQLite is told first.
+SQLITE_SETTINGS = (
+    "PRAGMA auto_vacuum = FULL",  # counts only before the first table is made
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA synchronous = FULL",
+    "PRAGMA foreign_keys = ON",
+    "PRAGMA secure_delete = ON",
+    "PRAGMA busy_timeout = 30000",
+)
+"""What every connection to SQLite is told first. A commit is on the disk when it returns, even if the power fails; what
+is deleted is overwritten."""
 
-    A commit is on the disk when it returns, even if the power fails; what is deleted is overwritten.
-    """
-    return (
-        "PRAGMA auto_vacuum = INCREMENTAL",  # counts only before the first table is made
-        "PRAGMA journal_mode = WAL",
-        "PRAGMA synchronous = FULL",
-        "PRAGMA foreign_keys = ON",
-        "PRAGMA secure_delete = ON",
-        "PRAGMA busy_timeout = 30000",
-    )
-
-
-EMPTY_WAL = text("PRAGMA wal_checkpoint(TRUNCATE)")
-SHRINK = text("PRAGMA incremental_vacuum")
+EMPTY_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
+"""Until then, what was deleted is still in SQLite's log of changes, and the file has not shrunk."""

@@ -131,7 +131,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
                 lambda some: service.prepare(some, body.cache_salt or ""), messages, service.info.max_prompt_len
             )
         except InvalidRequestError as error:
-            in_items_words(error, len(messages) - len(new), len(new))
+            in_items_words(error, len(messages) - len(new))
             raise
 
     async def _pack(self, store: Store, new: list[dict[str, Any]]) -> None:

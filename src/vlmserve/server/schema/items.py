@@ -158,6 +158,8 @@ def _stored_part(part: Part) -> dict[str, Any]:
 
 
 def _as_items(value: Any) -> Any:
+    if value == "":
+        raise ValueError("Input should not be empty")
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
