@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ import pytest
 from tests.server.live import LiveServer, wait_until
 from tests.server.test_chat import data_url
 from vlmserve.config import BUILT_IN_MODEL
+from vlmserve.errors import EngineDeadError, StorageError
 from vlmserve.models.hub import resolve_model
 from vlmserve.server.history import OWNER
 
@@ -365,6 +367,41 @@ def test_a_conversation_that_is_deleted_meanwhile_ends_the_response(slow_keeping
     assert conversation.id in last.response.error.message
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(created)
+
+
+def test_a_stream_that_fails_ends_with_an_event_that_says_why_and_is_not_kept(slow_keeping):
+    events = slow_keeping.openai.responses.create(model="tiny", input="What is this?", stream=True)
+    created = next(iter(events)).response.id
+    fail = functools.partial(slow_keeping.client.fail_all, lambda: EngineDeadError("It is dead"))
+    slow_keeping._loop.call_soon_threadsafe(fail)
+    *_, last = events
+    assert (last.type, last.response.status, last.response.error.message) == ("response.failed", "failed", "It is dead")
+    with pytest.raises(openai.NotFoundError):
+        slow_keeping.openai.responses.retrieve(created)
+
+
+def test_a_response_that_cannot_be_kept_is_not_acknowledged(keeping, monkeypatch):
+    def broken(*_):
+        raise StorageError("The disk is full")
+
+    monkeypatch.setattr(keeping.service.store.responses, "save", broken)
+    assert refused(keeping, 503)["message"] == "The disk is full"
+    *_, last = respond(keeping, stream=True)
+    assert (last.type, last.response.error.message) == ("response.failed", "The disk is full")
+    assert respond(keeping, store=False).output_text
+    monkeypatch.undo()
+    assert keeping.openai.responses.retrieve(respond(keeping).id).output_text
+    assert keeping.service.bodies.used == 0
+
+
+def test_pictures_that_are_asked_for_by_name_are_there_and_nothing_else_can_be(keeping):
+    response = respond(keeping, shown(data_url("red")))
+    include = ["message.input_image.image_url"]
+    [item] = keeping.openai.responses.input_items.list(response.id, include=include)
+    assert item.content[0].image_url == data_url("red")
+    assert keeping.openai.responses.retrieve(response.id, include=include) == response
+    with pytest.raises(openai.BadRequestError, match="include"):
+        keeping.openai.responses.retrieve(response.id, include=["message.output_text.logprobs"])
 
 
 def test_without_a_history_responses_are_answered_and_the_rest_is_refused_kindly(folder):

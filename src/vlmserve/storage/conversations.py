@@ -18,6 +18,7 @@ from vlmserve.storage.items import (
     delete_items,
     insert_items,
     read_page,
+    sizes_of,
     unpack_items,
     with_sizes,
 )
@@ -147,19 +148,23 @@ class Conversations:
 
         def work(connection: Connection) -> Conversation:
             row = _find(connection, owner, id)
-            if not delete_items(connection, (items.c.conversation_id == id) & (items.c.id == item_id)):
+            mine = (items.c.conversation_id == id) & (items.c.id == item_id)
+            if connection.execute(select(items.c.id).where(mine)).one_or_none() is None:
                 raise _no_item(id, item_id)
+            delete_items(connection, mine)
             return _conversation(row)
 
         return self._database.write(work)
 
 
-def delete_conversation(connection: Connection, id: str) -> None:
-    """Delete a conversation and all that belongs to it."""
+def delete_conversation(connection: Connection, id: str) -> int:
+    """Delete a conversation and all that belongs to it; returns how many bytes that was."""
     made_in_it = select(responses.c.id).where(responses.c.conversation_id == id)
-    delete_items(connection, or_(items.c.conversation_id == id, items.c.response_id.in_(made_in_it)))
-    connection.execute(delete(responses).where(responses.c.conversation_id == id))
+    deleted = delete_items(connection, or_(items.c.conversation_id == id, items.c.response_id.in_(made_in_it)))
+    sizes = delete(responses).where(responses.c.conversation_id == id).returning(responses.c.num_bytes)
+    deleted += sizes_of(connection, sizes)
     connection.execute(delete(conversations).where(conversations.c.id == id))
+    return deleted
 
 
 def _find(connection: Connection, owner: str, id: str) -> Row[Any]:

@@ -65,12 +65,17 @@ class Database:
                     connection.execution_options(writes=True)
                     with connection.begin():
                         return work(connection)
-            except (IntegrityError, OperationalError) as error:
-                if attempt == _ATTEMPTS or error.connection_invalidated:
-                    raise _failed(error) from error
             except SQLAlchemyError as error:
-                raise _failed(error) from error
+                if attempt == _ATTEMPTS or not self._collided(error):
+                    raise _failed(error) from error
         raise AssertionError("unreachable")
+
+    def _collided(self, error: SQLAlchemyError) -> bool:
+        """Whether another transaction may be why one failed. With SQLite all wait for each other, and where the
+        connection broke nobody knows whether it did."""
+        if isinstance(error, IntegrityError):
+            return True
+        return isinstance(error, OperationalError) and not self.is_sqlite and not error.connection_invalidated
 
     def shrink(self) -> None:
         """Give back to the file system what deleted rows have left, as far as nobody reads it. Raises StorageError."""

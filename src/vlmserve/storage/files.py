@@ -104,11 +104,10 @@ class Files:
         return row
 
 
-def delete_file(connection: Connection, id: str) -> None:
-    """Delete a file, and its bytes if nothing else has the same."""
-    digests = connection.execute(select(files.c.digest).where(files.c.id == id)).scalars().all()
-    connection.execute(delete(files).where(files.c.id == id))
-    delete_orphans(connection, digests)
+def delete_file(connection: Connection, id: str) -> int:
+    """Delete a file, and its bytes if nothing else has the same; returns how many these were."""
+    digests = connection.execute(delete(files).where(files.c.id == id).returning(files.c.digest)).scalars().all()
+    return delete_orphans(connection, digests)
 
 
 def _file(row: Row[Any]) -> File:

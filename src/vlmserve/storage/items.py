@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, exists, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Executable, Table, delete, exists, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from vlmserve.errors import InvalidRequestError, NotFoundError, StorageFullError
@@ -76,11 +76,17 @@ def check_room(connection: Connection, sizes: Mapping[str, int], max_bytes: int)
     """Raises StorageFullError if blobs of these sizes do not fit beside the others."""
     known = _known(connection, sizes)
     new = sum(size for digest, size in sizes.items() if digest not in known)
-    if new and new + connection.execute(select(func.coalesce(func.sum(blobs.c.num_bytes), 0))).scalar_one() > max_bytes:
+    if new and new + num_bytes_of(connection, blobs) > max_bytes:
         raise StorageFullError(
             f"Files and pictures may take {max_bytes:,} bytes here, and these would be more; delete some, or raise "
             "--max-stored-bytes"
         )
+
+
+def num_bytes_of(connection: Connection, table: Table) -> int:
+    """Of all rows of a table."""
+    # PostgreSQL sums whole numbers up to a Decimal.
+    return int(connection.execute(select(func.coalesce(func.sum(table.c.num_bytes), 0))).scalar_one())
 
 
 def _known(connection: Connection, digests: Iterable[str]) -> set[str]:
@@ -151,23 +157,29 @@ def unpack_items(connection: Connection, stored: Iterable[StoredItem]) -> Iterat
 
 
 def delete_items(connection: Connection, which: ColumnElement[bool]) -> int:
-    """Delete items and what only they refer to; returns how many."""
+    """Delete items and what only they refer to; returns how many bytes they were."""
     digests = connection.execute(
         select(item_blobs.c.digest).distinct().join(items, items.c.id == item_blobs.c.item_id).where(which)
     )
     orphans = list(digests.scalars())
-    deleted = connection.execute(delete(items).where(which)).rowcount
-    delete_orphans(connection, orphans)
-    return deleted
+    return sizes_of(connection, delete(items).where(which).returning(items.c.num_bytes)) + delete_orphans(
+        connection, orphans
+    )
 
 
-def delete_orphans(connection: Connection, digests: Iterable[str]) -> None:
-    """Delete those of these blobs that nothing refers to any more."""
+def sizes_of(connection: Connection, deleting: Executable) -> int:
+    """Run a statement that deletes rows and returns their sizes; their sum."""
+    return sum(int(size) for size in connection.execute(deleting).scalars())
+
+
+def delete_orphans(connection: Connection, digests: Iterable[str]) -> int:
+    """Delete those of these blobs that nothing refers to any more; returns how many bytes they were."""
+    deleted = 0
     for some in _batches(digests):
-        connection.execute(
-            delete(blobs).where(
-                blobs.c.digest.in_(some),
-                ~exists().where(item_blobs.c.digest == blobs.c.digest),
-                ~exists().where(files.c.digest == blobs.c.digest),
-            )
+        orphans = delete(blobs).where(
+            blobs.c.digest.in_(some),
+            ~exists().where(item_blobs.c.digest == blobs.c.digest),
+            ~exists().where(files.c.digest == blobs.c.digest),
         )
+        deleted += sizes_of(connection, orphans.returning(blobs.c.num_bytes))
+    return deleted

@@ -19,6 +19,7 @@ from vlmserve.storage.items import (
     delete_items,
     insert_items,
     read_page,
+    sizes_of,
     unpack_items,
     with_sizes,
 )
@@ -180,11 +181,12 @@ class Responses:
         connection.execute(insert(responses).values(values))
 
 
-def delete_thread(connection: Connection, thread: str) -> None:
-    """Delete responses that follow each other."""
+def delete_thread(connection: Connection, thread: str) -> int:
+    """Delete responses that follow each other; returns how many bytes they were."""
     mine = select(responses.c.id).where(responses.c.thread == thread)
-    delete_items(connection, items.c.response_id.in_(mine))
-    connection.execute(delete(responses).where(responses.c.thread == thread))
+    deleted = delete_items(connection, items.c.response_id.in_(mine))
+    sizes = delete(responses).where(responses.c.thread == thread).returning(responses.c.num_bytes)
+    return deleted + sizes_of(connection, sizes)
 
 
 def _find(connection: Connection, owner: str, id: str) -> Row[Any]:

@@ -10,10 +10,11 @@ from sqlalchemy import Connection, Select, func, literal, select, union_all
 from vlmserve.storage.conversations import delete_conversation
 from vlmserve.storage.database import Database
 from vlmserve.storage.files import delete_file
+from vlmserve.storage.items import num_bytes_of
 from vlmserve.storage.responses import delete_thread
 from vlmserve.storage.tables import blobs, conversations, files, items, responses
 
-_DELETE: dict[str, Callable[[Connection, str], None]] = {
+_DELETE: dict[str, Callable[[Connection, str], int]] = {
     "conversation": delete_conversation,
     "thread": delete_thread,
     "file": delete_file,
@@ -60,19 +61,19 @@ class Retention:
     def _delete_surplus(self, connection: Connection) -> int:
         if not self._max_bytes:
             return 0
+        surplus = stored_bytes(connection) - self._max_bytes
         deleted = 0
-        for kind, id, _ in connection.execute(_oldest(_AT_ONCE)).all():
-            if stored_bytes(connection) <= self._max_bytes:
-                break
-            _DELETE[kind](connection, id)
+        for kind, id, _ in connection.execute(_oldest(_AT_ONCE)).all() if surplus > 0 else ():
+            surplus -= _DELETE[kind](connection, id)
             deleted += 1
+            if surplus <= 0:
+                break
         return deleted
 
 
 def stored_bytes(connection: Connection) -> int:
     """Of all that is kept."""
-    sizes = (blobs.c.num_bytes, items.c.num_bytes, responses.c.num_bytes)
-    return sum(connection.execute(select(func.coalesce(func.sum(size), 0))).scalar_one() for size in sizes)
+    return sum(num_bytes_of(connection, table) for table in (blobs, items, responses))
 
 
 def _oldest(count: int) -> Select[Any]:

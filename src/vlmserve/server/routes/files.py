@@ -27,6 +27,8 @@ from vlmserve.storage.files import File
 _FORM_BYTES = 64 * 1024
 """Of a form around its file."""
 _CHUNK_BYTES = 256 * 1024
+_COPIES = 3
+"""Of a file that are in memory while its form is taken apart."""
 
 
 async def upload_file(request: Request) -> Response:
@@ -34,7 +36,8 @@ async def upload_file(request: Request) -> Response:
     service: Service = request.app.state.service
     store, owner = needed_store(service), owner_of(request)
     with service.bodies.share() as share:
-        data, filename, fields = await _read_form(request, service.config.max_file_bytes, share)
+        most = min(service.config.max_file_bytes, service.bodies.capacity // _COPIES - _FORM_BYTES)
+        data, filename, fields = await _read_form(request, most, share)
 
         def create() -> File:
             media_type = media_type_of(data, service.media)
@@ -124,7 +127,7 @@ async def _read_form(request: Request, max_bytes: int, share: BodyShare) -> tupl
     if kind != "multipart/form-data":
         raise wrong_content_type("multipart/form-data", kind)
     body = await read_body(request, max_bytes + _FORM_BYTES, share)
-    share.need(2 * len(body))  # while it is taken apart
+    share.need((_COPIES - 1) * len(body))
     try:
         form = await _InMemory(request, body).parse()
     except MultiPartException as error:
