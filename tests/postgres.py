@@ -26,13 +26,13 @@ class Postgres:
         self._numbers = itertools.count()
 
     def new_database(self) -> str:
-        """The URL of a database without tables."""
+        """The URL of a place without tables: a schema of its own, which is made and deleted faster than a database."""
         import psycopg
 
         name = f"history{next(self._numbers)}"
         with psycopg.connect(f"host={self._folder} user=tester dbname=postgres", autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")
-        return f"postgresql://tester@/{name}?host={self._folder}"
+            connection.execute(f"CREATE SCHEMA {name}")
+        return f"postgresql://tester@/postgres?host={self._folder}&options=-csearch_path%3D{name}"
 
 
 @contextlib.contextmanager
