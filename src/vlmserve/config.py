@@ -292,6 +292,7 @@ class ServerConfig(Settings):
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     storage_url: str | None = Field(
         None,
+        repr=False,  # there may be a password in it
         description="Where responses, conversations and files are kept: a URL as SQLAlchemy writes it, like "
         "postgresql://user:password@host/name; memory; none. Default: a file of SQLite's.",
     )

@@ -236,6 +236,8 @@ def test_responses_at_once_in_one_conversation_lose_nothing(keeping):
         ({"reasoning": {"effort": "high"}}, 400, "reasoning", "not supported"),
         ({"include": ["reasoning.encrypted_content"]}, 400, "include", "not supported"),
         ({"text": {"format": {"type": "json_object"}}}, 400, "text.format", "json_object"),
+        ({"n": 2}, 400, "n", "not supported"),
+        ({"use_beam_search": True}, 400, "use_beam_search", "not supported"),
         ({"truncation": "some"}, 400, "truncation", "auto"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens", "1"),
         ({"metadata": {"a": 1}}, 400, "metadata.a", "string"),

@@ -34,13 +34,12 @@ class Retention:
         self._max_bytes = max_bytes
 
     def sweep(self) -> int:
-        """Delete what is over the bounds; returns how many. Raises StorageError."""
+        """Delete what is over the bounds, and the last traces of what clients deleted; returns how many. Raises StorageError."""
         deleted = 0
         for delete_some in (self._delete_expired, self._delete_old, self._delete_surplus):
             while count := self._database.write(delete_some):
                 deleted += count
-        if deleted:
-            self._database.shrink()
+        self._database.shrink()
         return deleted
 
     def _delete_expired(self, connection: Connection) -> int:
