@@ -34,7 +34,8 @@ class Retention:
         self._max_bytes = max_bytes
 
     def sweep(self) -> int:
-        """Delete what is over the bounds, and the last traces of what clients deleted; returns how many. Raises StorageError."""
+        """Delete what is over the bounds, returning how many, and the last traces of what clients deleted. Raises
+        StorageError."""
         deleted = 0
         for delete_some in (self._delete_expired, self._delete_old, self._delete_surplus):
             while count := self._database.write(delete_some):
