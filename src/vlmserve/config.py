@@ -321,3 +321,25 @@ class ServerConfig(Settings):
     restart_window: float = Field(
         300.0, ge=0, description="Seconds that a restarted engine must run, or answer a request, to count as sound."
     )
+    storage_url: str | None = Field(
+        None,
+        repr=False,  # there may be a password in it
+        description="Where responses, conversations and files are kept: a URL as SQLAlchemy writes it, like "
+        "postgresql://user:password@host/name; memory; none. Default: a file of SQLite's.",
+    )
+    storage_path: str | None = Field(
+        None, description="That file. Default: vlmserve/history.db in XDG_DATA_HOME or ~/.local/share."
+    )
+    storage_max_age: float = Field(
+        30 * 86400.0, ge=0, description="Seconds since their last use after which they are deleted; 0: never."
+    )
+    storage_max_bytes: ByteSize = Field(
+        10 * 1024**3, description="Size of all that is kept, beyond which the oldest is deleted; 0: no bound."
+    )
+    storage_sweep_interval: float = Field(
+        300.0, gt=0, le=86400, description="Seconds between looks for what is too old or too much."
+    )
+    max_stored_bytes: ByteSize = Field(
+        8 * 1024**3, description="Size of all files and pictures kept, beyond which more are refused."
+    )
+    max_file_bytes: ByteSize = Field(128 * 1024**2, description="Size of one file that is uploaded.")

@@ -251,7 +251,7 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ),
     ("--logits-processors", "--logits-processor-pattern"): Missing("Code from outside is never run."),
     ("--enable-log-outputs", "--max-log-len", "--log-config-file"): Missing(
-        "--log-prompts logs what requests say; --enable-debug serves /debug/cache, which shows where each of them stands."
+        "--log-prompts logs what requests say, and --enable-debug serves /debug/cache, which shows where each stands."
     ),
     ("--otlp-traces-endpoint", "--collect-detailed-traces", "--show-hidden-metrics-for-version"): Missing(
         "/metrics has the figures, for Prometheus; there are no traces."

@@ -27,6 +27,7 @@ from vlmserve.server.guard import Guard
 from vlmserve.server.page import start_page
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
+from vlmserve.server.routes.history import add_history_routes
 from vlmserve.server.routes.messages import count_tokens, messages
 from vlmserve.server.routes.tokens import detokenize, tokenize
 from vlmserve.server.schema.base import RequestModel
@@ -91,6 +92,7 @@ def create_app(service: Service) -> FastAPI:
             response_model=None,
             openapi_extra={"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}},
         )
+    parts |= add_history_routes(app)
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

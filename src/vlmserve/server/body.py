@@ -50,24 +50,41 @@ class BodyShare:
         self._taken += num_bytes
         return True
 
+    def need(self, num_bytes: int) -> None:
+        """Take as much again. Raises RefusedError if it is not there."""
+        if not self.take(num_bytes):
+            raise _no_room()
+
     def give_back(self) -> None:
         self._memory.used -= self._taken
         self._taken = 0
 
 
 async def read_json_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
-    """The body of a JSON request.
-
-    Raises RefusedError for another content type, a body over `max_bytes`, declared or not, one that finds no room
-    beside the others, or one that pauses for `pause` seconds or drips.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    """The body of a JSON request. Raises as `read_body` does, and RefusedError for another content type."""
+    kind = content_type(request)
     if kind != "application/json" and not kind.endswith("+json"):
-        raise RefusedError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"The header Content-Type should be application/json, not {kind or 'absent'}",
-            "unsupported_content_type",
-        )
+        raise wrong_content_type("application/json", kind)
+    return await read_body(request, max_bytes, share, pause)
+
+
+def content_type(request: Request) -> str:
+    """What a request says that its body is, like ``application/json``."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def wrong_content_type(wanted: str, kind: str) -> RefusedError:
+    """The error for a body of another kind."""
+    message = f"The header Content-Type should be {wanted}, not {kind or 'absent'}"
+    return RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, "unsupported_content_type")
+
+
+async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
+    """The body of a request.
+
+    Raises RefusedError for one over `max_bytes`, declared or not, one that finds no room beside the others, or one
+    that pauses for `pause` seconds or drips.
+    """
     expects_continue = "expect" in request.headers
     declared = request.headers.get("content-length", "")
     spare = 2 * max_bytes

@@ -15,7 +15,9 @@ from starlette.responses import Response
 from vlmserve.errors import (
     EngineDeadError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
+    StorageFullError,
     UnavailableError,
     UnknownModelError,
     VLMServeError,
@@ -64,7 +66,7 @@ def status_of(error: VLMServeError) -> HTTPStatus:
     match error:
         case RefusedError():
             return error.status
-        case UnknownModelError():
+        case UnknownModelError() | NotFoundError():
             return HTTPStatus.NOT_FOUND
         case InvalidRequestError():
             return HTTPStatus.BAD_REQUEST
@@ -72,6 +74,8 @@ def status_of(error: VLMServeError) -> HTTPStatus:
             return HTTPStatus.TOO_MANY_REQUESTS
         case EngineDeadError() | UnavailableError():
             return HTTPStatus.SERVICE_UNAVAILABLE
+        case StorageFullError():
+            return HTTPStatus.INSUFFICIENT_STORAGE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
 
@@ -88,6 +92,8 @@ def error_body(error: VLMServeError) -> dict[str, Any]:
             code = "unavailable"
         case RefusedError(status=HTTPStatus.TOO_MANY_REQUESTS):
             kind, code = "rate_limit_error", error.code
+        case StorageFullError():
+            code = "storage_full"
         case InvalidRequestError() | RefusedError():
             code = error.code
         case _:

@@ -14,6 +14,7 @@ from vlmserve.server.accounts import Account
 from vlmserve.server.body import drop_body
 from vlmserve.server.connection import add_note
 from vlmserve.server.errors import RefusedError, error_body, error_response, head_too_large
+from vlmserve.server.history import OWNER
 from vlmserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
@@ -82,6 +83,7 @@ class Guard:
             headers = {"WWW-Authenticate": "Bearer"}
             raise RefusedError(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key", headers=headers)
         scope[_ACCOUNT] = account
+        scope[OWNER] = account.name
         add_note(scope, f"key {account.name}")
         return account
 

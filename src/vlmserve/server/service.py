@@ -21,6 +21,7 @@ from vlmserve.server.accounts import KeyRing
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
+from vlmserve.storage.store import open_store
 from vlmserve.types import EngineStats, ModelInfo, Prompt, SamplingParams
 
 Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
@@ -48,6 +49,9 @@ class Preparer(Protocol):
 
     picture_cache: PictureCache
 
+    @property
+    def sees_videos(self) -> bool: ...
+
     def chat(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, cache_salt: str = "") -> Prompt: ...
 
     def text(self, text: str) -> Prompt: ...
@@ -73,6 +77,7 @@ class Service:
 
     def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
         self.config = server
+        self.media = media
         is_path = engine.model.startswith(("/", "./", "../", "~"))
         own_name = (engine.model.rstrip("/").rsplit("/", 1)[-1] if is_path else "") or engine.model
         self.model_names = tuple(dict.fromkeys(server.served_model_name)) or (own_name,)
@@ -82,6 +87,7 @@ class Service:
         self.defaults = SamplingParams()
         self.keys = KeyRing.of(server)
         """Who may ask; None: everybody."""
+        self.store = open_store(server)
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
@@ -142,9 +148,11 @@ class Service:
         return self._idle.is_set()
 
     def close(self) -> None:
-        """Let go of the worker threads. The client belongs to the caller."""
+        """Let go of the worker threads and the history. The client belongs to the caller."""
         for pool in (self._text_workers, self._picture_workers, self._fetch_workers):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self.store is not None:
+            self.store.close()
 
     @property
     def num_answers(self) -> int:
@@ -164,6 +172,11 @@ class Service:
     def info(self) -> ModelInfo | None:
         """The model; None while it is loading."""
         return None if self._client is None else self._client.info
+
+    @property
+    def sees_videos(self) -> bool:
+        """Whether the model takes videos; also while it is loading and nobody knows."""
+        return self._preparer is None or self._preparer.sees_videos
 
     def engine_stats(self) -> EngineStats | None:
         """The engine's latest figures; None without a living engine. Requests that it has yet to report on wait."""

@@ -57,12 +57,16 @@ class Dialect(ABC, Generic[Body]):
     def events(self, body: Body, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of the response with ``stream``, the last of which tells of an error if there is one."""
 
+    def close(self) -> None:
+        """Let go of what the request holds besides its generation; called once, however it ends."""
+
 
 async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     """Answer a request. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
     service.check_serving()
     with contextlib.ExitStack() as stack:
+        stack.callback(dialect.close)
         with service.bodies.share() as share:
             read = await read_json_body(request, service.max_body_bytes, share, service.config.body_timeout)
             body = parse_body(dialect.kind, read)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, Piece, Question
+from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event
 from vlmserve.server.schema.chat import (
@@ -35,6 +36,9 @@ class ChatDialect(Dialect[ChatRequest]):
     kind = ChatRequest
     id_prefix = "chatcmpl-"
 
+    def __init__(self, owner: str = "") -> None:
+        self._owner = owner
+
     def num_answers(self, body: ChatRequest) -> int:
         return body.num_running
 
@@ -43,7 +47,9 @@ class ChatDialect(Dialect[ChatRequest]):
             raise InvalidRequestError(f"top_logprobs must be at most {service.max_logprobs} here", param="top_logprobs")
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         cache_salt = body.cache_salt or ""
-        prompt = await service.prepare(conversation(body.messages), cache_salt)
+        with service.bodies.share() as share:
+            messages = await with_files(service, self._owner, conversation(body.messages), share)
+            prompt = await service.prepare(messages, cache_salt)
         return Question([prompt], params, body.n, cache_salt, body.beams)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
@@ -92,4 +98,4 @@ def _logprobs(body: ChatRequest, piece: Piece, generation: Generation) -> Choice
 
 async def chat_completions(request: Request) -> Response:
     """The route."""
-    return await answer(request, ChatDialect())
+    return await answer(request, ChatDialect(owner_of(request)))
