@@ -257,8 +257,10 @@ def test_a_prompt_whose_preparation_does_not_come_is_503(impatient, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(impatient.service._preparer, "chat", hold)
+        # Short texts are prepared at once.
+        body = {"messages": [{"role": "user", "content": "no " * 2000}]}
         for stream in (False, True):
-            refused(impatient.ask(stream=stream), 503, "waited for 0.25 s", code="queue_timeout")
+            refused(impatient.ask(**body, stream=stream), 503, "waited for 0.25 s", code="queue_timeout")
         go_on.set()
     wait_until(lambda: impatient.service.num_answers == impatient.service.bodies.used == 0)
     assert impatient.ask(max_tokens=2).status_code == 200

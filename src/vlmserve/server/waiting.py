@@ -31,18 +31,25 @@ def limit_wait(client: EngineClient, generation: Generation, arrived: float, lim
     if limit == 0:
         yield
         return
-    waiting = asyncio.ensure_future(_give_up(client, generation, arrived + limit - time.monotonic(), limit))
+    looking: asyncio.Future[None] | None = None
+
+    def look() -> None:
+        nonlocal looking
+        looking = asyncio.ensure_future(_give_up(client, generation, limit))
+
+    # A timer, since most requests are done before it rings, and a task would cost them more.
+    timer = asyncio.get_running_loop().call_later(max(0.0, arrived + limit - time.monotonic()), look)
     try:
         yield
     finally:
-        waiting.cancel()
+        timer.cancel()
+        if looking is not None:
+            looking.cancel()
 
 
-async def _give_up(client: EngineClient, generation: Generation, seconds: float, limit: float) -> None:
-    await asyncio.sleep(max(0.0, seconds))
+async def _give_up(client: EngineClient, generation: Generation, limit: float) -> None:
     if any(answer.num_tokens for answer in generation.answers):
         return
-
     # An engine that is gone has failed the generation already.
     with contextlib.suppress(VLMServeError):
         await client.fail_waiting([answer.request_id for answer in generation.answers], lambda: _too_long(limit))

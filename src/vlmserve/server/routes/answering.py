@@ -65,6 +65,7 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     """Answer a request. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
     service.check_serving()
+    account = account_of(request)
     with contextlib.ExitStack() as stack:
         stack.callback(dialect.close)
         with service.bodies.share() as share:
@@ -72,7 +73,8 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
             body = parse_body(dialect.kind, read)
             if service.config.log_prompts:
                 log_prompt(request, body)
-            body = body.model_copy(update={"cache_salt": salt_of(request, body.cache_salt) or None})
+            if account is not None:
+                body = body.model_copy(update={"cache_salt": salt_of(request, body.cache_salt)})
             service.check_model(body.model)
             arrived = time.monotonic()
             if not service.awake:
@@ -84,7 +86,7 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
             body = body.without_content()  # its pictures are prepared, and an answer may take long
         stack.callback(lambda: note(request, str(generation)))
         stack.callback(generation.close)
-        if (account := account_of(request)) is not None:
+        if account is not None:
             account.charge(generation.usage.prompt_tokens)
             stack.callback(lambda: account.charge(generation.usage.completion_tokens))
         stack.enter_context(limit_wait(client, generation, arrived, service.config.max_wait))
