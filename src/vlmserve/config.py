@@ -334,12 +334,12 @@ class ServerConfig(Settings):
         30 * 86400.0, ge=0, description="Seconds since their last use after which they are deleted; 0: never."
     )
     storage_max_bytes: ByteSize = Field(
-        10 * 1024**3, description="Size of all that is kept, beyond which the oldest is deleted; 0: no bound."
+        8 * 1024**3, description="Size of all that is kept, beyond which the oldest is deleted; 0: no bound."
     )
     storage_sweep_interval: float = Field(
         300.0, gt=0, le=86400, description="Seconds between looks for what is too old or too much."
     )
     max_stored_bytes: ByteSize = Field(
-        8 * 1024**3, description="Size of all files and pictures kept, beyond which more are refused."
+        10 * 1024**3, description="Size of all files and pictures kept, beyond which more are refused."
     )
     max_file_bytes: ByteSize = Field(128 * 1024**2, description="Size of one file that is uploaded.")

@@ -52,6 +52,15 @@ def test_items_are_added_listed_found_and_deleted(keeping):
             method(listed[1].id, conversation_id=conversation.id)
 
 
+def test_any_text_comes_back_as_it_was(keeping):
+    said = 'nul \0, quotes \' " and \\, { "$blob": 1 }, \U0001f600, data:image/png;base64,QUJD'
+    conversation = keeping.openai.conversations.create(items=[user(said), user("data:image/png;base64,QUJD")])
+    listed = keeping.openai.conversations.items.list(conversation.id, order="asc").data
+    assert [item.content[0].text for item in listed] == [said, "data:image/png;base64,QUJD"]
+    changed = keeping.openai.conversations.update(conversation.id, metadata={"a\0": said})
+    assert keeping.openai.conversations.retrieve(conversation.id) == changed
+
+
 def test_the_client_reads_page_after_page(keeping):
     conversations = keeping.openai.conversations
     conversation = conversations.create()

@@ -79,6 +79,17 @@ def test_a_file_that_is_shown_gives_the_answer_that_its_picture_gives(keeping):
     assert caught.value.body["param"] == "messages[0].content[0].file_id"
 
 
+def test_tokens_of_a_conversation_that_shows_a_file_are_those_of_its_prompt(keeping):
+    file = upload(keeping, png("green"))
+    part = {"type": "file", "file": {"file_id": file.id}}
+    bodies = [
+        {"messages": [{"role": "user", "content": [shown]}]}
+        for shown in (part, about(data_url("green"))[0]["content"][0])
+    ]
+    by_id, by_url = (httpx.post(f"{keeping.url}/tokenize", json=body, timeout=30).json() for body in bodies)
+    assert by_id["tokens"] == by_url["tokens"]
+
+
 def test_files_expire_when_they_were_asked_to(keeping):
     file = upload(keeping, png("red"), expires_after={"anchor": "created_at", "seconds": 3600})
     assert file.expires_at == file.created_at + 3600

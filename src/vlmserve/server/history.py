@@ -100,7 +100,7 @@ def file_ids(items: Sequence[Message]) -> list[str]:
 
 def chat_messages(instructions: str | None, items: Sequence[Message]) -> list[Message]:
     """Items as messages of chat completions, after what the system says."""
-    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    system = [] if not instructions else [{"role": "system", "content": instructions}]
     return [*system, *map(chat_message, items)]
 
 
