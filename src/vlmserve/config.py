@@ -293,9 +293,7 @@ class ServerConfig(Settings):
     access_log: bool = Field(True, description="A line in the log for each request but those for health and metrics.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
-    api_key: tuple[str, ...] = Field(
-        (), repr=False, description="A key that requests must have; may be repeated. Also VLMSERVE_API_KEY."
-    )
+    api_key: tuple[str, ...] = Field((), repr=False, description="Keys of which requests must have one, as they are.")
     api_keys_file: str | None = Field(
         None,
         description="Keys with names and limits, from 'vlmserve keys add'; read again when it changes.",

@@ -132,12 +132,14 @@ def test_a_key_that_nobody_could_send_is_refused(key):
         KeyRing([key], None)
 
 
-def test_keys_come_from_the_environment_unless_settings_name_some(monkeypatch):
-    monkeypatch.delenv("VLMSERVE_API_KEY", raising=False)
+def test_there_is_a_ring_if_settings_name_keys(tmp_path):
     assert KeyRing.of(ServerConfig()) is None
-    monkeypatch.setenv("VLMSERVE_API_KEY", "one,two")
-    assert KeyRing.of(ServerConfig()).find("two") is not None
-    assert KeyRing.of(ServerConfig(api_key=("three",))).find("two") is None
+    ring = KeyRing.of(ServerConfig(api_key=("one", "two")))
+    assert ring.find("two") is not None
+    assert "two" not in repr(ServerConfig(api_key=("one", "two")))
+    path = tmp_path / "keys"
+    path.touch()
+    assert KeyRing.of(ServerConfig(api_keys_file=str(path))) is not None
 
 
 def test_a_file_that_changes_is_read_again_and_what_was_used_up_stays_so(tmp_path, clock):

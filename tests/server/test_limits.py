@@ -240,6 +240,7 @@ def test_a_request_whose_turn_does_not_come_is_503_and_gone(impatient):
     assert caught.value.code == "queue_timeout"
     events = impatient.ask(stream=True, n=2).text
     assert json.loads(events.strip().rsplit("data: ", 1)[1])["error"]["code"] == "queue_timeout"
+    refused(impatient.ask(use_beam_search=True, n=2), 503, "waited for 0.25 s", code="queue_timeout")
     wait_until(lambda: impatient.client.num_unfinished == 1 and impatient.client.stats.num_waiting == 0)
     thread.join(60)
     assert answers[0].status_code == 200, "it has run for longer than requests may wait"

@@ -118,15 +118,16 @@ def test_meanwhile_it_lives_is_not_ready_and_says_when_to_come_back(folder):
 def test_an_engine_that_answers_in_between_may_die_again_and_again_and_leaves_nothing(folder):
     with serving(folder, server={**QUICK, "max_restarts": 1}) as server:
         process = psutil.Process(server.process.pid)
-        sizes = []
         for round_number in (1, 2, 3):
             kill_engine(server)
             wait_until(lambda: is_ready(server))
             assert ask(server).status_code == 200
             assert restarts(server) == round_number
             assert len(process.children()) == 1
-            sizes.append((process.num_fds(), process.num_threads()))
-        assert sizes[2] <= max(sizes[:2]), sizes
+            if round_number == 1:
+                files, threads = process.num_fds(), process.num_threads()
+        # Those of connections that are just closing go away by themselves.
+        wait_until(lambda: process.num_fds() <= files and process.num_threads() <= threads)
 
 
 def test_an_engine_that_runs_for_long_enough_may_die_again(folder):

@@ -111,6 +111,11 @@ class BeamStream:
         self._search.cancel()
 
 
+def first_request_id(request_id: str) -> str:
+    """What the engine calls the first request of a search."""
+    return f"{request_id}-0-0"
+
+
 def start_beam_search(
     client: EngineClient, request: EngineRequest, search: BeamSearch, num_answers: int, max_logprobs: int
 ) -> list[BeamStream]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
@@ -143,11 +142,10 @@ class KeyRing:
 
     @classmethod
     def of(cls, config: ServerConfig) -> KeyRing | None:
-        """The keys that settings and environment name; None if there are none, and everybody may ask."""
-        plain = config.api_key or tuple(filter(None, os.environ.get("VLMSERVE_API_KEY", "").split(",")))
-        if not plain and config.api_keys_file is None:
+        """The keys that settings name; None if there are none, and everybody may ask."""
+        if not config.api_key and config.api_keys_file is None:
             return None
-        return cls(plain, None if config.api_keys_file is None else Path(config.api_keys_file).expanduser())
+        return cls(config.api_key, None if config.api_keys_file is None else Path(config.api_keys_file).expanduser())
 
     def find(self, key: str) -> Account | None:
         """The account of a key. Compares with every key that there is, so that time says nothing of any."""

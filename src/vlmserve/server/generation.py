@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from vlmserve.errors import VLMServeError
-from vlmserve.frontend.beams import BeamSearch, start_beam_search
+from vlmserve.frontend.beams import BeamSearch, first_request_id, start_beam_search
 from vlmserve.frontend.client import EngineClient
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
@@ -76,11 +76,6 @@ class Answer:
         self._text = text
         self._record = record
 
-    @property
-    def request_id(self) -> str:
-        """What the engine calls it."""
-        return self._stream.request_id
-
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The text as it comes. Raises VLMServeError if it cannot be finished; closing it aborts the request."""
         try:
@@ -132,10 +127,19 @@ class Answer:
 
 
 class Generation:
-    """A request under way: its id, its answers, and what they cost."""
+    """A request under way: its id, its answers, and what they cost. firsts: the ids of the requests that the engine was
+    given in the beginning."""
 
-    def __init__(self, service: Service, question: Question, answers: Sequence[Answer], generation_id: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        question: Question,
+        answers: Sequence[Answer],
+        generation_id: str,
+        firsts: Sequence[str],
+    ) -> None:
         self.id = generation_id
+        self.firsts = firsts
         self.created = int(time.time())
         self.model = service.model_name
         self.token_bytes = service.preparer.token_bytes
@@ -247,7 +251,11 @@ async def begin(
         )
         for number, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True))
     ]
-    return Generation(service, question, answers, generation_id)
+    firsts = [
+        request.request_id if question.beams is None else first_request_id(request.request_id)
+        for request in requests[:: 1 if question.beams is None else question.num_answers]
+    ]
+    return Generation(service, question, answers, generation_id, firsts)
 
 
 def _params_of(index: int, params: SamplingParams) -> SamplingParams:

@@ -52,7 +52,7 @@ async def _give_up(client: EngineClient, generation: Generation, limit: float) -
         return
     # An engine that is gone has failed the generation already.
     with contextlib.suppress(VLMServeError):
-        await client.fail_waiting([answer.request_id for answer in generation.answers], lambda: _too_long(limit))
+        await client.fail_waiting(generation.firsts, lambda: _too_long(limit))
 
 
 def _too_long(limit: float) -> RefusedError:
