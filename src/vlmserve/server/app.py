@@ -1,16 +1,20 @@
-"""The FastAPI application."""
+"""The application: its routes, what stands before them, and what is said of errors."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+import functools
+from collections.abc import Collection
 from importlib import metadata
 from typing import Any
 
-from fastapi import FastAPI
+import msgspec
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.accounts import RATE_LIMIT_HEADERS
@@ -24,83 +28,78 @@ from vlmserve.server.errors import (
     retry_after,
 )
 from vlmserve.server.guard import Guard
+from vlmserve.server.openapi import Operation, document, routes
 from vlmserve.server.page import start_page
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
-from vlmserve.server.routes.history import add_history_routes
+from vlmserve.server.routes.history import HISTORY_OPERATIONS
 from vlmserve.server.routes.messages import count_tokens, messages
 from vlmserve.server.routes.tokens import detokenize, tokenize
-from vlmserve.server.schema.base import RequestModel
-from vlmserve.server.schema.chat import ChatRequest
-from vlmserve.server.schema.completions import CompletionRequest
-from vlmserve.server.schema.messages import CountRequest, MessagesRequest
-from vlmserve.server.schema.models import ModelCard
-from vlmserve.server.schema.tokens import DetokenizeRequest, TokenizeRequest
+from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
+from vlmserve.server.schema.completions import Completion, CompletionRequest
+from vlmserve.server.schema.errors import MessagesErrorAnswer
+from vlmserve.server.schema.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
+from vlmserve.server.schema.models import Health, ModelCard, ModelList
+from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from vlmserve.server.service import Phase, Service
 
-_POSTS: tuple[tuple[str, Callable[[Request], Awaitable[Response]], type[RequestModel]], ...] = (
-    ("/v1/chat/completions", chat_completions, ChatRequest),
-    ("/v1/completions", completions, CompletionRequest),
-    ("/v1/messages", messages, MessagesRequest),
-    ("/v1/messages/count_tokens", count_tokens, CountRequest),
-    ("/tokenize", tokenize, TokenizeRequest),
-    ("/detokenize", detokenize, DetokenizeRequest),
-)
-_SCHEMA_REF = "#/components/schemas/{model}"
+
+def operations(service: Service) -> list[Operation]:
+    """All that a server can be asked, but for the page that people see first."""
+    caches = Operation("GET", "/debug/cache", show_caches, answer=dict[str, Any])
+    return [
+        Operation("POST", "/v1/chat/completions", chat_completions, ChatRequest, answer=ChatCompletion, streams=True),
+        Operation("POST", "/v1/completions", completions, CompletionRequest, answer=Completion, streams=True),
+        Operation(
+            "POST", "/v1/messages", messages, MessagesRequest, answer=MessageAnswer, streams=True,
+            errors=MessagesErrorAnswer,
+        ),
+        Operation(
+            "POST", "/v1/messages/count_tokens", count_tokens, CountRequest, answer=TokenCount,
+            errors=MessagesErrorAnswer,
+        ),
+        *HISTORY_OPERATIONS,
+        Operation("POST", "/tokenize", tokenize, TokenizeRequest, answer=Tokenized),
+        Operation("POST", "/detokenize", detokenize, DetokenizeRequest, answer=Detokenized),
+        Operation("GET", "/v1/models", list_models, answer=ModelList),
+        Operation("GET", "/v1/models/{name:path}", show_model, answer=ModelCard),
+        Operation("GET", "/health", health, answer=Health, errors=Health),
+        Operation("GET", "/ready", ready, answer=Health, errors=Health),
+        Operation("GET", "/version", show_version, answer=dict[str, str]),
+        Operation("GET", "/metrics", show_metrics, answer="text/plain"),
+        *([caches] if service.config.enable_debug else []),
+    ]  # fmt: skip
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> Starlette:
     """The application around a service, which may still be loading."""
-    app = FastAPI(title="vlmserve", version=version(), redirect_slashes=False, docs_url=None, redoc_url=None)
-    app.state.service = service
-    app.add_middleware(Guard, service=service)
-    app.add_middleware(RequestLog)
+    offered = operations(service)
+
+    @functools.cache
+    def described() -> bytes:
+        return msgspec.json.encode(document(version(), offered))
+
+    async def show_document(request: Request) -> Response:
+        return Response(described(), media_type="application/json")
+
+    middleware = [Middleware(RequestLog), Middleware(Guard, service=service)]
     if service.config.cors_origins:
         # Outside of all others: a browser's preflight has no key, and it shows a page no error without these headers.
-        app.add_middleware(
+        cors = Middleware(
             CORSMiddleware,
             allow_origins=service.config.cors_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", *RATE_LIMIT_HEADERS),
         )
-    app.add_exception_handler(VLMServeError, count_and_handle_error)
-    app.add_exception_handler(HTTPException, handle_http_exception)
-    for path, endpoint in (
-        ("/v1/models", list_models),
-        ("/v1/models/{name:path}", show_model),
-        ("/health", health),
-        ("/ready", ready),
-        ("/version", show_version),
-        ("/metrics", show_metrics),
-    ):
-        app.add_api_route(path, endpoint, response_class=Response, response_model=None)
-        # A route of its own: OpenAPI wants one operation for one name.
-        app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
-    if service.config.enable_debug:
-        app.add_api_route("/debug/cache", show_caches, response_class=Response, response_model=None)
-    app.add_api_route("/", index, include_in_schema=False, response_class=HTMLResponse)
-    parts: dict[str, Any] = {}
-    for path, post, kind in _POSTS:
-        schema = kind.model_json_schema(ref_template=_SCHEMA_REF)
-        parts |= schema.pop("$defs", {})
-        app.add_api_route(
-            path,
-            post,
-            methods=["POST"],
-            response_class=Response,
-            response_model=None,
-            openapi_extra={"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}},
-        )
-    parts |= add_history_routes(app)
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(parts)
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]  # how FastAPI documents it
+        middleware.insert(0, cors)
+    app = Starlette(
+        routes=[*routes(offered), Route("/openapi.json", show_document), Route("/", index)],
+        middleware=middleware,
+        exception_handlers={VLMServeError: count_and_handle_error, HTTPException: handle_http_exception},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
     return app
 
 
@@ -120,7 +119,7 @@ def _card(service: Service, name: str) -> ModelCard:
 async def list_models(request: Request) -> Response:
     """The model that is served, under each of its names."""
     service: Service = request.app.state.service
-    return json_response({"object": "list", "data": [_card(service, name) for name in service.model_names]})
+    return json_response(ModelList([_card(service, name) for name in service.model_names]))
 
 
 async def show_model(request: Request, name: str) -> Response:
@@ -146,17 +145,19 @@ async def ready(request: Request) -> Response:
 def _state(service: Service, fine: Collection[Phase]) -> Response:
     phase, problem = service.phase, service.problem()
     if isinstance(problem, EngineDeadError):
-        return json_response({"status": "dead", "reason": str(problem)}, 503, {"Retry-After": retry_after(problem)})
-    state: dict[str, str] = {"status": "ok" if phase == "serving" else phase}
-    if problem is None or phase == "asleep":
-        return json_response(state)
-    state["reason"] = str(problem)
-    if phase in fine:
-        return json_response(state)
-    return json_response(state, 503, {"Retry-After": retry_after(problem)})
+        phase_shown, good = "dead", False
+    else:
+        phase_shown, good = "ok" if phase == "serving" else phase, problem is None or phase in fine
+    reason = None if problem is None or phase == "asleep" else str(problem)
+    state = Health(phase_shown, reason)
+    return (
+        json_response(state)
+        if good or problem is None
+        else json_response(state, 503, {"Retry-After": retry_after(problem)})
+    )
 
 
-async def show_version() -> Response:
+async def show_version(request: Request) -> Response:
     """The version of vlmserve."""
     return json_response({"version": version()})
 

@@ -21,7 +21,7 @@ from vlmserve.server.schema.conversations import (
     ItemsRequest,
 )
 from vlmserve.server.schema.items import InputItem
-from vlmserve.server.schema.paging import ItemQuery, ItemsQuery, Query, list_page, read_query
+from vlmserve.server.schema.paging import Deleted, ItemQuery, ItemsQuery, Query, list_page, read_query
 from vlmserve.server.service import Service
 from vlmserve.storage.conversations import Conversation
 from vlmserve.storage.items import PackedItem
@@ -63,7 +63,7 @@ async def delete_conversation(request: Request, conversation_id: str) -> Respons
     read_query(request, Query)
     store = needed_store(request.app.state.service)
     await store.run(store.conversations.delete, owner_of(request), conversation_id)
-    return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+    return json_response(Deleted(conversation_id, "conversation.deleted"))
 
 
 async def list_conversation_items(request: Request, conversation_id: str) -> Response:

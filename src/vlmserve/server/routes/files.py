@@ -20,7 +20,7 @@ from vlmserve.server.errors import json_response
 from vlmserve.server.history import needed_store, owner_of
 from vlmserve.server.schema.base import validate
 from vlmserve.server.schema.files import MAX_NAME, FileObject, FileRequest
-from vlmserve.server.schema.paging import FilesQuery, Query, list_page, read_query
+from vlmserve.server.schema.paging import Deleted, FilesQuery, Query, list_page, read_query
 from vlmserve.server.service import Service
 from vlmserve.storage.files import File
 
@@ -72,7 +72,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     read_query(request, Query)
     store = needed_store(request.app.state.service)
     await store.run(store.files.delete, owner_of(request), file_id)
-    return json_response({"id": file_id, "object": "file", "deleted": True})
+    return json_response(Deleted(file_id, "file"))
 
 
 async def show_content(request: Request, file_id: str) -> Response:

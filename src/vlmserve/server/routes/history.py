@@ -1,21 +1,21 @@
-"""The addresses of everything that is kept, and what OpenAPI says of them."""
+"""The addresses of everything that is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
-from pydantic import BaseModel
-from starlette.responses import Response
-
+from vlmserve.server.openapi import Operation
 from vlmserve.server.routes import conversations, files, responses, stored_responses
-from vlmserve.server.schema.conversations import ConversationRequest, ConversationUpdate, ItemsRequest
-from vlmserve.server.schema.files import Purpose
-from vlmserve.server.schema.paging import FilesQuery, ItemQuery, ItemsQuery, Query, ResponseQuery
-from vlmserve.server.schema.responses import ResponsesRequest
+from vlmserve.server.schema.conversations import (
+    ConversationObject,
+    ConversationRequest,
+    ConversationUpdate,
+    ItemsRequest,
+)
+from vlmserve.server.schema.files import FileObject, Purpose
+from vlmserve.server.schema.paging import Deleted, FilesQuery, ItemQuery, ItemsQuery, ListPage, ResponseQuery
+from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest
 
-_REF = "#/components/schemas/{model}"
 _CONVERSATION = "/v1/conversations/{conversation_id}"
 _UPLOAD = {
     "type": "object",
@@ -28,54 +28,48 @@ _UPLOAD = {
     },
 }
 
-_Kind = type[BaseModel] | None
-_ROUTES: tuple[tuple[str, str, Callable[..., Any], _Kind], ...] = (
-    ("POST", "/v1/responses", responses.create_response, ResponsesRequest),
-    ("GET", "/v1/responses/{response_id}", stored_responses.show_response, ResponseQuery),
-    ("DELETE", "/v1/responses/{response_id}", stored_responses.delete_response, None),
-    ("GET", "/v1/responses/{response_id}/input_items", stored_responses.list_input_items, ItemsQuery),
-    ("POST", "/v1/responses/{response_id}/cancel", stored_responses.cancel_response, None),
-    ("POST", "/v1/conversations", conversations.create_conversation, ConversationRequest),
-    ("GET", _CONVERSATION, conversations.show_conversation, None),
-    ("POST", _CONVERSATION, conversations.update_conversation, ConversationUpdate),
-    ("DELETE", _CONVERSATION, conversations.delete_conversation, None),
-    ("GET", f"{_CONVERSATION}/items", conversations.list_conversation_items, ItemsQuery),
-    ("POST", f"{_CONVERSATION}/items", conversations.add_conversation_items, ItemsRequest),
-    ("GET", f"{_CONVERSATION}/items/{{item_id}}", conversations.show_conversation_item, ItemQuery),
-    ("DELETE", f"{_CONVERSATION}/items/{{item_id}}", conversations.delete_conversation_item, None),
-    ("POST", "/v1/files", files.upload_file, None),
-    ("GET", "/v1/files", files.list_files, FilesQuery),
-    ("GET", "/v1/files/{file_id}", files.show_file, None),
-    ("DELETE", "/v1/files/{file_id}", files.delete_file, None),
-    ("GET", "/v1/files/{file_id}/content", files.show_content, None),
+HISTORY_OPERATIONS = (
+    Operation(
+        "POST", "/v1/responses", responses.create_response, ResponsesRequest, answer=ResponseObject, streams=True
+    ),
+    Operation(
+        "GET", "/v1/responses/{response_id}", stored_responses.show_response, query=ResponseQuery, answer=ResponseObject
+    ),
+    Operation("DELETE", "/v1/responses/{response_id}", stored_responses.delete_response, answer=Deleted),
+    Operation(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        stored_responses.list_input_items,
+        query=ItemsQuery,
+        answer=ListPage,
+    ),
+    Operation("POST", "/v1/responses/{response_id}/cancel", stored_responses.cancel_response),
+    Operation(
+        "POST", "/v1/conversations", conversations.create_conversation, ConversationRequest, answer=ConversationObject
+    ),
+    Operation("GET", _CONVERSATION, conversations.show_conversation, answer=ConversationObject),
+    Operation("POST", _CONVERSATION, conversations.update_conversation, ConversationUpdate, answer=ConversationObject),
+    Operation("DELETE", _CONVERSATION, conversations.delete_conversation, answer=Deleted),
+    Operation(
+        "GET", f"{_CONVERSATION}/items", conversations.list_conversation_items, query=ItemsQuery, answer=ListPage
+    ),
+    Operation("POST", f"{_CONVERSATION}/items", conversations.add_conversation_items, ItemsRequest, answer=ListPage),
+    Operation(
+        "GET",
+        f"{_CONVERSATION}/items/{{item_id}}",
+        conversations.show_conversation_item,
+        query=ItemQuery,
+        answer=dict[str, Any],
+    ),
+    Operation(
+        "DELETE",
+        f"{_CONVERSATION}/items/{{item_id}}",
+        conversations.delete_conversation_item,
+        answer=ConversationObject,
+    ),
+    Operation("POST", "/v1/files", files.upload_file, _UPLOAD, answer=FileObject),
+    Operation("GET", "/v1/files", files.list_files, query=FilesQuery, answer=ListPage),
+    Operation("GET", "/v1/files/{file_id}", files.show_file, answer=FileObject),
+    Operation("DELETE", "/v1/files/{file_id}", files.delete_file, answer=Deleted),
+    Operation("GET", "/v1/files/{file_id}/content", files.show_content, answer="*/*"),
 )
-
-
-def add_history_routes(app: FastAPI) -> dict[str, Any]:
-    """Add the routes. Returns the schemas that their descriptions refer to."""
-    parts: dict[str, Any] = {}
-    for method, path, endpoint, kind in _ROUTES:
-        extra: dict[str, Any] = {}
-        if endpoint is files.upload_file:
-            extra = {"requestBody": {"content": {"multipart/form-data": {"schema": _UPLOAD}}, "required": True}}
-        elif kind is not None:
-            schema = kind.model_json_schema(ref_template=_REF)
-            parts |= schema.pop("$defs", {})
-            extra = _in_query(schema) if issubclass(kind, Query) else _in_body(schema)
-        app.add_api_route(
-            path, endpoint, methods=[method], response_class=Response, response_model=None, openapi_extra=extra
-        )
-    return parts
-
-
-def _in_body(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
-
-
-def _in_query(schema: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "parameters": [
-            {"name": "include[]" if name == "include" else name, "in": "query", "schema": field}
-            for name, field in schema["properties"].items()
-        ]
-    }

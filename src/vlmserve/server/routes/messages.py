@@ -15,7 +15,14 @@ from vlmserve.server.guard import salt_of
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import named_event
 from vlmserve.server.routes.reading import read
-from vlmserve.server.schema.messages import CountRequest, MessageAnswer, MessagesRequest, MessageUsage, TextContent
+from vlmserve.server.schema.messages import (
+    CountRequest,
+    MessageAnswer,
+    MessagesRequest,
+    MessageUsage,
+    TextContent,
+    TokenCount,
+)
 from vlmserve.server.service import Service
 
 
@@ -93,4 +100,4 @@ async def count_tokens(request: Request) -> Response:
     async with read(request, CountRequest) as body:
         service.check_model(body.model)
         prompt = await service.prepare(body.conversation(), salt_of(request, None))
-        return json_response({"input_tokens": len(prompt.token_ids)})
+        return json_response(TokenCount(len(prompt.token_ids)))

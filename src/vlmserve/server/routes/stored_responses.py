@@ -8,7 +8,7 @@ from starlette.responses import Response
 from vlmserve.errors import InvalidRequestError
 from vlmserve.server.errors import json_response
 from vlmserve.server.history import needed_store, owner_of
-from vlmserve.server.schema.paging import ItemsQuery, Query, ResponseQuery, list_page, read_query
+from vlmserve.server.schema.paging import Deleted, ItemsQuery, Query, ResponseQuery, list_page, read_query
 
 PAGE_BYTES = 16 * 1024**2
 """Items on one page, with their pictures."""
@@ -26,7 +26,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     read_query(request, Query)
     store = needed_store(request.app.state.service)
     await store.run(store.responses.delete, owner_of(request), response_id)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+    return json_response(Deleted(response_id, "response"))
 
 
 async def list_input_items(request: Request, response_id: str) -> Response:

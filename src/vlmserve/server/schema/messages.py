@@ -183,3 +183,9 @@ class MessageAnswer(msgspec.Struct):
     usage: MessageUsage
     type: str = "message"
     role: str = "assistant"
+
+
+class TokenCount(msgspec.Struct):
+    """The response of ``/v1/messages/count_tokens``."""
+
+    input_tokens: int

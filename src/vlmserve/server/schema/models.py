@@ -1,4 +1,4 @@
-"""``/v1/models``."""
+"""What is served, and how it is."""
 
 from __future__ import annotations
 
@@ -13,3 +13,17 @@ class ModelCard(msgspec.Struct):
     max_model_len: int | None
     object: str = "model"
     owned_by: str = "vlmserve"
+
+
+class ModelList(msgspec.Struct):
+    """``/v1/models``."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Health(msgspec.Struct, omit_defaults=True):
+    """``/health`` and ``/ready``. reason: why it is not "ok"."""
+
+    status: str
+    reason: str | None = None

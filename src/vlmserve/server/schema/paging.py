@@ -88,3 +88,11 @@ class ListPage(msgspec.Struct):
 def list_page(data: Sequence[Any], ids: Sequence[str], has_more: bool) -> ListPage:
     """The page of these elements, which have these ids."""
     return ListPage(data, ids[0] if ids else None, ids[-1] if ids else None, has_more)
+
+
+class Deleted(msgspec.Struct):
+    """What comes of a deletion."""
+
+    id: str
+    object: str
+    deleted: bool = True

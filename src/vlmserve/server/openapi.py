@@ -1,0 +1,123 @@
+"""What the server can be asked, for machines: https://spec.openapis.org/oas/v3.1.0"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vlmserve.server.schema.errors import ErrorAnswer
+
+Endpoint = Callable[..., Awaitable[Response]]
+"""Of a request and the parts of its path that have names."""
+Schema = dict[str, Any]
+
+_COMPONENTS = "#/components/schemas/"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that the server does. Its endpoint's docstring says what.
+
+    body: what is sent, in JSON or, as a schema, in a form. query: what may stand behind the question mark. answer: what
+    comes back in JSON, or the media type of something else. streams: whether it may come as server-sent events.
+    errors: the form of its errors.
+    """
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    body: type[BaseModel] | Schema | None = None
+    query: type[BaseModel] | None = None
+    answer: Any = None
+    streams: bool = False
+    errors: Any = ErrorAnswer
+
+
+def routes(operations: Iterable[Operation]) -> list[Route]:
+    """What serves these operations."""
+    return [Route(one.path, _called(one.endpoint), methods=[one.method]) for one in operations]
+
+
+def _called(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    if len(inspect.signature(endpoint).parameters) == 1:
+        return endpoint
+
+    async def with_path(request: Request) -> Response:
+        return await endpoint(request, **request.path_params)
+
+    return with_path
+
+
+def document(version: str, operations: Iterable[Operation]) -> Schema:
+    """The OpenAPI document of these operations."""
+    components: dict[str, Schema] = {}
+    paths: dict[str, Schema] = {}
+    for one in operations:
+        place = paths.setdefault(re.sub(r":path}", "}", one.path), {})
+        place[one.method.lower()] = _described(one, components)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "vlmserve", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _described(one: Operation, components: dict[str, Schema]) -> Schema:
+    content: Schema = {}
+    if isinstance(one.answer, str):
+        content[one.answer] = {"schema": {}}
+    elif one.answer is not None:
+        content["application/json"] = {"schema": _answer_schema(one.answer, components)}
+    if one.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": _answer_schema(one.errors, components)}}
+    described: Schema = {
+        "operationId": one.endpoint.__name__,
+        "summary": (inspect.getdoc(one.endpoint) or "").split("\n")[0],
+        "responses": {
+            "200": {"description": "What was asked for.", "content": content},
+            "default": {"description": "Why it was not done.", "content": error},
+        },
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)(?::path)?}", one.path)
+    ]
+    if one.query is not None:
+        parameters += [
+            {"name": "include[]" if name == "include" else name, "in": "query", "schema": field}
+            for name, field in one.query.model_json_schema().get("properties", {}).items()
+        ]
+    if parameters:
+        described["parameters"] = parameters
+    if one.body is not None:
+        described["requestBody"] = {"content": _body_content(one.body, components), "required": True}
+    return described
+
+
+def _body_content(body: type[BaseModel] | Schema, components: dict[str, Schema]) -> Schema:
+    if isinstance(body, Mapping):
+        return {"multipart/form-data": {"schema": body}}
+    schema = body.model_json_schema(ref_template=_COMPONENTS + "{model}")
+    components.update(schema.pop("$defs", {}))
+    return {"application/json": {"schema": schema}}
+
+
+def _answer_schema(kind: Any, components: dict[str, Schema]) -> Schema:
+    [schema], own = msgspec.json.schema_components([kind], ref_template=_COMPONENTS + "{name}")
+    components.update(own)
+    return schema

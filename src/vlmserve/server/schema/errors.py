@@ -1,0 +1,34 @@
+"""Errors, as OpenAI and as Anthropic write them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong. param: the field that it is about. code: a stable word for machines."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(msgspec.Struct):
+    """The body of a response that tells of an error."""
+
+    error: ErrorDetail
+
+
+class MessagesErrorDetail(msgspec.Struct):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(msgspec.Struct):
+    """The same in Anthropic's form."""
+
+    error: MessagesErrorDetail
+    type: str = "error"
