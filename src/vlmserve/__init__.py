@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlmserve.llm import LLM, Completion, RequestResult
-    from vlmserve.types import SamplingParams
+    from vlmserve.types import Grammar, SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Completion", "RequestResult", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Grammar", "RequestResult", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "vlmserve.llm",
     "Completion": "vlmserve.llm",
     "RequestResult": "vlmserve.llm",
+    "Grammar": "vlmserve.types",
     "SamplingParams": "vlmserve.types",
 }
 

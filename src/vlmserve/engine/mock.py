@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from blake3 import blake3
 
 from vlmserve.cache.keys import cross_key
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
+from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, OverloadedError
+from vlmserve.sampling.grammar import Matcher
 from vlmserve.types import (
     EngineRequest,
     EngineSnapshot,
@@ -40,9 +43,15 @@ _LONGEST_NAP = 0.01
 class _Answer:
     """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
 
-    __slots__ = ("added", "due", "first", "length", "num_images", "produced", "request", "room", "started", "tokens")
+    __slots__ = (
+        "added", "digest", "due", "first", "length", "matcher", "num_images", "produced", "request", "room", "started",
+        "tokens",
+    )  # fmt: skip
 
-    def __init__(self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int) -> None:
+    def __init__(
+        self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int, matcher: Matcher | None
+    ) -> None:
+        self.digest, self.matcher = digest, matcher
         walk = [words[byte % len(words)] for byte in digest]
         self.request = request
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
@@ -56,6 +65,8 @@ class _Answer:
 
     def advance(self, eos_token_ids: frozenset[int]) -> RequestOutput:
         """Produce one token, or end."""
+        if self.matcher is not None:
+            return self._advance_by(self.matcher, eos_token_ids)
         params, request_id = self.request.params, self.request.request_id
         if self.produced >= self.length and not params.ignore_eos and eos_token_ids:
             return RequestOutput(request_id, [], "stop", min(eos_token_ids), images_encoded=self.num_images)
@@ -66,6 +77,28 @@ class _Answer:
             token = next((t for t in itertools.islice(self.tokens, 256) if t not in params.stop_token_ids), token)
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
+        return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
+
+    def _advance_by(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> RequestOutput:
+        """A word of its own where the grammar allows one, else any token that is allowed, and the end where it may."""
+        params, request_id = self.request.params, self.request.request_id
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens)
+        possible = np.flatnonzero(allowed)
+        if matcher.error is not None:
+            return RequestOutput(request_id, [], "error", error=matcher.error, images_encoded=self.num_images)
+        end = next((id_ for id_ in sorted(ends) if id_ < len(allowed) and allowed[id_]), None)
+        if end is not None or not len(possible):
+            return RequestOutput(request_id, [], "stop", end, images_encoded=self.num_images)
+        token = next(self.tokens)
+        if self.produced >= self.length or not allowed[token]:
+            chance = blake3(self.digest + self.produced.to_bytes(4, "little")).digest(4)
+            token = int(possible[int.from_bytes(chance, "little") % len(possible)])
+        matcher.advance(token)
+        self.produced += 1
+        finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
+        if matcher.finished:
+            finish_reason = "stop"
         return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
 
     def timings(self, now: float, *, ended: bool) -> RequestTimings:
@@ -110,6 +143,7 @@ class MockEngine:
         self._words, vocab_size = _read_tokenizer(folder)
         self._eos_token_ids = _eos_token_ids(folder)
         self._info = _model_info(config, folder, vocab_size)
+        self._grammars = grammar_compiler(config, folder, self._info.vocab_size)
         self._unfinished: dict[str, _Answer] = {}
         self._waiting: deque[_Answer] = deque()
         self._running: dict[str, _Answer] = {}
@@ -124,8 +158,14 @@ class MockEngine:
         check_request(request, self._info, self._unfinished)
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
-        prompt_len = len(request.prompt.token_ids)
-        answer = _Answer(request, self._words, self._digest(request), self._info.max_model_len - prompt_len)
+        grammar = request.params.grammar
+        answer = _Answer(
+            request,
+            self._words,
+            self._digest(request),
+            self._info.max_model_len - len(request.prompt.token_ids),
+            None if grammar is None else self._grammars.matcher(grammar),
+        )
         self._unfinished[request.request_id] = answer
         self._waiting.append(answer)
 

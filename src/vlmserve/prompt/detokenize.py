@@ -11,7 +11,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vlmserve.prompt.tokenizer import Tokenizer
 
@@ -110,17 +110,31 @@ class _Decoder(Protocol):
     def finish(self) -> str: ...
 
 
-def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
+class ByteForm(NamedTuple):
+    """How tokens stand for bytes, whatever stands beside them. strip_spaces: that many are left out at the beginning of
+    a text."""
+
+    to_bytes: Callable[[str], bytes]
+    strip_spaces: int = 0
+
+
+def byte_form(tokenizer: Tokenizer) -> ByteForm | None:
+    """How a tokenizer's tokens stand for bytes; None if what a token stands for depends on others."""
     decoder = tokenizer.decoder_steps
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _ByteDecoder(tokenizer, _byte_level_bytes)
+        return ByteForm(_byte_level_bytes)
     if "ByteFallback" in kinds and _is_sentencepiece(steps):
         replaced = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
         stripped = sum(step["start"] for step in steps if step["type"] == "Strip")
-        return _ByteDecoder(tokenizer, lambda token: _sentencepiece_bytes(token, replaced), stripped)
-    return _WindowDecoder(tokenizer)
+        return ByteForm(lambda token: _sentencepiece_bytes(token, replaced), stripped)
+    return None
+
+
+def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
+    form = byte_form(tokenizer)
+    return _WindowDecoder(tokenizer) if form is None else _ByteDecoder(tokenizer, *form)
 
 
 def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:

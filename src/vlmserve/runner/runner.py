@@ -14,7 +14,8 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.sampling.sampler import SamplingRow, sample
-from vlmserve.scheduler.scheduler import Look, ScheduledChunk, Step
+from vlmserve.scheduler.scheduler import Look, Step
+from vlmserve.scheduler.sequence import Sequence
 from vlmserve.types import ImageInput
 
 _NOTHING_BANNED: frozenset[int] = frozenset()
@@ -59,7 +60,9 @@ class ModelRunner:
         clock.append(time.perf_counter())
         logits = self._logits(batch)
         clock.append(time.perf_counter())
-        rows = [_sampling_row(chunk) for chunk in step.chunks if chunk.samples]
+        sequences = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        _hold_to_grammars(logits, sequences)
+        rows = [_sampling_row(sequence) for sequence in sequences]
         tokens = sample(logits, rows, native=self.model.native)
         clock.append(time.perf_counter())
         transfer, vision, build, model, sampling = (after - before for before, after in itertools.pairwise(clock))
@@ -108,7 +111,16 @@ class ModelRunner:
         return language_model.logits(hidden, self._logits_memory[: len(hidden)])
 
 
-def _sampling_row(chunk: ScheduledChunk) -> SamplingRow:
-    sequence = chunk.sequence
-    banned = _NOTHING_BANNED if sequence.may_end else sequence.end_token_ids
+def _hold_to_grammars(logits: Tensor, sequences: list[Sequence]) -> None:
+    """Make what a row's grammar forbids impossible, in place."""
+    for number, sequence in enumerate(sequences):
+        if sequence.matcher is None:
+            continue
+        allowed = sequence.matcher.allowed(sequence.end_token_ids, may_end=sequence.may_end)
+        logits[number].masked_fill_(torch.from_numpy(~allowed).to(logits.device, non_blocking=True), -torch.inf)
+
+
+def _sampling_row(sequence: Sequence) -> SamplingRow:
+    # Where there is a grammar, it knows when an answer may end.
+    banned = _NOTHING_BANNED if sequence.may_end or sequence.matcher is not None else sequence.end_token_ids
     return SamplingRow(sequence.params, sequence.seed, sequence.num_generated, banned)
