@@ -88,10 +88,11 @@ class _Answer:
         if matcher.error is not None:
             return RequestOutput(request_id, [], "error", error=matcher.error, images_encoded=self.num_images)
         end = next((id_ for id_ in sorted(ends) if id_ < len(allowed) and allowed[id_]), None)
-        if end is not None or not len(possible):
-            return RequestOutput(request_id, [], "stop", end, images_encoded=self.num_images)
         token = next(self.tokens)
-        if self.produced >= self.length or not allowed[token]:
+        has_more = self.produced < self.length and allowed[token]
+        if not len(possible) or (end is not None and not has_more):
+            return RequestOutput(request_id, [], "stop", end, images_encoded=self.num_images)
+        if not has_more:
             chance = blake3(self.digest + self.produced.to_bytes(4, "little")).digest(4)
             token = int(possible[int.from_bytes(chance, "little") % len(possible)])
         matcher.advance(token)

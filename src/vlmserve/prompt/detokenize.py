@@ -28,8 +28,9 @@ class Detokenizer:
     by the same character, the longest counts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._special_ids = tokenizer.special_ids
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown_ids: frozenset[int] = frozenset()) -> None:
+        """shown_ids: control tokens that are text here."""
+        self._special_ids = tokenizer.special_ids - shown_ids
         self._decoder = _make_decoder(tokenizer)
         self._stops = [_StopString(string) for string in stop]
         self._held: deque[str] = deque()

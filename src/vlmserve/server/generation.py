@@ -12,6 +12,7 @@ import msgspec
 
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.client import EngineClient, EngineStream
+from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
@@ -20,12 +21,13 @@ from vlmserve.types import MAX_SEED, EngineRequest, Prompt, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a request asks for: `num_answers` answers to each prompt."""
+    """What a request asks for: `num_answers` answers to each prompt. tools: what they may call."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
     num_answers: int = 1
     cache_salt: str = ""
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,13 @@ async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> N
 async def begin(
     service: Service, client: EngineClient, question: Question, generation_id: str, arrived: float
 ) -> Generation:
-    """Hand all answers to the engine, those to the first prompt first. Raises what `EngineClient.submit` does."""
+    """Hand all answers to the engine, those to the first prompt first. Raises what `EngineClient.submit` does, and
+    InvalidRequestError for a broken grammar."""
+    grammar, tools = question.params.grammar, question.tools
+    if grammar is not None:
+        # Here, in a thread of its own, what takes long keeps nobody waiting, as it would in the engine.
+        await service.prepare_text(lambda preparer: preparer.check_grammar(grammar, tools))
+    shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
     asked = [
         (prompt, _params_of(index, question.params))
         for prompt in question.prompts
@@ -180,7 +188,7 @@ async def begin(
         Answer(
             number,
             stream,
-            service.detokenizer(params),
+            service.detokenizer(params, shown_ids),
             AnswerRecord(service.metrics, arrived, len(prompt.token_ids)),
         )
         for number, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True))

@@ -123,7 +123,7 @@ async def _load(
     def make_preparer() -> Preparer:
         from vlmserve.frontend.requests import RequestPreparer
 
-        return RequestPreparer(folder, media, engine.model_impl, engine.chat_template)
+        return RequestPreparer(folder, media, engine.model_impl, engine.chat_template, engine=engine)
 
     starting = asyncio.ensure_future(EngineClient.start(engine, process=launch()))
     try:

@@ -16,11 +16,12 @@ import msgspec
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.frontend.client import EngineClient
+from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import PictureCache, PictureCacheStats
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
-from vlmserve.types import EngineStats, ModelInfo, Prompt, SamplingParams
+from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
 
 Phase = Literal["asleep", "loading", "serving", "closing"]
 Result = TypeVar("Result")
@@ -43,7 +44,18 @@ class Preparer(Protocol):
 
     picture_cache: PictureCache
 
-    def chat(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, cache_salt: str = "") -> Prompt: ...
+    tool_form: ToolForm
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = True,
+        cache_salt: str = "",
+        tools: ToolUse | None = None,
+    ) -> Prompt: ...
+
+    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None: ...
 
     def text(self, text: str) -> Prompt: ...
 
@@ -55,7 +67,7 @@ class Preparer(Protocol):
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
-    def detokenizer(self, params: SamplingParams) -> TextStream: ...
+    def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream: ...
 
 
 class Service:
@@ -212,21 +224,30 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._text_workers, make, self.preparer)
 
     async def prepare(
-        self, messages: list[dict[str, Any]], cache_salt: str = "", *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        cache_salt: str = "",
+        *,
+        add_generation_prompt: bool = True,
+        tools: ToolUse | None = None,
     ) -> Prompt:
         """The prompt of a conversation, made in a worker thread. Raises what the preparer does."""
         assert self._preparer is not None
         urls = [
             url
             for message in messages
-            if isinstance(message["content"], list)
+            if isinstance(message.get("content"), list)
             for part in message["content"]
             for url in _urls(part)
         ]
         remote = any(not url.startswith("data:") for url in urls)
         workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
         prepare = functools.partial(
-            self._preparer.chat, messages, add_generation_prompt=add_generation_prompt, cache_salt=cache_salt
+            self._preparer.chat,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            cache_salt=cache_salt,
+            tools=tools,
         )
         try:
             return await asyncio.get_running_loop().run_in_executor(workers, prepare)
@@ -235,10 +256,10 @@ class Service:
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these pictures", "out_of_memory"
             ) from None
 
-    def detokenizer(self, params: SamplingParams) -> TextStream:
-        """A new detokenizer for one answer."""
+    def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream:
+        """A new detokenizer for one answer. shown_ids: control tokens to show."""
         assert self._preparer is not None
-        return self._preparer.detokenizer(params)
+        return self._preparer.detokenizer(params, shown_ids)
 
 
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:

@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import VLMServeError
+from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said, ToolParser
 from vlmserve.server.errors import error_body
-from vlmserve.server.generation import Generation, Question
+from vlmserve.server.generation import Generation, Piece, Question
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event
 from vlmserve.server.schema.chat import (
@@ -24,15 +25,19 @@ from vlmserve.server.schema.chat import (
     Delta,
 )
 from vlmserve.server.schema.content import conversation
+from vlmserve.server.schema.tools import AnswerToolCall, DeltaToolCall, FunctionCall
 from vlmserve.server.schema.usage import Usage
 from vlmserve.server.service import Service
 
 
 class ChatDialect(Dialect[ChatRequest]):
-    """OpenAI's chat completions."""
+    """OpenAI's chat completions. One for each request: it keeps what reads its answers' calls of functions."""
 
     kind = ChatRequest
     id_prefix = "chatcmpl-"
+
+    def __init__(self) -> None:
+        self._parsers: list[ToolParser] = []
 
     def num_answers(self, body: ChatRequest) -> int:
         return body.n
@@ -40,14 +45,18 @@ class ChatDialect(Dialect[ChatRequest]):
     async def ask(self, service: Service, body: ChatRequest) -> Question:
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         cache_salt = body.cache_salt or ""
-        prompt = await service.prepare(conversation(body.messages), cache_salt)
-        return Question([prompt], params, body.n, cache_salt)
+        tools, form = body.tool_use, service.preparer.tool_form
+        if tools is not None:
+            self._parsers = [
+                ToolParser(form, tools, anywhere=tools.must_call is None and params.grammar is None)
+                for _ in range(body.n)
+            ]
+            params = msgspec.structs.replace(params, grammar=form.grammar(tools, params.grammar))
+        prompt = await service.prepare(conversation(body.messages), cache_salt, tools=tools)
+        return Question([prompt], params, body.n, cache_salt, tools)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
-        choices = [
-            AnswerChoice(answer.index, AnswerMessage(answer.text), answer.finish_reason or "")
-            for answer in await generation.finished()
-        ]
+        choices = [self._choice(answer) for answer in await generation.finished()]
         return ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage)
 
     async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -58,21 +67,62 @@ class ChatDialect(Dialect[ChatRequest]):
             return event(ChatChunk(generation.id, generation.created, generation.model, choices, usage))
 
         try:
-            yield b"".join(chunk([ChunkChoice(answer.index, Delta("assistant", ""))]) for answer in generation.answers)
+            beginning = Delta("assistant", None if self._parsers else "")
+            yield b"".join(chunk([ChunkChoice(answer.index, beginning)]) for answer in generation.answers)
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     events = b""
-                    if piece.text:
-                        events += chunk([ChunkChoice(piece.index, Delta(content=piece.text))])
+                    for new in self._events(piece):
+                        events += chunk([ChunkChoice(piece.index, _delta(new))])
                     if piece.finish_reason is not None:
-                        events += chunk([ChunkChoice(piece.index, Delta(), piece.finish_reason)])
-                    yield events
+                        events += chunk([ChunkChoice(piece.index, Delta(), self._finish_reason(piece))])
+                    if events:
+                        yield events
             if include_usage:
                 yield chunk([], generation.usage)
             yield DONE
         except VLMServeError as error:
             generation.failure = error
             yield event(error_body(error))
+
+    def _events(self, piece: Piece) -> list[Event]:
+        """What is new in a piece of an answer."""
+        if not self._parsers:
+            return [Said(piece.text)] if piece.text else []
+        parser = self._parsers[piece.index]
+        return parser.push(piece.text) + (parser.finish() if piece.finish_reason is not None else [])
+
+    def _finish_reason(self, piece: Piece) -> str:
+        called = bool(self._parsers) and self._parsers[piece.index].num_calls > 0
+        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason or ""
+
+    def _choice(self, answer: Piece) -> AnswerChoice:
+        """An answer as a whole."""
+        text: list[str] = []
+        calls: list[AnswerToolCall] = []
+        for event in self._events(answer):
+            match event:
+                case Said(said):
+                    text.append(said)
+                case CallBegun(_, id_, name):
+                    calls.append(AnswerToolCall(id_, FunctionCall("", name)))
+                case CallGoesOn(index, arguments):
+                    function = calls[index].function
+                    calls[index].function = FunctionCall(f"{function.arguments}{arguments}", function.name)
+        message = AnswerMessage("".join(text) if text or not calls else None)
+        if calls:
+            message.tool_calls = calls
+        return AnswerChoice(answer.index, message, self._finish_reason(answer))
+
+
+def _delta(event: Event) -> Delta:
+    match event:
+        case Said(text):
+            return Delta(content=text)
+        case CallBegun(index, id_, name):
+            return Delta(tool_calls=[DeltaToolCall(index, FunctionCall("", name), id_, "function")])
+        case CallGoesOn(index, arguments):
+            return Delta(tool_calls=[DeltaToolCall(index, FunctionCall(arguments))])
 
 
 async def chat_completions(request: Request) -> Response:

@@ -11,18 +11,20 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from pydantic import Field
 
+from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.content import Message
 from vlmserve.server.schema.sampling import MAX_CHOICES, SamplingRequest
+from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
 from vlmserve.server.schema.usage import Usage
 
 _IGNORED_FIELDS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
+        "guided_decoding_backend",
         "service_tier",
         "store",
         "user",
@@ -36,7 +38,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_json": (),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (False,),
@@ -45,9 +46,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
@@ -66,6 +64,15 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
 
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
+    parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
     @property
     def token_limit(self) -> int | None:
         """The longest answer that the request allows, in tokens."""
@@ -73,11 +80,12 @@ class ChatRequest(SamplingRequest):
 
 
 class AnswerMessage(msgspec.Struct):
-    """What the model said."""
+    """What the model said, and which functions it wants to be called, left out if there are none."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnswerChoice(msgspec.Struct):
@@ -105,6 +113,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
 
 
 class ChunkChoice(msgspec.Struct):
