@@ -44,14 +44,14 @@ class _Answer:
     """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
 
     __slots__ = (
-        "added", "digest", "due", "first", "length", "matcher", "num_images", "produced", "request", "room", "started",
+        "added", "closing", "digest", "due", "first", "length", "matcher", "num_images", "produced", "request", "room", "started",
         "tokens",
     )  # fmt: skip
 
     def __init__(
-        self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int, matcher: Matcher | None
+        self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int, matcher: Matcher | None, closing: list[int]
     ) -> None:
-        self.digest, self.matcher = digest, matcher
+        self.digest, self.matcher, self.closing = digest, matcher, closing
         walk = [words[byte % len(words)] for byte in digest]
         self.request = request
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
@@ -80,7 +80,7 @@ class _Answer:
         return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
 
     def _advance_by(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> RequestOutput:
-        """A word of its own where the grammar allows one, else any token that is allowed, and the end where it may."""
+        """A word of its own where the grammar allows one, else mostly what closes JSON, else any token."""
         params, request_id = self.request.params, self.request.request_id
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens)
@@ -94,7 +94,8 @@ class _Answer:
             return RequestOutput(request_id, [], "stop", end, images_encoded=self.num_images)
         if not has_more:
             chance = blake3(self.digest + self.produced.to_bytes(4, "little")).digest(4)
-            token = int(possible[int.from_bytes(chance, "little") % len(possible)])
+            closing = [id_ for id_ in self.closing if allowed[id_]]
+            token = closing[0] if closing and chance[3] % 4 else int(possible[int.from_bytes(chance[:3], "little") % len(possible)])
         matcher.advance(token)
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
@@ -141,7 +142,7 @@ class MockEngine:
 
             folder = resolve_model(config.model, config.revision)
         self._config = config
-        self._words, vocab_size = _read_tokenizer(folder)
+        self._words, self._closing, vocab_size = _read_tokenizer(folder)
         self._eos_token_ids = _eos_token_ids(folder)
         self._info = _model_info(config, folder, vocab_size)
         self._grammars = grammar_compiler(config, folder, self._info.vocab_size)
@@ -166,6 +167,7 @@ class MockEngine:
             self._digest(request),
             self._info.max_model_len - len(request.prompt.token_ids),
             None if grammar is None else self._grammars.matcher(grammar),
+            self._closing,
         )
         self._unfinished[request.request_id] = answer
         self._waiting.append(answer)
@@ -260,8 +262,8 @@ class MockEngine:
         return blake3(msgspec.msgpack.encode((request.prompt.token_ids, pictures, seed))).digest()
 
 
-def _read_tokenizer(folder: Path) -> tuple[list[list[int]], int]:
-    """The words that answers are made of, as token ids, and the vocabulary's size."""
+def _read_tokenizer(folder: Path) -> tuple[list[list[int]], list[int], int]:
+    """The words that answers are made of, as token ids, the tokens that close JSON, and the vocabulary's size."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -275,7 +277,8 @@ def _read_tokenizer(folder: Path) -> tuple[list[list[int]], int]:
         if tokenizer.decode(token_ids).strip() == word:
             words.append(token_ids)
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-    return words or [[token_id] for token_id in range(vocab_size)], vocab_size
+    closing = [id_ for sign in ("}", "]", '"') if (id_ := tokenizer.token_to_id(sign)) is not None]
+    return words or [[token_id] for token_id in range(vocab_size)], closing, vocab_size
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class RequestPreparer:
             if template is not None
             else None
         )
-        engine = engine or EngineConfig()
+        engine = engine or EngineConfig.model_validate({})
         self.grammars = GrammarCompiler(
             lambda: self.tokenizer, max_bytes=engine.max_grammar_bytes, cache_size=engine.grammar_cache
         )
@@ -277,11 +277,8 @@ def _quoted(message: Message, quotation: Quotation) -> Message:
         ToolCall(*(_quoted_json(value, quotation) for value in (call.id, call.name, call.arguments)))
         for call in message.tool_calls
     ]
-    named = {
-        name: None if value is None else quotation.quote(value)
-        for name, value in (("tool_call_id", message.tool_call_id), ("name", message.name))
-    }
-    return replace(message, parts=tuple(parts), tool_calls=tuple(calls), **named)
+    call_id, name = (value and quotation.quote(value) for value in (message.tool_call_id, message.name))
+    return replace(message, parts=tuple(parts), tool_calls=tuple(calls), tool_call_id=call_id, name=name)
 
 
 def _quoted_json(value: Any, quotation: Quotation) -> Any:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 """Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
 _LIMITS: dict[str, Any] = {
-    # A mask takes at most some 50 ms with these; llguidance's own limits allow seconds.
+    # A mask takes at most some tens of milliseconds with these, or a few hundred once, if counted repetitions are nested
+    # so that they come to millions, which ends the answer; llguidance's own limits allow seconds.
+    "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
@@ -44,14 +46,14 @@ class Vocabulary:
     """A tokenizer as llguidance sees it, and as a model of `size` token ids does.
 
     Where a text's first space is left out, a token that begins with one stands at the beginning for what follows it:
-    spaced: such tokens. bare: for each of them the token without the space, `size` for none. space: the space alone.
+    spaced: such tokens. bare: for each of them the token without the space, `size` for none. spaces: a space alone.
     """
 
     tokenizer: LLTokenizer
     size: int
     spaced: npt.NDArray[np.int64]
     bare: npt.NDArray[np.int64]
-    space: int | None
+    spaces: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int) -> Vocabulary:
@@ -71,14 +73,15 @@ class Vocabulary:
         source = _Tokens(tokens, [*special, size], size)
         ordinary = {token: id_ for id_, token in enumerate(tokens) if token and id_ not in {*special, size}}
         spaced = [id_ for token, id_ in ordinary.items() if token.startswith(b" ") and len(token) > 1]
+        spaces = [id_ for id_, token in enumerate(tokens) if token == b" "]
         if not form.strip_spaces:
-            spaced = []
+            spaced, spaces = [], []
         return cls(
             tokenizer=LLTokenizer(TokenizerWrapper(source), n_vocab=size + 1, eos_token=[size]),
             size=size,
             spaced=np.asarray(spaced, np.int64),
             bare=np.asarray([ordinary.get(tokens[id_][1:], size) for id_ in spaced], np.int64),
-            space=ordinary.get(b" ") if form.strip_spaces else None,
+            spaces=np.asarray(spaces, np.int64),
         )
 
 
@@ -112,7 +115,7 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._begins = vocabulary.space is not None or len(vocabulary.spaced) > 0
+        self._begins = len(vocabulary.spaces) + len(vocabulary.spaced) > 0
         self._over = False
         self.error: str | None = None
 
@@ -140,8 +143,7 @@ class Matcher:
         bits[vocabulary.size] = False
         if self._begins:
             bits[vocabulary.spaced] = bits[vocabulary.bare]
-            if vocabulary.space is not None:
-                bits[vocabulary.space] = True
+            bits[vocabulary.spaces] = True
         ends = [id_ for id_ in end_token_ids if id_ < vocabulary.size]
         wanted = bits[ends]
         bits[ends] = False
@@ -160,7 +162,7 @@ class Matcher:
         """Enter a token that was allowed."""
         if self._begins:
             self._begins = False
-            if token_id == self._vocabulary.space:
+            if token_id in self._vocabulary.spaces:
                 return
             place = np.flatnonzero(self._vocabulary.spaced == token_id)
             token_id = int(self._vocabulary.bare[place[0]]) if len(place) else token_id
@@ -231,7 +233,7 @@ class GrammarCompiler:
 
 def source_text(grammar: Grammar) -> str:
     """A grammar as llguidance writes it. Raises ValueError for what is none."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
 
     match grammar.kind:
@@ -240,7 +242,8 @@ def source_text(grammar: Grammar) -> str:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(read_schema(grammar.text), overrides=json_options(grammar.strict))
         case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
+            # As in JavaScript and JSON schemas, a digit is one of ten.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
         case "choice":
             choices = json.loads(grammar.text)
             if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):

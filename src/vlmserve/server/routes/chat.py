@@ -100,8 +100,8 @@ class ChatDialect(Dialect[ChatRequest]):
         """An answer as a whole."""
         text: list[str] = []
         calls: list[AnswerToolCall] = []
-        for event in self._events(answer):
-            match event:
+        for new in self._events(answer):
+            match new:
                 case Said(said):
                     text.append(said)
                 case CallBegun(_, id_, name):
@@ -115,8 +115,8 @@ class ChatDialect(Dialect[ChatRequest]):
         return AnswerChoice(answer.index, message, self._finish_reason(answer))
 
 
-def _delta(event: Event) -> Delta:
-    match event:
+def _delta(new: Event) -> Delta:
+    match new:
         case Said(text):
             return Delta(content=text)
         case CallBegun(index, id_, name):

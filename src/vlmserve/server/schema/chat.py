@@ -63,8 +63,7 @@ class ChatRequest(SamplingRequest):
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to the same question.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
-
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
     parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
 

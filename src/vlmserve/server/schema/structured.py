@@ -1,5 +1,6 @@
-"""What an answer has to look like, as OpenAI (``response_format``) and vLLM (``structured_outputs``, ``guided_…``) write
-it: https://platform.openai.com/docs/guides/structured-outputs
+"""What an answer has to look like, as OpenAI writes it (``response_format``) and vLLM (``structured_outputs``).
+
+https://platform.openai.com/docs/guides/structured-outputs
 """
 
 from __future__ import annotations
