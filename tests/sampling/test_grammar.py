@@ -105,7 +105,9 @@ def test_any_object_is_json(grammars, tokenizer):
     assert all(isinstance(json.loads(text), dict) for text in ended)
 
 
-@pytest.mark.parametrize("pattern", [r"[a-z]{2,5}\d", r" ?x( y)*", r"  two", r"(a|bc)*é?", r"\w+@\w+\.(com|org)", "日本|😀"])
+@pytest.mark.parametrize(
+    "pattern", [r"[a-z]{2,5}\d", r" ?x( y)*", r"  two", r"(a|bc)*é?", r"\w+@\w+\.(com|org)", "日本|😀"]
+)
 def test_texts_fit_the_whole_of_a_regular_expression(grammars, tokenizer, pattern):
     ended = [t for seed in range(10) if (t := walk(grammars, tokenizer, Grammar.regex(pattern), seed)) is not None]
     assert ended

@@ -49,7 +49,13 @@ class _Answer:
     )  # fmt: skip
 
     def __init__(
-        self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int, matcher: Matcher | None, closing: list[int]
+        self,
+        request: EngineRequest,
+        words: list[list[int]],
+        digest: bytes,
+        room: int,
+        matcher: Matcher | None,
+        closing: list[int],
     ) -> None:
         self.digest, self.matcher, self.closing = digest, matcher, closing
         walk = [words[byte % len(words)] for byte in digest]
@@ -95,7 +101,11 @@ class _Answer:
         if not has_more:
             chance = blake3(self.digest + self.produced.to_bytes(4, "little")).digest(4)
             closing = [id_ for id_ in self.closing if allowed[id_]]
-            token = closing[0] if closing and chance[3] % 4 else int(possible[int.from_bytes(chance[:3], "little") % len(possible)])
+            token = (
+                closing[0]
+                if closing and chance[3] % 4
+                else int(possible[int.from_bytes(chance[:3], "little") % len(possible)])
+            )
         matcher.advance(token)
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
