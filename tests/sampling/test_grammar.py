@@ -34,8 +34,10 @@ SCHEMAS: list[dict[str, Any]] = [
     {"anyOf": [{"type": "null"}, {"const": {"k": [1, 2]}}]},
     {"type": "string", "format": "date"},
     {
-        "$defs": {"node": {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
-                           "required": ["next"], "additionalProperties": False}},
+        "$defs": {"node": {
+            "type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "required": ["next"], "additionalProperties": False,
+        }},
         "$ref": "#/$defs/node",
     },
 ]  # fmt: skip
@@ -133,7 +135,8 @@ leaves = st.one_of(
     st.just({"type": "boolean"}),
     st.builds(lambda low, span: {"type": "integer", "minimum": low, "maximum": low + span},
               st.integers(-999, 999), st.integers(0, 50)),
-    st.builds(lambda values: {"enum": values}, st.lists(names | st.integers(-9, 9), min_size=1, max_size=4, unique=True)),
+    st.builds(lambda values: {"enum": values},
+              st.lists(names | st.integers(-9, 9), min_size=1, max_size=4, unique=True)),
     st.just({"type": "string", "maxLength": 5}),
 )  # fmt: skip
 schemas = st.recursive(

@@ -26,6 +26,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 SCHEMAS = {"get_weather": WEATHER, "stop": {"type": "object", "maxProperties": 0}}
+BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "foo"}}}}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -157,8 +158,7 @@ def test_results_go_back_to_the_model(live):
         ({"tools": [TOOLS[1], TOOLS[1]]}, "two tools", "tools[1].function.name"),
         ({"tools": [{"type": "web_search"}]}, "function", "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "pattern", "tools[0].function.name"),
-        ({"tools": [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "foo"}}}}}]},
-         "foo", "tools[1].function.parameters"),
+        ({"tools": [TOOLS[1], BROKEN]}, "foo", "tools[1].function.parameters"),
         ({"guided_regex": "a"}, "tools", "guided_regex"),
         ({"messages": [*QUESTION, {"role": "tool", "content": "x"}]}, "tool_call_id", "messages[1].tool_call_id"),
         ({"messages": [*QUESTION, {"role": "assistant", "tool_calls": [

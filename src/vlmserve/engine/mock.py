@@ -44,8 +44,8 @@ class _Answer:
     """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
 
     __slots__ = (
-        "added", "closing", "digest", "due", "first", "length", "matcher", "num_images", "produced", "request", "room", "started",
-        "tokens",
+        "added", "closing", "digest", "due", "first", "length", "matcher", "num_images", "produced", "request", "room",
+        "started", "tokens",
     )  # fmt: skip
 
     def __init__(
