@@ -22,11 +22,13 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 USE = ToolUse((Function("get_weather", "Of a city.", PARAMETERS), Function("stop")))
 
 QWEN = (
-    "{%- if tools %}{{- '<|im_start|>system\n# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}"
+    "{%- if tools %}{{- '<|im_start|>system\n# Tools\n<tools>' }}{%- for tool in tools %}"
+    "{{- '\n' }}{{- tool | tojson }}"
     '{%- endfor %}{{- \'\n</tools>\nFor each call return <tool_call>\n{"name": <name>, "arguments": <args>}\n'
     "</tool_call><|im_end|>\n' }}{%- endif %}{%- for message in messages %}"
     "{%- if message.role == 'tool' %}{{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response>"
-    "<|im_end|>\n' }}{%- else %}{{- '<|im_start|>' + message.role }}{%- if message.content %}{{- '\n' + message.content }}"
+    "<|im_end|>\n' }}{%- else %}{{- '<|im_start|>' + message.role }}"
+    "{%- if message.content %}{{- '\n' + message.content }}"
     '{%- endif %}{%- for call in message.tool_calls or [] %}{{- \'\n<tool_call>\n{"name": "\' + call.function.name + '
     "'\", \"arguments\": ' }}{{- call.function.arguments | tojson }}{{- '}\n</tool_call>' }}{%- endfor %}"
     "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 """Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
 _LIMITS: dict[str, Any] = {
-    # A mask takes at most some tens of milliseconds with these; where counted repetitions are nested so that they come to
-    # millions, it takes a few hundred once and ends the answer. llguidance's own limits allow seconds.
+    # A mask takes at most some tens of milliseconds with these; where counted repetitions are nested so that they come
+    # to millions, it takes a few hundred once and ends the answer. llguidance's own limits allow seconds.
     "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 50_000,
