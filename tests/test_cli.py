@@ -69,7 +69,7 @@ def settings_of(*arguments: str) -> dict[str, object]:
     def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, model: str = "pixie") -> None:
         received.update(engine=engine, media=media, server=server, model=model)
 
-    result = CliRunner().invoke(probe, list(arguments), catch_exceptions=False)
+    result = CliRunner(env={"VLMSERVE_KERNELS": None}).invoke(probe, list(arguments), catch_exceptions=False)
     return received if result.exit_code == 0 else {"exit_code": result.exit_code, "stderr": result.stderr}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.mock_checkpoint import make_mock_checkpoint
+from tests.mock_checkpoint import IMAGE_TOKEN_ID, make_mock_checkpoint
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import (
     CheckpointNotFoundError,
@@ -329,3 +329,30 @@ def test_a_lazy_model_is_loaded_by_its_first_use(folder, monkeypatch):
     for _ in range(2):
         llm.chat(ask("What is this?"), GREEDY, use_tqdm=False)
     assert len(loaded) == 1
+
+
+def test_logprobs_come_for_each_token_by_id_the_chosen_one_first(llm):
+    params = [SamplingParams(temperature=0, max_tokens=6, logprobs=count) for count in (0, 3)]
+    alone, rivals = (result.outputs[0] for result in llm.generate(["hello"] * 2, params, use_tqdm=False))
+    assert [list(told) for told in alone.logprobs] == [[token_id] for token_id in alone.token_ids]
+    for token_id, told in zip(rivals.token_ids, rivals.logprobs, strict=True):
+        assert next(iter(told)) == token_id
+        assert [one.rank for one in told.values()] == [1, 2, 3]
+        assert [one.logprob for one in told.values()] == sorted((one.logprob for one in told.values()), reverse=True)
+    assert (
+        "".join(told[token].decoded_token for token, told in zip(rivals.token_ids, rivals.logprobs, strict=True))
+        == rivals.text
+    )
+    assert rivals.cumulative_logprob == alone.cumulative_logprob < 0
+    [silent] = llm.generate("hello", GREEDY, use_tqdm=False)
+    assert silent.outputs[0].logprobs is silent.outputs[0].cumulative_logprob is silent.prompt_logprobs is None
+
+
+def test_prompt_logprobs_come_for_each_token_but_the_first_and_those_of_pictures(llm, picture):
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    [result] = llm.chat(ask("What is this?", picture), params, use_tqdm=False)
+    told = result.prompt_logprobs
+    assert len(told) == len(result.prompt_token_ids)
+    for place, (token_id, one) in enumerate(zip(result.prompt_token_ids, told, strict=True)):
+        assert (one is None) == (place == 0 or token_id == IMAGE_TOKEN_ID)
+        assert one is None or next(iter(one)) == token_id

@@ -14,7 +14,14 @@ from vlmserve.cli import app
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / name
-    for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/caching.md", "docs/metrics.md")
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/caching.md",
+        "docs/metrics.md",
+        "docs/settings.md",
+    )
 ]
 
 

@@ -6,16 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlmserve.llm import LLM, Completion, RequestResult
+    from vlmserve.llm import LLM, Completion, Logprob, RequestResult
     from vlmserve.types import Grammar, SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Completion", "Grammar", "RequestResult", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Grammar", "Logprob", "RequestResult", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "vlmserve.llm",
     "Completion": "vlmserve.llm",
+    "Logprob": "vlmserve.llm",
     "RequestResult": "vlmserve.llm",
     "Grammar": "vlmserve.types",
     "SamplingParams": "vlmserve.types",

@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
 
 from vlmserve.cores import media_threads
 from vlmserve.errors import ConfigurationError
@@ -51,10 +61,53 @@ ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
 
 
+def parse_list(text: str) -> list[Any]:
+    """The entries of a list that is written as JSON or with commas. Raises ValueError for broken JSON."""
+    if not text.lstrip().startswith("["):
+        return [entry.strip() for entry in text.split(",") if entry.strip()]
+    try:
+        entries: list[Any] = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'{text!r} is no list in JSON ({error}); write a,b or ["a", "b"]') from None
+    return entries
+
+
 class Settings(BaseModel):
-    """Base of all settings: immutable, unknown keys are errors."""
+    """Base of all settings: immutable, unknown keys are errors, and a text may stand for any value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Lists and choices of numbers as environment variables and files write them, which pydantic does not read.
+
+        Pydantic would also take yes and no for the numbers 1 and 0.
+        """
+        parts = annotation_parts(cls.model_fields[str(info.field_name)])
+        if isinstance(value, bool) and bool not in parts:
+            raise ValueError("write a value; true and false are none here")
+        if not isinstance(value, str):
+            return value
+        if any(get_origin(part) is tuple for part in parts):
+            return parse_list(value)
+        numbers = {str(choice): choice for part in parts if get_origin(part) is Literal for choice in get_args(part)}
+        return numbers.get(value, value)
+
+
+def annotation_parts(field: FieldInfo) -> tuple[Any, ...]:
+    """A field's type and all types that it is made of: of ``tuple[int, ...] | None`` the union, the tuple, int…"""
+
+    def parts(annotation: Any) -> list[Any]:
+        inner = () if get_origin(annotation) is Literal else get_args(annotation)
+        return [annotation, *(part for one in inner for part in parts(one))]
+
+    return tuple(parts(field.annotation))
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether a setting's value is never shown: it is a SecretStr, or its field is marked ``repr=False``."""
+    return SecretStr in annotation_parts(field) or not field.repr
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -70,10 +123,16 @@ def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Ca
     except ValidationError as error:
         problems = []
         for problem in error.errors():
+            message = problem["msg"].removeprefix("Value error, ")
+            if not problem["loc"]:  # it is not about one of them
+                problems.append(message)
+                continue
             name = str(problem["loc"][0])
             field = kind.model_fields.get(name)
             wanted = f" ({field.description.rstrip('.')})" if field is not None and field.description else ""
-            message = problem["msg"].removeprefix("Value error, ")
+            if field is not None and is_secret(field):
+                problems.append(f"{spelling(name)}: this is no such value; it is secret and not shown{wanted}")
+                continue
             problems.append(f"{spelling(name)} {problem['input']!r}: {message}{wanted}")
         raise ConfigurationError("; ".join(problems)) from None
 
@@ -140,6 +199,7 @@ class EngineConfig(Settings):
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for embeddings of pictures seen before.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
+    max_logprobs: int = Field(20, ge=0, description="Alternatives that a request may be told beside each token.")
     max_grammar_bytes: ByteSize = Field(128 * 1024, description="Size of a schema, regular expression or grammar.")
     grammar_cache: int = Field(64, ge=1, description="Compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
@@ -201,6 +261,9 @@ class MediaConfig(Settings):
     )
     fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, or one video and its frames.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture or video.")
+    allowed_media_domains: tuple[str, ...] = Field(
+        (), description="The only hosts, beside allowed_media_hosts, to fetch pictures from; default: all public ones."
+    )
     allowed_media_hosts: tuple[str, ...] = Field(
         (), description="Hosts that pictures may be fetched from although their addresses are not public."
     )
@@ -221,12 +284,15 @@ class ServerConfig(Settings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    served_model_name: str | None = Field(None, description="The name clients use; default: the model's.")
+    served_model_name: tuple[str, ...] = Field(
+        (), description="Names that clients use, the first one in answers; default: the model's."
+    )
     max_body_bytes: ByteSize = Field(64 * 1024**2, description="Size of a request's body.")
     body_memory: ByteSize = Field(1024**3, description="Memory for the bodies of requests until they are prepared.")
     default_max_tokens: int | None = Field(
         None, ge=1, description="Longest answer if a request sets no limit; default: a fifth of the context."
     )
     stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
+    access_log: bool = Field(True, description="A line in the log for each request but those for health and metrics.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")

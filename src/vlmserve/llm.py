@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, read_settings
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.types import EngineRequest, FinishReason, Prompt, RequestOutput, SamplingParams
+from vlmserve.types import EngineRequest, FinishReason, Prompt, RequestOutput, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from vlmserve.engine.protocol import VLMEngine
@@ -37,14 +37,35 @@ UNBOUNDED_QUEUE = 2**31
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """How likely a token was. rank: 1 for the likeliest one. decoded_token: its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One answer. token_ids: without the end token that finished it. error: what went wrong, if something did."""
+    """One answer. token_ids: without the end token that finished it. error: what went wrong, if something did.
+
+    logprobs: for each of `token_ids`, if they were asked for: that token first, then the likeliest ones in order, by
+    their ids.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of all tokens together."""
+        if self.logprobs is None:
+            return None
+        return sum(told[token_id].logprob for token_id, told in zip(self.token_ids, self.logprobs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,8 @@ class RequestResult:
     """What came of one prompt.
 
     prompt_token_ids: with the placeholders of pictures expanded. num_cached_tokens: how many of them were found in the
-    prefix cache. num_images_encoded: pictures that went through the vision tower for it.
+    prefix cache. num_images_encoded: pictures that went through the vision tower for it. prompt_logprobs: for each of
+    `prompt_token_ids`, if they were asked for; None for the first one and for those of pictures.
     """
 
     request_id: str
@@ -60,6 +82,7 @@ class RequestResult:
     outputs: list[Completion]
     num_cached_tokens: int = 0
     num_images_encoded: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class _Prepared(NamedTuple):
@@ -79,10 +102,14 @@ class _Generation:
     error: str | None = None
     num_cached_tokens: int = 0
     num_images_encoded: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def take(self, output: RequestOutput) -> None:
         self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
         self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.pieces.append(self.detokenizer.push(output.token_ids))
         if self.detokenizer.stopped:
             self.finish_reason = "stop"
@@ -91,16 +118,37 @@ class _Generation:
             self.finish_reason = "stop" if self.detokenizer.stopped else output.finish_reason
             self.error = output.error
 
-    def result(self) -> RequestResult:
+    def result(self, token_bytes: Callable[[int], bytes]) -> RequestResult:
         assert self.finish_reason is not None
-        completion = Completion(0, "".join(self.pieces), self.token_ids, self.finish_reason, self.error)
+        logprobs = prompt_logprobs = None
+        if self.request.params.logprobs is not None:
+            logprobs = [_by_id(told, token_bytes) for told in self.logprobs]
+        if self.prompt_logprobs is not None:
+            prompt_logprobs = [told if told is None else _by_id(told, token_bytes) for told in self.prompt_logprobs]
+        completion = Completion(
+            0,
+            "".join(self.pieces),
+            self.token_ids,
+            self.finish_reason,
+            self.error,
+            logprobs,
+        )
         return RequestResult(
             self.request.request_id,
             self.request.prompt.token_ids,
             [completion],
             self.num_cached_tokens,
             self.num_images_encoded,
+            prompt_logprobs,
         )
+
+
+def _by_id(told: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
+    others = [(token_id, score, rank) for rank, (token_id, score) in enumerate(told.top, start=1)]
+    return {
+        token_id: Logprob(score, rank, token_bytes(token_id).decode(errors="replace"))
+        for token_id, score, rank in [(told.token_id, told.logprob, told.rank), *others]
+    }
 
 
 class LLM:
@@ -291,7 +339,7 @@ class LLM:
                         advance(finished, num_tokens)
         finally:
             self._forget(generations)
-        return [generation.result() for generation in generations]
+        return [generation.result(self._preparer.token_bytes) for generation in generations]
 
     def _add(self, prompts: Sequence[_Prepared], params: Sequence[SamplingParams]) -> list[_Generation]:
         """Queue all of them, or none if one is refused."""

@@ -27,6 +27,8 @@ MAX_CACHE_SALT = 256
 """Characters of a cache salt."""
 MAX_SEED = 2**63 - 1
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+MAX_BIASES = 4096
+"""Tokens that a request may have a bias for."""
 
 
 class Tiling(msgspec.Struct, frozen=True, tag=True):
@@ -208,9 +210,15 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen and when generation ends.
+    """How tokens are chosen, what is told of the choice, and when generation ends.
 
     temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: probability mass and floor relative to the best token.
+    logit_bias: what is added to the logits of tokens, by their ids, -100 to 100.
+    repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied.
+    frequency_penalty: subtracted from a token's logit for each time that the answer has it. presence_penalty: for
+    having it at all. repeat_last_n: how many of the latest tokens the penalties look at, pictures not counted; -1: all.
+    logprobs: how many alternatives are told beside each token, 0 for its own log probability alone; None tells nothing.
+    prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
     seed: makes a request reproducible whatever else is in the batch; None draws one.
     stop: strings that end the answer and are not part of it. stop_token_ids: token ids that do the same.
     max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
@@ -224,6 +232,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    logit_bias: dict[int, float] = {}
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repeat_last_n: int = -1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -241,12 +256,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check(self.top_k >= 0, "top_k", "0 (off) or more")
         check(math.isfinite(self.top_p) and 0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
         check(math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        check(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
+        check(self.repeat_last_n >= -1, "repeat_last_n", "-1 (all tokens) or more")
+        check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more")
+        check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more")
+        self._check_biases()
         check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"between 0 and {MAX_SEED}")
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         check(self.min_tokens >= 0, "min_tokens", "0 or more")
         check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
         check(len(self.stop) <= 16, "stop", "at most 16 strings")
         check(all(self.stop), "stop", "made of non-empty strings")
+
+    def _check_biases(self) -> None:
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidRequestError(
+                f"logit_bias must have at most {MAX_BIASES} tokens, got {len(self.logit_bias)}", param="logit_bias"
+            )
+        for token_id, bias in self.logit_bias.items():
+            if not isinstance(token_id, int) or token_id < 0 or not -100 <= bias <= 100:
+                raise InvalidRequestError(
+                    f"logit_bias must have token ids and numbers between -100 and 100, got {token_id!r}: {bias!r}",
+                    param="logit_bias",
+                )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what was said before changes what comes now."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1, 0, 0) and self.repeat_last_n != 0
 
 
 class EngineRequest(msgspec.Struct, frozen=True, eq=False):
@@ -275,10 +315,25 @@ class RequestTimings(msgspec.Struct, frozen=True):
     decode: float | None
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was, by the model's own logits: before bias, penalties, temperature and filters.
+
+    rank: 1 for the likeliest token. top: ids and log probabilities of the likeliest tokens, in order, as many as were
+    asked for; the token itself may be among them.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class RequestOutput(msgspec.Struct, frozen=True):
     """What one step brought for one request.
 
     token_ids: the new tokens, without the end token that finished it.
+    logprobs: one for each of `token_ids`, if they were asked for. prompt_logprobs: with the first output, if they were
+    asked for, one for each token of the prompt; None for the first, which nothing comes before, and for pictures.
     finish_reason: None while it goes on. stop_token_id: the end token, if one finished it.
     error: what went wrong, with finish_reason "error". cached_tokens: prompt tokens that did not have to be computed
     when the request first ran. images_encoded: pictures that went through the vision tower for its sake so far.
@@ -293,6 +348,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     images_encoded: int = 0
     timings: RequestTimings | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -309,6 +366,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The longest prompt that can ever run: what the context and the KV cache allow."""
     kv_cache_bytes: int
     sees_images: bool
+    end_token_ids: list[int] = []
+    """Tokens that end an answer."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -301,3 +302,55 @@ def test_a_look_inside_shows_every_unfinished_request_and_where_it_stands(make):
     assert (waits.request_id, waits.state, waits.num_tokens, waits.num_computed_tokens) == ("b", "waiting", 20, 0)
     engine.abort("ab")
     assert engine.inspect().requests == []
+
+
+def test_logprobs_come_one_for_each_token_the_likeliest_in_order(engine):
+    outputs = run(engine, request_of(logprobs=3, ignore_eos=True), request_of("b", logprobs=0), request_of("c"))
+    for output in outputs["a"]:
+        assert [one.token_id for one in output.logprobs] == output.token_ids
+        for one in output.logprobs:
+            scores = [score for _, score in one.top]
+            assert (len(scores), sorted(scores, reverse=True)) == (3, scores)
+            assert sum(map(math.exp, scores)) < 1 + 1e-5
+            assert one.rank == 1, "the request is greedy"
+            assert one.top[0] == (one.token_id, one.logprob)
+    for output in outputs["b"]:
+        assert [(one.token_id, one.top) for one in output.logprobs] == [(token, ()) for token in output.token_ids]
+    assert all(output.logprobs is None for output in outputs["c"])
+
+
+def test_prompt_logprobs_come_once_with_the_first_output_and_leave_pictures_out(engine):
+    picture = picture_request(0.4)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
+    first, *later = run(engine, EngineRequest("a", picture.prompt, params))["a"]
+    told = first.prompt_logprobs
+    assert [one is None for one in told] == [True] + [True] * IMAGE_TOKENS + [False]
+    assert (told[-1].token_id, len(told[-1].top)) == (6, 2)
+    assert told[-1].rank >= 1
+    assert all(output.prompt_logprobs is None for output in later)
+
+
+def test_logprobs_are_the_same_each_time_and_change_no_token(engine):
+    plain = tokens_of(engine, request_of(ignore_eos=True))
+    asked = [run(engine, request_of(logprobs=2, prompt_logprobs=1, ignore_eos=True))["a"] for _ in range(2)]
+    assert [token for output in asked[0] for token in output.token_ids] == plain
+    once, again = ([one.top for output in outputs for one in output.logprobs] for outputs in asked)
+    assert [[token for token, _ in top] for top in once] == [[token for token, _ in top] for top in again]
+
+
+def test_penalties_and_biases_are_accepted(engine):
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "repeat_last_n": 16}
+    assert len(tokens_of(engine, request_of(**penalties, logit_bias={5: 1.5, 6: -100}, ignore_eos=True))) == 8
+
+
+def test_what_cannot_be_told_or_biased_is_refused_by_name(make):
+    engine = make(max_logprobs=4)
+    for name, params in [
+        ("logprobs", {"logprobs": 5}),
+        ("prompt_logprobs", {"prompt_logprobs": 5}),
+        ("logit_bias", {"logit_bias": {engine.info.vocab_size: 1.0}}),
+    ]:
+        with pytest.raises(InvalidRequestError, match=name) as caught:
+            engine.add(request_of(**params))
+        assert caught.value.param == name
+    assert tokens_of(engine, request_of(logprobs=4, prompt_logprobs=4, logit_bias={engine.info.vocab_size - 1: 1.0}))

@@ -38,6 +38,7 @@ from vlmserve.types import (
     RequestTimings,
     SamplingParams,
     Tiling,
+    TokenLogprobs,
 )
 
 SHAPES = [(1, 3, 4, 4), (2, 3, 28, 28), (1, 3, 5, 7)]
@@ -49,7 +50,10 @@ def request_with_pictures() -> EngineRequest:
         ImageInput(bytes([index]) * 32, generator.random(shape, np.float32), 4) for index, shape in enumerate(SHAPES)
     ]
     spans = tuple(ImageSpan(image, start) for image, start in zip(images, (0, 5, 11), strict=True))
-    return EngineRequest("a", Prompt(list(range(20)), spans), SamplingParams(stop=("x",), seed=2**63 - 1))
+    params = SamplingParams(
+        stop=("x",), seed=2**63 - 1, logit_bias={3: -100.0, 70000: 0.5}, repeat_last_n=64, logprobs=0, prompt_logprobs=2
+    )
+    return EngineRequest("a", Prompt(list(range(20)), spans), params)
 
 
 @pytest.fixture
@@ -164,6 +168,17 @@ def test_messages_to_the_engine(message):
         Accepted(["a"]),
         Outputs([RequestOutput("a", [1, 2], "stop", 5), RequestOutput("b", [])], EngineStats(num_running=1)),
         Outputs([RequestOutput("a", [], "stop", timings=RequestTimings(0.1, 0.2, 0.3, 0.4))], EngineStats()),
+        Outputs(
+            [
+                RequestOutput(
+                    "a",
+                    [7],
+                    logprobs=[TokenLogprobs(7, -0.5, 1, ((7, -0.5), (3, -float("inf"))))],
+                    prompt_logprobs=[None, TokenLogprobs(5, -2.0, 9)],
+                )
+            ],
+            EngineStats(),
+        ),
         Inspected(EngineSnapshot(EngineStats(steps=3), [RequestSnapshot("a", "preempted", 5, 6, 4, 0, 1, 2)])),
         Failed("a", Failure("OverloadedError", "full")),
         Fatal(Failure("MissingWeightsError", "no weights")),

@@ -20,7 +20,7 @@ from vlmserve.errors import (
     UnavailableError,
 )
 from vlmserve.frontend.client import EngineClient, EngineStream
-from vlmserve.types import EngineRequest, Prompt, RequestOutput, RequestTimings, SamplingParams
+from vlmserve.types import EngineRequest, Prompt, RequestOutput, RequestTimings, SamplingParams, TokenLogprobs
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,17 @@ async def test_timings_that_came_with_an_unread_first_token_are_kept():
     stream.put(RequestOutput("a", [1], timings=timings))
     stream.put(RequestOutput("a", [2]))
     assert await anext(stream) == RequestOutput("a", [1, 2], timings=timings)
+
+
+async def test_unread_outputs_keep_their_logprobs_one_for_each_token():
+    stream = EngineStream("a", lambda _: None)
+    told = [TokenLogprobs(token, -0.5, 1) for token in range(4)]
+    stream.put(RequestOutput("a", [0], logprobs=told[:1], prompt_logprobs=[None, told[3]]))
+    stream.put(RequestOutput("a", [1, 2], logprobs=told[1:3]))
+    stream.put(RequestOutput("a", [], "stop", 9, logprobs=[]))
+    [output] = [output async for output in stream]
+    assert output.logprobs == told[:3]
+    assert output.prompt_logprobs == [None, told[3]]
 
 
 async def test_a_killed_engine_fails_everybody_at_once(start):

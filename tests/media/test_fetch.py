@@ -130,6 +130,33 @@ def test_a_name_with_one_inside_address_is_refused(site: Site, monkeypatch: pyte
         fetch_file(site.url("/rebound", send(), "example.com"), limits())
 
 
+def test_where_hosts_are_listed_no_other_one_is_even_looked_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = []
+
+    def resolve(host: str, port: int, timeout: float) -> list[str]:
+        looked_up.append(host)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(fetch, "_resolve", resolve)
+    monkeypatch.setattr(fetch, "is_public", lambda address: True)
+    listed = MediaConfig(allowed_media_domains=("Pictures.example", "10.0.0.1"))
+    url = site.url("/listed", send(), "pictures.EXAMPLE")
+    assert fetch_file(url, listed) == PICTURE
+    for host in ("sub.pictures.example", "example", "pictures.example.", "127.0.0.1"):
+        with pytest.raises(ImageFetchError, match="none of the hosts"):
+            fetch_file(site.url("/listed", send(), host), listed)
+    away = site.url("/away", send(b"", 302, Location=site.url("/listed", send(), "other.example")), "pictures.example")
+    with pytest.raises(ImageFetchError, match="none of the hosts"):
+        fetch_file(away, listed)
+    assert {host.lower() for host in looked_up} == {"pictures.example"}
+    assert fetch_file(site.url("/listed", send()), limits(allowed_media_domains=("pictures.example",))) == PICTURE
+
+
+def test_a_listed_host_must_be_public_all_the_same(site: Site) -> None:
+    with pytest.raises(ImageFetchError, match="not a public address"):
+        fetch_file(site.url("/inside", send(), "localhost"), MediaConfig(allowed_media_domains=("localhost",)))
+
+
 def test_the_next_address_is_tried_when_one_is_dead(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["127.0.0.2", "127.0.0.1"])
     assert fetch_file(site.url("/second", send()), limits()) == PICTURE

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.prompt.tokenizers_for_tests import byte_level, sentencepiece, word_level
 from vlmserve.prompt.checkpoint import PromptFiles
-from vlmserve.prompt.detokenize import Detokenizer
+from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.tokenizer import Tokenizer
 
 NO_FILES = PromptFiles(model_type="", tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
@@ -145,3 +145,31 @@ def test_nothing_follows_a_stop_string(letters: Tokenizer) -> None:
     assert detokenizer.stopped
     assert detokenizer.push(letters.encode("on", add_special_tokens=False)) == ""
     assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("text", ["pictures", "a red picture", "reddish pictures, it's blue."])
+def test_the_bytes_of_tokens_together_are_the_text(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    of = token_bytes(tokenizer)
+    assert b"".join(map(of, ids)).decode().strip() == tokenizer.decode(ids, skip_special_tokens=False).strip()
+    assert of(10**6) == b""
+
+
+def test_parts_of_a_character_are_bytes_of_their_own():
+    tokenizer = Tokenizer(byte_level(), NO_FILES)
+    ids = tokenizer.encode("\N{PARTY POPPER}", add_special_tokens=False)
+    parts = [token_bytes(tokenizer)(id_) for id_ in ids]
+    assert len(parts) > 1
+    assert b"".join(parts) == "\N{PARTY POPPER}".encode()
+
+
+@given(st.lists(st.integers(0, 300), max_size=30))
+def test_what_was_decoded_is_shown_up_to_what_is_held(ids):
+    detokenizer = Detokenizer(Tokenizer(byte_level(), NO_FILES), stop=["pictures"])
+    shown = ""
+    for id_ in ids:
+        shown += detokenizer.push([id_])
+        assert detokenizer.num_shown == len(shown) <= detokenizer.num_decoded
+        assert detokenizer.num_decoded - len(shown) < len("pictures")
+    shown += detokenizer.finish()
+    assert detokenizer.num_shown == len(shown) == detokenizer.num_decoded

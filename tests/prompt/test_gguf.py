@@ -326,6 +326,8 @@ def test_what_a_file_says_of_prompts(tmp_path: Path) -> None:
     writer.add_chat_template("{{ messages[0].content }}")
     writer.add_float32("general.sampling.temp", 0.25)
     writer.add_uint32("general.sampling.top_k", 20)
+    writer.add_float32("general.sampling.penalty_repeat", 1.25)
+    writer.add_int32("general.sampling.penalty_last_n", 64)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -333,7 +335,8 @@ def test_what_a_file_says_of_prompts(tmp_path: Path) -> None:
     files = PromptFiles.read(path)
     assert files.chat_template == "{{ messages[0].content }}"
     assert files.image_token_id is None
-    assert default_sampling(path) == SamplingParams(temperature=0.25, top_k=20)
+    expected = SamplingParams(temperature=0.25, top_k=20, repetition_penalty=1.25, repeat_last_n=64)
+    assert default_sampling(path) == expected
     with pytest.raises(ModelLoadError, match="holds no whole tokenizer"):
         read(path)
 

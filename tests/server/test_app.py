@@ -86,11 +86,13 @@ async def test_a_server_that_loads_says_so():
 @pytest.mark.parametrize(
     ("model", "served", "shown"),
     [
-        ("pixie", None, "pixie"),
-        ("llava-hf/llava-1.5-7b-hf", None, "llava-hf/llava-1.5-7b-hf"),
-        ("/data/models/mine/", None, "mine"),
-        ("./mine", None, "mine"),
+        ("pixie", (), "pixie"),
+        ("llava-hf/llava-1.5-7b-hf", (), "llava-hf/llava-1.5-7b-hf"),
+        ("/data/models/mine/", (), "mine"),
+        ("./mine", (), "mine"),
         ("/data/models/mine", "ours", "ours"),
+        ("/data/models/mine", ("ours", "yours"), "ours"),
+        ("/", (), "/"),
     ],
 )
 async def test_clients_see_a_name_and_not_the_servers_paths(model, served, shown):
@@ -98,11 +100,33 @@ async def test_clients_see_a_name_and_not_the_servers_paths(model, served, shown
     assert service.model_name == shown
 
 
+async def test_a_model_has_all_the_names_that_it_is_served_under():
+    service = Service(EngineConfig(), MediaConfig(), ServerConfig(served_model_name=("a", "b", "a")))
+    transport = httpx.ASGITransport(create_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["a", "b"]
+        assert [(await client.get(f"/v1/models/{name}")).json()["id"] for name in ("a", "b", "pixie")] == [
+            "a",
+            "b",
+            "a",
+        ]
+        refused = await client.get("/v1/models/c")
+    assert refused.status_code == 404
+    assert "only 'a', 'b'" in refused.json()["error"]["message"]
+    service.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({"do_sample": False, "temperature": 0.7}, SamplingParams(temperature=0.0)),
         ({"temperature": 0.7, "top_p": 0.9, "top_k": 40}, SamplingParams(temperature=0.7, top_p=0.9, top_k=40)),
+        ({"repetition_penalty": 1.05}, SamplingParams(repetition_penalty=1.05)),
+        (
+            {"do_sample": False, "repetition_penalty": 1.05, "top_k": 5},
+            SamplingParams(temperature=0.0, repetition_penalty=1.05),
+        ),
         ({"eos_token_id": 2}, SamplingParams()),
         ({"temperature": -3}, SamplingParams()),
         (None, SamplingParams()),

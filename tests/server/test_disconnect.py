@@ -70,7 +70,7 @@ def test_leaving_while_the_prompt_is_prepared_never_reaches_the_engine(slow, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(slow.service._preparer, "chat", hold)
-        with sent(slow, LONG):
+        with sent(slow, {**LONG, "messages": [{"role": "user", "content": "Long enough for a thread. " * 100}]}):
             assert preparing.wait(60)
         wait_until(lambda: slow.service.num_answers == 0)
         go_on.set()

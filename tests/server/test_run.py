@@ -219,6 +219,15 @@ def test_what_goes_on_is_logged_while_it_is_busy_and_not_afterwards(folder, capf
     assert "tokens/s" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_each_request_has_a_line_in_the_log_if_that_is_wanted(folder, capfd, wanted):
+    with serving(folder, server={"access_log": wanted}) as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    assert ("GET /v1/models 200" in capfd.readouterr().err) == wanted
+
+
 def test_an_address_in_use_is_a_clear_error(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from vlmserve.cli.options import command
+from vlmserve.cli.sources import Origins
+from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
 
@@ -32,7 +34,7 @@ MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer; defa
 Temperature = Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")]
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command()
 def serve(
     engine: EngineConfig,
@@ -40,13 +42,46 @@ def serve(
     server: ServerConfig,
     model: Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))] = BUILT_IN_MODEL,
 ) -> None:
-    """Serve a model over an OpenAI-compatible API."""
+    """Serve a model over an OpenAI-compatible API.
+
+    Every flag is also an environment variable, --max-model-len is VLMSERVE_MAX_MODEL_LEN, and a key in the file that
+    --config names; `vlmserve config` shows what counts. Flags may have the names that they have in vLLM.
+    """
     from vlmserve.server import run
 
     run.serve(engine, media, server)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
+@command()
+def config(
+    engine: EngineConfig,
+    media: MediaConfig,
+    server: ServerConfig,
+    origins: Origins,
+    model: Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))] = BUILT_IN_MODEL,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, with where each comes from.")] = False,
+    as_toml: Annotated[bool, typer.Option("--toml", help="As a complete file for --config.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="All there is to set, as a page of Markdown.")] = False,
+) -> None:
+    """Show the settings that serve would have with the same flags, and where each comes from."""
+    from vlmserve.cli import effective
+    from vlmserve.cli.reference import reference_page
+
+    if as_json + as_toml + reference > 1:
+        raise ConfigurationError("--json, --toml and --reference are three ways of showing; give one of them")
+    settings = {"server": server, "engine": engine, "media": media}
+    if reference:
+        print(reference_page(), end="")
+    elif as_json:
+        print(effective.as_json(settings, origins))
+    elif as_toml:
+        print(effective.as_toml(settings, origins), end="")
+    else:
+        effective.show(settings, origins)
+
+
+@app.command(cls=SettingsCommand)
 @command(LOCAL_FIELDS)
 def ask(
     engine: EngineConfig,
@@ -76,7 +111,7 @@ def ask(
     typer.echo()
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command(LOCAL_FIELDS)
 def chat(
     engine: EngineConfig,
@@ -101,7 +136,7 @@ def chat(
     TerminalChat(open_answers(engine, media, url), params, Console()).run()
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "num_threads"))
 def bench(
     engine: EngineConfig,
@@ -118,7 +153,7 @@ def bench(
     run_bench(engine, tuple(scheme or ("none", "int8", "int4")), tuple(at_once or (1, 16, 64)), json)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command(("revision", "device", "dtype", "model_impl", "kernels", "kv_cache_memory", "num_threads"))
 def verify(
     engine: EngineConfig,
@@ -136,7 +171,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @command(("revision", "quantize", *QUANTIZATION_DETAILS))
 def quantize(
     engine: EngineConfig,
@@ -190,7 +225,7 @@ def models(
     )
 
 
-@evaluations.command("pixie")
+@evaluations.command("pixie", cls=SettingsCommand)
 @command((*LOCAL_FIELDS, *QUANTIZATION_DETAILS, "kernels"))
 def eval_pixie(
     engine: EngineConfig,
@@ -234,7 +269,7 @@ def eval_pixie(
         typer.echo(f"Written into {card}")
 
 
-@evaluations.command("perplexity")
+@evaluations.command("perplexity", cls=SettingsCommand)
 @command(("revision", "device", "dtype", "kernels", "num_threads", *QUANTIZATION_DETAILS))
 def eval_perplexity(
     engine: EngineConfig,

@@ -1,68 +1,71 @@
 """Command line flags made from the settings, so that each is described in one place.
 
 A command takes whole settings (``engine: EngineConfig``); `command` shows a flag for every field instead, reads and
-checks them, and turns the errors that vlmserve raises on purpose into one red line and an exit code.
+checks them, together with what the environment and a file say of the same fields, and turns the errors that vlmserve
+raises on purpose into one red line and an exit code.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Callable, Collection
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, Settings, parse_json, parse_size, read_settings
+from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, plain_type, size_text
+from vlmserve.cli.sources import CONFIG, Origin, Origins, read_sources
+from vlmserve.cli.spellings import WRITTEN
+from vlmserve.config import Settings, is_secret, read_settings
 from vlmserve.errors import ConfigurationError, VLMServeError
 
-PANELS: dict[type[Settings], str] = {EngineConfig: "Engine", MediaConfig: "Pictures", ServerConfig: "Server"}
 SHORT = {"model": ("-m",)}
 
 FAILED = 1
 WRONG_USE = 2
 
 
-def flag(name: str) -> str:
-    """``--max-model-len`` for ``max_model_len``."""
-    return "--" + name.replace("_", "-")
-
-
 def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a typer command: expand parameters that are settings into flags, add ``--debug``, report errors.
 
-    fields: the only ones that get a flag; default: all. A field with the name of another parameter of the command
-    gets no flag but that parameter's value.
+    fields: the only ones that get a flag, and that the environment and a file are asked for; default: all. A field with
+    the name of another parameter of the command gets no flag but that parameter's value. A parameter of the type
+    `Origins` gets where the settings come from.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(function, include_extras=True)
         given = inspect.signature(function).parameters
         kinds = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Settings)}
-        plain = [p.replace(annotation=hints[name]) for name, p in given.items() if name not in kinds]
+        made = {*kinds, *(name for name, hint in hints.items() if hint is Origins)}
+        plain = {name: p.replace(annotation=hints[name]) for name, p in given.items() if name not in made}
         flags: dict[str, inspect.Parameter] = {}
         for kind in kinds.values():
             for name, field in kind.model_fields.items():
-                if (fields is None or name in fields) and not any(p.name == name for p in plain):
+                if (fields is None or name in fields) and name not in plain:
                     flags[name] = _parameter(kind, name, field)
 
         @functools.wraps(function)
-        def run(debug: bool = False, **values: Any) -> None:
+        def run(context: typer.Context, debug: bool = False, settings_file: Path | None = None, **values: Any) -> None:
             try:
-                settings = {
-                    parameter: _read(kind, {k: v for k, v in values.items() if k in kind.model_fields}, flags)
-                    for parameter, kind in kinds.items()
-                }
-                function(**settings, **{p.name: values[p.name] for p in plain})
+                typed = {name: values[name] for name in values if _is_typed(context, name)}
+                values_of = {name: values[name] for name in plain}
+                if kinds:
+                    written = {name: name.upper() for name in plain} | context.meta.get(WRITTEN, {})
+                    read, origins = _read(kinds, typed, {*flags, *plain}, written, settings_file)
+                    values_of |= read | {name: origins for name in made - set(kinds)}
+                function(**values_of)
             except VLMServeError as error:
                 if debug:
                     raise
                 report(str(error))
                 raise typer.Exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED) from None
 
-        parameters = [*plain, *flags.values(), _DEBUG]
+        parameters = [*plain.values(), *flags.values(), *([_SETTINGS_FILE] if kinds else []), _DEBUG, _CONTEXT]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -72,14 +75,57 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
 
 def report(message: str) -> None:
     """One red line on the error stream."""
+    _line(f"Error: {message}", "red")
+
+
+def note(message: str) -> None:
+    """One yellow line on the error stream, of something that a person should know."""
+    _line(f"Note: {message}", "yellow")
+
+
+def _line(text: str, style: str) -> None:
     from rich.console import Console
 
-    Console(stderr=True).print(f"Error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _read(kind: type[Settings], values: dict[str, Any], flags: dict[str, inspect.Parameter]) -> Settings:
-    given = {name: value for name, value in values.items() if value != _default(kind.model_fields[name])}
-    return read_settings(kind, given, lambda name: flag(name) if name in flags else name.upper())
+def panel(kind: type[Settings]) -> str:
+    """The heading above the flags of a section."""
+    section = SECTION_OF[kind]
+    meaning = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
+    return f"{section.capitalize()}: {meaning[:1].lower()}{meaning[1:]}"
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _read(
+    kinds: Mapping[str, type[Settings]],
+    typed: Mapping[str, Any],
+    known: Collection[str],
+    written: Mapping[str, str],
+    path: Path | None,
+) -> tuple[dict[str, Settings], Origins]:
+    """A command's settings by its parameters' names, and where they come from.
+
+    typed: values on the command line. known: the fields that the command has. written: how they were typed if it was
+    not as our flag.
+    """
+    found = read_sources(path, os.environ)
+    origins, settings = Origins(), {}
+    for parameter, kind in kinds.items():
+        values = {}
+        for name in kind.model_fields:
+            if name in typed:
+                values[name], origins[name] = typed[name], Origin("flag", written.get(name, flag(name)))
+            elif name in known and name in found:
+                values[name], origins[name] = found[name]
+        settings[parameter] = read_settings(
+            kind, values, lambda name: origins[name].name if name in origins else flag(name)
+        )
+    return settings, origins
 
 
 def _parameter(kind: type[Settings], name: str, field: FieldInfo) -> inspect.Parameter:
@@ -88,63 +134,31 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo) -> inspect.Par
         *SHORT.get(name, ()),
         f"{flag(name)}/{flag('no_' + name)}" if field.annotation is bool else flag(name),
         help=field.description,
-        show_default=field.default not in (None, ()) and not _is_json(field),
-        metavar=_metavar(field),
-        rich_help_panel=PANELS[kind],
+        show_default=not is_json(field) and not is_secret(field) and field.default not in (None, ()),
+        metavar="SIZE" if is_size(field) else "JSON" if is_json(field) else None,
+        rich_help_panel=panel(kind),
     )
-    annotation: Any = Annotated[_plain_type(field), option]
+    annotation: Any = Annotated[plain_type(field) | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation)
 
 
-def _is_size(field: FieldInfo) -> bool:
-    return any(getattr(data, "func", None) is parse_size for data in _metadata(field))
-
-
-def _is_json(field: FieldInfo) -> bool:
-    return any(getattr(data, "func", None) is parse_json for data in _metadata(field))
-
-
-def _metadata(field: FieldInfo) -> list[Any]:
-    nested = [data for part in get_args(field.annotation) for data in getattr(part, "__metadata__", ())]
-    return [*field.metadata, *nested]
-
-
-def _plain_type(field: FieldInfo) -> Any:
-    """The type that typer parses: ranges and patterns are the settings' business.
-
-    A tuple becomes a flag that may be repeated.
-    """
-    if _is_size(field) or _is_json(field):
-        return str | None
-    annotation: Any = field.annotation
-    if get_origin(annotation) in (Union, types.UnionType):
-        [annotation] = [part for part in get_args(annotation) if part is not type(None)]
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) is tuple:
-        return list[get_args(annotation)[0]]  # type: ignore[misc]
-    return annotation | None
-
-
-def _metavar(field: FieldInfo) -> str | None:
-    return "SIZE" if _is_size(field) else "JSON" if _is_json(field) else None
-
-
 def _default(field: FieldInfo) -> Any:
-    if isinstance(field.default, tuple):
-        return list(field.default)
-    if _is_json(field):
+    """What the help shows; a value that was not typed never gets into the settings."""
+    if is_list(field) or is_secret(field) or is_json(field):
         return None
-    return _size_text(field.default) if _is_size(field) and field.default is not None else field.default
+    return size_text(field.default) if is_size(field) and field.default is not None else field.default
 
 
-def _size_text(size: int) -> str:
-    for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
-        if size and size % factor == 0:
-            return f"{size // factor}{unit}"
-    return str(size)
-
-
+_CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+_SETTINGS_FILE = inspect.Parameter(
+    "settings_file",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help=f"A TOML file with settings; default: what {CONFIG} names."),
+    ],
+)
 _DEBUG = inspect.Parameter(
     "debug",
     inspect.Parameter.KEYWORD_ONLY,

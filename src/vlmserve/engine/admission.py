@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Container
 
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, TooManyImagesError
-from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt
+from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt, SamplingParams
 
 
-def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container[str]) -> None:
-    """Check that a request can run on the model of `info`. unfinished: the ids in use.
+def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container[str], *, max_logprobs: int) -> None:
+    """Check that a request can run on the model of `info`. unfinished: the ids in use. max_logprobs: alternatives that
+    it may ask for.
 
     Raises PromptTooLongError, TooManyImagesError, or InvalidRequestError for an id in use, an empty prompt, a token id
-    outside of the vocabulary or pictures that do not lie in the prompt.
+    outside of the vocabulary, more alternatives than may be asked for or pictures that do not lie in the prompt.
     """
     if request.request_id in unfinished:
         raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -33,6 +34,20 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
         _check_text(span, prompt)
         end = span.end
     _check_token_ids(prompt, info.vocab_size)
+    _check_params(request.params, info.vocab_size, max_logprobs)
+
+
+def _check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > max_logprobs:
+            raise InvalidRequestError(
+                f"{name} must be at most {max_logprobs} here, got {count}; --max-logprobs sets how many", param=name
+            )
+    unknown = max(params.logit_bias, default=0)
+    if unknown >= vocab_size:
+        raise InvalidRequestError(
+            f"token id {unknown} in logit_bias is not in the vocabulary of {vocab_size}", param="logit_bias"
+        )
 
 
 def _check_text(span: ImageSpan, prompt: Prompt) -> None:

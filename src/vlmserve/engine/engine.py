@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -38,6 +39,7 @@ from vlmserve.types import (
     RequestOutput,
     RequestSnapshot,
     RequestTimings,
+    TokenLogprobs,
 )
 
 
@@ -129,6 +131,7 @@ class Engine:
             max_prompt_len=self._max_len - 1,
             kv_cache_bytes=num_blocks * block_bytes,
             sees_images=model.vision is not None,
+            end_token_ids=sorted(model.end_token_ids),
         )
 
     @property
@@ -136,7 +139,7 @@ class Engine:
         return self._info
 
     def add(self, request: EngineRequest) -> None:
-        check_request(request, self._info, self._scheduler)
+        check_request(request, self._info, self._scheduler, max_logprobs=self._config.max_logprobs)
         if len(self._scheduler.waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
         for span in request.prompt.images:
@@ -168,7 +171,7 @@ class Engine:
         if not (step.chunks or step.clear or step.transfers):
             return []
         planned = time.perf_counter()
-        tokens = self._runner.run(step)
+        result = self._runner.run(step)
         ran = time.perf_counter()
         run = self._runner.timings
         prompt_tokens = sum(
@@ -179,12 +182,15 @@ class Engine:
         self._costs.computed(prompt_tokens, run.model)
         self._costs.copied(step.transfers, run.transfer)
         self._note_times(step, planned, ran)
+        for chunk in step.chunks:
+            if chunk.sequence.prompt_logprobs is not None:
+                chunk.sequence.prompt_logprobs += result.prompt_logprobs[chunk.sequence.request_id]
         answered = [chunk.sequence for chunk in step.chunks if chunk.samples]
         outputs = [
-            msgspec.structs.replace(output, timings=_timings(sequence, output, ran))
-            if output.finish_reason is not None or sequence.answered == ran
-            else output
-            for sequence, output in zip(answered, self._scheduler.update(step, tokens), strict=True)
+            _told(sequence, output, logprobs, ran)
+            for sequence, output, logprobs in zip(
+                answered, self._scheduler.update(step, result.tokens), result.logprobs, strict=True
+            )
         ]
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
@@ -277,6 +283,19 @@ class Engine:
                 f"takes {num_bytes:,} bytes; raise --encoder-cache-memory",
                 param="messages",
             )
+
+
+def _told(sequence: Sequence, output: RequestOutput, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
+    """An output with what only some of them tell. logprobs: of the token that was sampled, if they are asked for."""
+    further: dict[str, Any] = {}
+    first = sequence.answered == now
+    if first or output.finish_reason is not None:
+        further["timings"] = _timings(sequence, output, now)
+    if logprobs is not None:
+        further["logprobs"] = [logprobs] if output.token_ids else []
+    if first and sequence.prompt_logprobs is not None:
+        further["prompt_logprobs"], sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return msgspec.structs.replace(output, **further) if further else output
 
 
 def _timings(sequence: Sequence, output: RequestOutput, now: float) -> RequestTimings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ from vlmserve.types import (
     RequestOutput,
     RequestSnapshot,
     RequestTimings,
+    TokenLogprobs,
 )
 
 _WORDS = (
@@ -45,7 +47,7 @@ class _Answer:
 
     __slots__ = (
         "added", "closing", "digest", "due", "first", "length", "matcher", "num_images", "produced", "request", "room",
-        "started", "tokens",
+        "started", "tokens", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +56,7 @@ class _Answer:
         words: list[list[int]],
         digest: bytes,
         room: int,
+        vocab_size: int,
         matcher: Matcher | None,
         closing: list[int],
     ) -> None:
@@ -64,6 +67,7 @@ class _Answer:
         self.length = max(request.params.min_tokens, sum(map(len, walk[: 4 + digest[-1] % 24])))
         self.room = min(room, request.params.max_tokens or room)
         self.num_images = request.prompt.num_images
+        self.vocab_size = vocab_size
         self.produced = 0
         self.added = time.monotonic()
         self.due = self.started = 0.0
@@ -73,31 +77,60 @@ class _Answer:
         """Produce one token, or end."""
         if self.matcher is not None:
             return self._advance_by(self.matcher, eos_token_ids)
-        params, request_id = self.request.params, self.request.request_id
+        params = self.request.params
         if self.produced >= self.length and not params.ignore_eos and eos_token_ids:
-            return RequestOutput(request_id, [], "stop", min(eos_token_ids), images_encoded=self.num_images)
+            return self._output([], "stop", min(eos_token_ids))
         token = next(self.tokens)
         if token in params.stop_token_ids:
             if self.produced >= params.min_tokens:
-                return RequestOutput(request_id, [], "stop", token, images_encoded=self.num_images)
+                return self._output([], "stop", token)
             token = next((t for t in itertools.islice(self.tokens, 256) if t not in params.stop_token_ids), token)
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
-        return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
+        return self._output([token], finish_reason)
+
+    def _output(
+        self, token_ids: list[int], finish_reason: FinishReason | None, stop_token_id: int | None = None
+    ) -> RequestOutput:
+        params = self.request.params
+        logprobs = prompt_logprobs = None
+        if params.logprobs is not None:
+            logprobs = [_logprobs(token_id, params.logprobs, self.vocab_size) for token_id in token_ids]
+        if params.prompt_logprobs is not None and self.first is None:
+            prompt_logprobs = self._prompt_logprobs(params.prompt_logprobs)
+        return RequestOutput(
+            self.request.request_id,
+            token_ids,
+            finish_reason,
+            stop_token_id,
+            images_encoded=self.num_images,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _prompt_logprobs(self, count: int) -> list[TokenLogprobs | None]:
+        prompt = self.request.prompt
+        pictured = {place for span in prompt.images for place in range(span.start, span.end)}
+        return [
+            _logprobs(token_id, count, self.vocab_size) if place and place not in pictured else None
+            for place, token_id in enumerate(prompt.token_ids)
+        ]
 
     def _advance_by(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> RequestOutput:
         """A word of its own where the grammar allows one, else mostly what closes JSON, else any token."""
-        params, request_id = self.request.params, self.request.request_id
+        params = self.request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens)
         possible = np.flatnonzero(allowed)
         if matcher.error is not None:
-            return RequestOutput(request_id, [], "error", error=matcher.error, images_encoded=self.num_images)
+            return RequestOutput(
+                self.request.request_id, [], "error", error=matcher.error, images_encoded=self.num_images
+            )
         end = next((id_ for id_ in sorted(ends) if id_ < len(allowed) and allowed[id_]), None)
         token = next(self.tokens)
         has_more = self.produced < self.length and allowed[token]
         if not len(possible) or (end is not None and not has_more):
-            return RequestOutput(request_id, [], "stop", end, images_encoded=self.num_images)
+            return self._output([], "stop", end)
         if not has_more:
             chance = blake3(self.digest + self.produced.to_bytes(4, "little")).digest(4)
             closing = [id_ for id_ in self.closing if allowed[id_]]
@@ -111,7 +144,7 @@ class _Answer:
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
         if matcher.finished:
             finish_reason = "stop"
-        return RequestOutput(request_id, [token], finish_reason, images_encoded=self.num_images)
+        return self._output([token], finish_reason)
 
     def timings(self, now: float, *, ended: bool) -> RequestTimings:
         """What it spent its time on until `now`, when it had its first token or ended."""
@@ -142,7 +175,8 @@ class MockEngine:
     """A `VLMEngine` that answers words chosen by the prompt's tokens and pictures and by the seed.
 
     It batches continuously: a step takes `mock_tpot` seconds however many requests run, up to `max_num_seqs`, and a
-    request's first token comes `mock_ttft` seconds after it began to run. Greedy requests ignore their seed.
+    request's first token comes `mock_ttft` seconds after it began to run. Greedy requests ignore their seed; penalties
+    and biases change nothing.
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
@@ -154,7 +188,7 @@ class MockEngine:
         self._config = config
         self._words, self._closing, vocab_size = _read_tokenizer(folder)
         self._eos_token_ids = _eos_token_ids(folder)
-        self._info = _model_info(config, folder, vocab_size)
+        self._info = _model_info(config, folder, vocab_size, self._eos_token_ids)
         self._grammars = grammar_compiler(config, folder, self._info.vocab_size)
         self._unfinished: dict[str, _Answer] = {}
         self._waiting: deque[_Answer] = deque()
@@ -167,7 +201,7 @@ class MockEngine:
         return self._info
 
     def add(self, request: EngineRequest) -> None:
-        check_request(request, self._info, self._unfinished)
+        check_request(request, self._info, self._unfinished, max_logprobs=self._config.max_logprobs)
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
         grammar = request.params.grammar
@@ -176,6 +210,7 @@ class MockEngine:
             self._words,
             self._digest(request),
             self._info.max_model_len - len(request.prompt.token_ids),
+            self._info.vocab_size,
             None if grammar is None else self._grammars.matcher(grammar),
             self._closing,
         )
@@ -272,6 +307,15 @@ class MockEngine:
         return blake3(msgspec.msgpack.encode((request.prompt.token_ids, pictures, seed))).digest()
 
 
+def _logprobs(token_id: int, count: int, vocab_size: int) -> TokenLogprobs:
+    """As if the token had three quarters of all probability and those of the next ids half of what is left, each."""
+    top = tuple(
+        ((token_id + further) % vocab_size, math.log(0.75 if further == 0 else 0.25 / 2**further))
+        for further in range(min(count, vocab_size))
+    )
+    return TokenLogprobs(token_id, math.log(0.75), 1, top)
+
+
 def _read_tokenizer(folder: Path) -> tuple[list[list[int]], list[int], int]:
     """The words that answers are made of, as token ids, the tokens that close JSON, and the vocabulary's size."""
     from tokenizers import Tokenizer
@@ -305,7 +349,7 @@ def _eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-def _model_info(config: EngineConfig, folder: Path, vocab_size: int) -> ModelInfo:
+def _model_info(config: EngineConfig, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> ModelInfo:
     checkpoint = _read_json(folder / "config.json")
     text = checkpoint.get("text_config") or checkpoint
     own_context = int(text.get("max_position_embeddings") or _DEFAULT_CONTEXT)
@@ -323,4 +367,5 @@ def _model_info(config: EngineConfig, folder: Path, vocab_size: int) -> ModelInf
         max_prompt_len=context - 1,
         kv_cache_bytes=0,
         sees_images="vision_config" in checkpoint,
+        end_token_ids=sorted(eos_token_ids),
     )

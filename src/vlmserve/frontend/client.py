@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import threading
@@ -95,10 +96,17 @@ class EngineStream:
     def put(self, output: RequestOutput) -> None:
         """The engine produced something."""
         if self._pending is not None:
+            token_ids, logprobs = self._pending.token_ids, self._pending.logprobs
+            # In place: else what nobody has read yet would be copied with every token.
+            token_ids += output.token_ids
+            if logprobs is not None:
+                logprobs += output.logprobs or ()
             output = msgspec.structs.replace(
                 output,
-                token_ids=self._pending.token_ids + output.token_ids,
+                token_ids=token_ids,
                 timings=output.timings or self._pending.timings,
+                logprobs=logprobs,
+                prompt_logprobs=self._pending.prompt_logprobs or output.prompt_logprobs,
             )
         self._pending = output
         self._news.set()
@@ -119,6 +127,7 @@ class EngineClient:
         self._socket.set(zmq.LINGER, 0)
         self._streams: dict[str, EngineStream] = {}
         self._inspection: asyncio.Future[EngineSnapshot | None] | None = None
+        self._outbox: list[ToEngine] = []
         self._sends: set[asyncio.Future[Any]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
@@ -373,6 +382,26 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         """Hand a message over, in order; pictures are not copied. It leaves as soon as the engine takes it."""
-        sending = asyncio.ensure_future(self._socket.send_multipart(encode(message), copy=False))
-        self._sends.add(sending)
-        sending.add_done_callback(self._sends.discard)
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(message)
+
+    def _flush(self) -> None:
+        """What came together leaves together: under load, a message costs more than what it says."""
+        messages, self._outbox = self._outbox, []
+        if self._socket.closed:
+            return
+        for kind, alike in itertools.groupby(messages, type):
+            for message in _in_fewer(kind, list(alike)):
+                sending = asyncio.ensure_future(self._socket.send_multipart(encode(message), copy=False))
+                self._sends.add(sending)
+                sending.add_done_callback(self._sends.discard)
+
+
+def _in_fewer(kind: type, messages: list[Any]) -> list[ToEngine]:
+    """The same in fewer messages. All are of that kind."""
+    if kind is Add:
+        return [Add([request for message in messages for request in message.requests])]
+    if kind is Abort:
+        return [Abort([request_id for message in messages for request_id in message.request_ids])]
+    return messages

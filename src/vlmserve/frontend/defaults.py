@@ -22,9 +22,11 @@ def default_sampling(folder: Path) -> SamplingParams:
     """
     path = folder if folder.is_file() else folder / "generation_config.json"
     settings = _in_gguf(path) if folder.is_file() else read_json(path)
+    names = ["temperature", "repetition_penalty", "repeat_last_n"]
     if settings.get("do_sample") is False:
-        return SamplingParams(temperature=0.0)
-    names = ("temperature", "top_p", "top_k", "min_p")
+        settings = {**settings, "temperature": 0.0}
+    else:
+        names += ["top_p", "top_k", "min_p"]
     wanted = {name: settings[name] for name in names if isinstance(settings.get(name), int | float)}
     try:
         return SamplingParams(**wanted)
@@ -35,7 +37,12 @@ def default_sampling(folder: Path) -> SamplingParams:
 
 def _in_gguf(path: Path) -> dict[str, Any]:
     values = read_header(path).values
-    return {
-        name: values.get(f"general.sampling.{key}")
-        for name, key in {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}.items()
+    keys = {
+        "temperature": "temp",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "repetition_penalty": "penalty_repeat",
+        "repeat_last_n": "penalty_last_n",
     }
+    return {name: values.get(f"general.sampling.{key}") for name, key in keys.items()}

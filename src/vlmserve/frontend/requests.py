@@ -27,7 +27,7 @@ from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWo
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.media.videos import VideoProcessor, prepare_video
 from vlmserve.prompt.checkpoint import PromptFiles, read_json
-from vlmserve.prompt.detokenize import Detokenizer
+from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.one_picture import one_picture_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_template
@@ -81,6 +81,8 @@ class RequestPreparer:
             lambda: self.tokenizer, max_bytes=engine.max_grammar_bytes, cache_size=engine.grammar_cache
         )
         self.tool_form = choose_form(self._template, self.tokenizer, engine.tool_call_parser)
+        self.token_bytes = token_bytes(self.tokenizer)
+        """The bytes that a token stands for, by its id."""
         sees_videos = self.tokenizer.video_token_id is not None
         self._video_processor = _video_processor(folder, media) if sees_videos else None
 

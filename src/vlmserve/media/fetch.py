@@ -33,10 +33,11 @@ def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> by
     """The body that an http(s) URL answers with.
 
     Raises ImageFetchError if it cannot be had within `limits.fetch_timeout` seconds in all and
-    `limits.max_redirects` redirects, or if it is at an address that is not public (unless the host is one of
-    `limits.allowed_media_hosts`); ImageTooLargeError or VideoTooLargeError as soon as it turns out to be too large.
+    `limits.max_redirects` redirects, or if it is at an address that is not public or at a host that is not one of
+    `limits.allowed_media_domains`, if there are any (unless the host is one of `limits.allowed_media_hosts`);
+    ImageTooLargeError or VideoTooLargeError as soon as it turns out to be too large.
     """
-    backend = _GuardedBackend(limits.allowed_media_hosts, time.monotonic() + limits.fetch_timeout)
+    backend = _GuardedBackend(limits, time.monotonic() + limits.fetch_timeout)
     with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:
         for _ in range(limits.max_redirects + 1):
             _check_url(url)
@@ -100,8 +101,9 @@ class _ForbiddenAddressError(Exception):
 class _GuardedBackend(httpcore.NetworkBackend):
     """Connects to public addresses and allowed hosts only; everything ends at one deadline."""
 
-    def __init__(self, allowed_hosts: Iterable[str], deadline: float) -> None:
-        self._allowed_hosts = frozenset(host.lower().strip("[]") for host in allowed_hosts)
+    def __init__(self, limits: MediaConfig, deadline: float) -> None:
+        self._allowed_hosts = _hosts(limits.allowed_media_hosts)
+        self._domains = _hosts(limits.allowed_media_domains)
         self._deadline = deadline
         self._inner = httpcore.SyncBackend()
 
@@ -113,8 +115,11 @@ class _GuardedBackend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
+        allowed = host.lower() in self._allowed_hosts
+        if self._domains and not allowed and host.lower() not in self._domains:
+            raise _ForbiddenAddressError(f"{host} is none of the hosts that the operator allows")
         addresses = _resolve(host, port, _remaining(self._deadline))
-        if host.lower() not in self._allowed_hosts:
+        if not allowed:
             for address in addresses:
                 if not is_public(address):
                     raise _ForbiddenAddressError(
@@ -159,6 +164,10 @@ class _DeadlineStream(httpcore.NetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)
+
+
+def _hosts(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name.lower().strip("[]") for name in names)
 
 
 def is_public(address: str) -> bool:

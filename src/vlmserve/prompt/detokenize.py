@@ -35,6 +35,8 @@ class Detokenizer:
         self._stops = [_StopString(string) for string in stop]
         self._held: deque[str] = deque()
         self._emitted: list[str] = []
+        self.num_decoded = self.num_shown = 0
+        """Characters that the tokens so far stand for, and those of them that were returned."""
         self.stop_string: str | None = None
         """The stop string that was completed; nothing follows it."""
 
@@ -55,6 +57,7 @@ class Detokenizer:
         if self.stopped:
             return ""
         new = "".join(self._decoder.push(id_) for id_ in token_ids if id_ not in self._special_ids)
+        self.num_decoded += len(new)
         return self._emit(self._before_stop(new) if self._stops else new)
 
     def finish(self) -> str:
@@ -62,12 +65,14 @@ class Detokenizer:
         if self.stopped:
             return ""
         rest = self._decoder.finish()
+        self.num_decoded += len(rest)
         rest = self._before_stop(rest) if self._stops else rest
         return self._emit(rest + self._release(len(self._held)))
 
     def _emit(self, text: str) -> str:
         if text:
             self._emitted.append(text)
+            self.num_shown += len(text)
         return text
 
     def _before_stop(self, new: str) -> str:
@@ -111,31 +116,47 @@ class _Decoder(Protocol):
     def finish(self) -> str: ...
 
 
-class ByteForm(NamedTuple):
-    """How tokens stand for bytes, whatever stands beside them. strip_spaces: that many are left out at the beginning of
-    a text."""
+def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """What tells the bytes that a token stands for behind others, control tokens included; none for an unknown id."""
+    rule = byte_rule(tokenizer)
+
+    def bytes_of(token_id: int) -> bytes:
+        token = tokenizer.token(token_id)
+        if token is None:
+            return b""
+        if rule is not None:
+            return rule.to_bytes(token)
+        # Some are written in another way where a text begins.
+        once, twice = (tokenizer.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
+        return twice[len(once) :].encode()
+
+    return bytes_of
+
+
+def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
+    rule = byte_rule(tokenizer)
+    return _WindowDecoder(tokenizer) if rule is None else _ByteDecoder(tokenizer, rule)
+
+
+class ByteRule(NamedTuple):
+    """How a tokenizer writes bytes. stripped: spaces that a text loses at its beginning."""
 
     to_bytes: Callable[[str], bytes]
-    strip_spaces: int = 0
+    stripped: int = 0
 
 
-def byte_form(tokenizer: Tokenizer) -> ByteForm | None:
-    """How a tokenizer's tokens stand for bytes; None if what a token stands for depends on others."""
+def byte_rule(tokenizer: Tokenizer) -> ByteRule | None:
+    """None if what a token stands for depends on what stands beside it."""
     decoder = tokenizer.decoder_steps
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return ByteForm(_byte_level_bytes)
+        return ByteRule(_byte_level_bytes)
     if "ByteFallback" in kinds and _is_sentencepiece(steps):
         replaced = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
         stripped = sum(step["start"] for step in steps if step["type"] == "Strip")
-        return ByteForm(lambda token: _sentencepiece_bytes(token, replaced), stripped)
+        return ByteRule(lambda token: _sentencepiece_bytes(token, replaced), stripped)
     return None
-
-
-def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
-    form = byte_form(tokenizer)
-    return _WindowDecoder(tokenizer) if form is None else _ByteDecoder(tokenizer, *form)
 
 
 def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
@@ -153,10 +174,9 @@ def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
 class _ByteDecoder:
     """For tokenizers whose every token stands for bytes of its own, whatever stands beside it."""
 
-    def __init__(self, tokenizer: Tokenizer, to_bytes: Callable[[str], bytes], strip_spaces: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, rule: ByteRule) -> None:
         self._tokenizer = tokenizer
-        self._to_bytes = to_bytes
-        self._spaces_to_strip = strip_spaces
+        self._to_bytes, self._spaces_to_strip = rule
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:

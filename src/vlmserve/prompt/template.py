@@ -94,6 +94,8 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            # Each rendering copies them, and jinja keeps them in layers that are slow to copy.
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
         self.source = source

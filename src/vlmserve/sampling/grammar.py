@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.prompt.detokenize import byte_form
+from vlmserve.prompt.detokenize import byte_rule
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.types import Grammar
 
@@ -60,12 +60,12 @@ class Vocabulary:
         """Raises InvalidRequestError for a tokenizer whose tokens stand for different text beside different ones."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        form = byte_form(tokenizer)
-        if form is None or form.strip_spaces > 1:
+        rule = byte_rule(tokenizer)
+        if rule is None or rule.stripped > 1:
             raise InvalidRequestError("this model's tokenizer cannot be held to a grammar", param="grammar")
         texts = [tokenizer.token(id_) for id_ in range(min(size, tokenizer.vocab_size))]
         special = sorted(id_ for id_ in tokenizer.special_ids if id_ < len(texts))
-        tokens = [b"" if text is None else form.to_bytes(text) for text in texts]
+        tokens = [b"" if text is None else rule.to_bytes(text) for text in texts]
         for id_ in special:
             tokens[id_] = (texts[id_] or "").encode()
         # One more, which no model knows: when an answer may end is decided here, not there.
@@ -74,7 +74,7 @@ class Vocabulary:
         ordinary = {token: id_ for id_, token in enumerate(tokens) if token and id_ not in {*special, size}}
         spaced = [id_ for token, id_ in ordinary.items() if token.startswith(b" ") and len(token) > 1]
         spaces = [id_ for id_, token in enumerate(tokens) if token == b" "]
-        if not form.strip_spaces:
+        if not rule.stripped:
             spaced, spaces = [], []
         return cls(
             tokenizer=LLTokenizer(TokenizerWrapper(source), n_vocab=size + 1, eos_token=[size]),

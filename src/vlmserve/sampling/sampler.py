@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vlmserve.kernels import cpu_sampling
+from vlmserve.sampling.adjustment import Adjustment
+from vlmserve.sampling.grammar import Allowed
 from vlmserve.types import SamplingParams
 
 _CDF_CHUNK = 256
@@ -21,12 +26,15 @@ _TOP_P_CANDIDATES = 256
 
 
 class SamplingRow(NamedTuple):
-    """How to sample one row. num_generated: tokens so far. banned: token ids that must not come now."""
+    """How to sample one row. num_generated: tokens so far. banned: token ids that must not come now. adjustment: what
+    changes its logits, if anything does. allowed: ``[vocabulary]``, what a grammar leaves; None: all."""
 
     params: SamplingParams
     seed: int
     num_generated: int
     banned: frozenset[int] = frozenset()
+    adjustment: Adjustment | None = None
+    allowed: Allowed | None = None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -44,9 +52,16 @@ def draw_seed(seed: int, number: int) -> int:
 def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> list[int | None]:
     """One token for each row of float32 ``[rows, vocabulary]`` logits; None where they hold a NaN or only -inf.
 
-    native: draw by the native kernel, which sorts nothing. Overwrites `logits`. Filters apply in the order temperature,
-    top-k, top-p, min-p, each on what the one before has left; tokens that tie with the last one kept are kept, too.
+    native: draw by the native kernel, which sorts nothing. Overwrites `logits`. Grammars come first, then biases and
+    penalties, then filters in the order temperature, top-k, top-p, min-p, each on what the one before has left; tokens
+    that tie with the last one kept are kept, too.
     """
+    for number, row in enumerate(rows):
+        if row.allowed is not None:
+            logits[number].masked_fill_(torch.from_numpy(~row.allowed).to(logits.device), -torch.inf)
+    adjusted = {number: row.adjustment for number, row in enumerate(rows) if row.adjustment is not None}
+    if adjusted:
+        adjust(logits, adjusted)
     for number, row in enumerate(rows):
         if row.banned:
             logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
@@ -62,6 +77,33 @@ def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> 
             for number, token in zip(numbers, chosen, strict=True):
                 tokens[number] = token
     return tokens
+
+
+def adjust(logits: Tensor, adjustments: Mapping[int, Adjustment]) -> None:
+    """Biases, then penalties, in place, of some rows of float32 ``[rows, vocabulary]`` logits.
+
+    The repetition penalty is that of CTRL (https://arxiv.org/abs/1909.05858, 4.1), applied to logits of either sign as
+    transformers does; the other two are OpenAI's.
+    """
+
+    def on_device(arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(logits.device)
+
+    biased = [(number, own) for number, own in adjustments.items() if len(own.bias_ids)]
+    if biased:
+        rows = on_device([np.full(len(own.bias_ids), number) for number, own in biased])
+        ids = on_device([own.bias_ids for _, own in biased])
+        logits[rows, ids] += on_device([own.biases for _, own in biased])
+    penalized = [(number, own, own.counts) for number, own in adjustments.items() if own.counts is not None]
+    if penalized:
+        rows = on_device([np.full(len(counts.ids), number) for number, _, counts in penalized])
+        ids = on_device([counts.ids for _, _, counts in penalized])
+        penalties = [
+            np.full(len(counts.ids), own.params.repetition_penalty, np.float32) for _, own, counts in penalized
+        ]
+        repetition, scores = on_device(penalties), logits[rows, ids]
+        scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+        logits[rows, ids] = scores - on_device([own.subtracted for _, own, _ in penalized])
 
 
 def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:

@@ -199,13 +199,13 @@ class Scheduler:
 
     def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
         """Keys of a waiting sequence's full blocks that others may have: at least one token is left, for its logits."""
-        if not self._prefix_caching:
+        if not self._prefix_caching or sequence.prompt_logprobs is not None:
             return []
         return sequence.keys_of_full_blocks((len(sequence.token_ids) - 1) // self._block_size, self._block_size)
 
     def _find(self, sequence: Sequence, keys: list[bytes]) -> Hit:
         """What is in memory of a waiting sequence with these shareable keys."""
-        if not self._prefix_caching:
+        if not self._prefix_caching or sequence.prompt_logprobs is not None:
             return Hit()
         tail_key = sequence.tail_key(len(sequence.token_ids) - 1, self._block_size)
         return self.cache.find(keys, tail_key, self._first_needed)
@@ -381,7 +381,7 @@ class Scheduler:
         elif token in sequence.end_token_ids:
             reason, end = "stop", token
         else:
-            sequence.token_ids.append(token)
+            sequence.append(token)
             new = [token]
             reason = "length" if len(sequence.token_ids) >= sequence.max_len else None
             if matcher is not None:

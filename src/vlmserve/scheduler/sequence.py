@@ -6,7 +6,16 @@ from array import array
 from typing import TYPE_CHECKING
 
 from vlmserve.cache.keys import block_key, cross_key, looking_root, touched_images
-from vlmserve.types import EngineRequest, ImageInput, ImageSpan, SeesAhead, whole_ranges
+from vlmserve.sampling.adjustment import Adjustment
+from vlmserve.types import (
+    EngineRequest,
+    ImageInput,
+    ImageSpan,
+    Prompt,
+    SeesAhead,
+    TokenLogprobs,
+    whole_ranges,
+)
 
 if TYPE_CHECKING:
     from vlmserve.sampling.grammar import Matcher
@@ -25,6 +34,8 @@ class Sequence:
     first_position: where its positions begin, as the model wants it of a prompt of this length.
     max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
     matcher: where its answer stands in the grammar that it has to obey, if there is one.
+    adjustment: what it changes in its logits, if anything. prompt_logprobs: those of the prompt's leading tokens, while
+    they are asked for and not yet told; as long as that is so, it reads no cached prefix.
     arrived, started, answered: when it was added, first ran and had its first token, on the clock of
     `time.perf_counter`, 0 before. vision_seconds: how long steps encoded pictures that it needed.
     """
@@ -32,6 +43,7 @@ class Sequence:
     __slots__ = (
         "_long_root_key",
         "_tail",
+        "adjustment",
         "answered",
         "arrived",
         "block_keys",
@@ -50,6 +62,7 @@ class Sequence:
         "num_encoded",
         "num_prompt_tokens",
         "params",
+        "prompt_logprobs",
         "request_id",
         "seed",
         "started",
@@ -78,6 +91,12 @@ class Sequence:
         self.token_ids = list(request.prompt.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.image_spans = request.prompt.images
+        self.adjustment: Adjustment | None = None
+        if self.params.logit_bias or self.params.penalizes:
+            self.adjustment = Adjustment(self.params, _without_pictures(request.prompt))
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
         self.num_computed = 0
         self.num_cached: int | None = None
         self.num_encoded = 0
@@ -117,6 +136,12 @@ class Sequence:
     def position_offset(self) -> int:
         """What is added to positions: those of long sequences come behind all that short ones have."""
         return self.max_short_len if self.is_long and self.max_short_len is not None else self.first_position
+
+    def append(self, token_id: int) -> None:
+        """A new token of the answer."""
+        self.token_ids.append(token_id)
+        if self.adjustment is not None:
+            self.adjustment.append(token_id)
 
     def start_over(self) -> None:
         """Forget the keys of blocks that were computed in the way of short sequences."""
@@ -169,3 +194,11 @@ class Sequence:
         reach = whole[1] if whole is not None and whole[0] >= start else end
         images = touched_images(self.image_spans, start, reach)
         return block_key(parent, self.token_ids[start:end], images, ahead=self.token_ids[end:reach])
+
+
+def _without_pictures(prompt: Prompt) -> list[int]:
+    token_ids, start = [], 0
+    for span in prompt.images:
+        token_ids += prompt.token_ids[start : span.start]
+        start = span.end
+    return token_ids + prompt.token_ids[start:]

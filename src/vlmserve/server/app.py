@@ -96,22 +96,22 @@ def version() -> str:
         return "unknown"
 
 
-def _card(service: Service) -> ModelCard:
+def _card(service: Service, name: str) -> ModelCard:
     info = service.info
-    return ModelCard(service.model_name, service.created, info.max_model_len if info else None)
+    return ModelCard(name, service.created, info.max_model_len if info else None)
 
 
 async def list_models(request: Request) -> Response:
-    """The model that is served."""
+    """The model that is served, under each of its names."""
     service: Service = request.app.state.service
-    return json_response({"object": "list", "data": [_card(service)]})
+    return json_response({"object": "list", "data": [_card(service, name) for name in service.model_names]})
 
 
 async def show_model(request: Request, name: str) -> Response:
     """One model by name."""
     service: Service = request.app.state.service
     service.check_model(name)
-    return json_response(_card(service))
+    return json_response(_card(service, name if name in service.model_names else service.model_name))
 
 
 async def health(request: Request) -> Response:

@@ -37,15 +37,28 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
 
     The body must have been read.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(request.receive))
+    worker = asyncio.current_task()
+    assert worker is not None
+    working, left = True, False
+
+    async def watch() -> None:
+        nonlocal left
+        await _disconnect(request.receive)
+        if working:
+            left = True
+            worker.cancel()
+
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        # Somebody else may have cancelled it as well.
+        if left and worker.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
     finally:
-        await _cancel(task, watcher)
+        working = False
+        watcher.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -5,53 +5,76 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from vlmserve.errors import VLMServeError
-from vlmserve.frontend.client import EngineClient, EngineStream
+from vlmserve.frontend.beams import BeamSearch, start_beam_search
+from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
-from vlmserve.types import MAX_SEED, EngineRequest, Prompt, SamplingParams
+from vlmserve.types import MAX_SEED, EngineRequest, Prompt, RequestOutput, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a request asks for: `num_answers` answers to each prompt. tools: what they may call."""
+    """What a request asks for: `num_answers` answers to each prompt, found by a search if there are beams.
+
+    tools: what they may call.
+    """
 
     prompts: Sequence[Prompt]
     params: SamplingParams
     num_answers: int = 1
     cache_salt: str = ""
+    beams: BeamSearch | None = None
     tools: ToolUse | None = None
+
+
+class Told(NamedTuple):
+    """How likely a token of an answer was. offset: the answer's characters before it."""
+
+    logprobs: TokenLogprobs
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What is new in the answer number `index`. finish_reason: "stop" or "length" with the last piece;
-    stop_string: the one that ended it."""
+    stop_string: the one that ended it. told: of the tokens that `text` comes from, if that is asked for."""
 
     index: int
     text: str
     finish_reason: str | None = None
     stop_string: str | None = None
+    told: tuple[Told, ...] = ()
 
-    def __add__(self, later: Piece) -> Piece:
-        return Piece(self.index, self.text + later.text, later.finish_reason, later.stop_string)
+
+class OutputStream(Protocol):
+    """Where the outputs of an answer come from, in order. Closing it aborts the answer."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    def close(self) -> None: ...
 
 
 class Answer:
     """One of a request's answers, while it is generated."""
 
-    def __init__(self, index: int, stream: EngineStream, text: TextStream, record: AnswerRecord) -> None:
+    def __init__(self, index: int, stream: OutputStream, text: TextStream, record: AnswerRecord) -> None:
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_images_encoded = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        """Of the prompt's tokens, if they are asked for, from the first piece on."""
+        self._held: deque[Told] = deque()
         self._stream = stream
         self._text = text
         self._record = record
@@ -65,15 +88,14 @@ class Answer:
                     raise VLMServeError(output.error or "The engine gave up on this request")
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
                 self.num_tokens += len(output.token_ids) + (output.stop_token_id is not None)
-                text = self._text.push(output.token_ids)
-                if output.finish_reason is not None:
-                    text += self._text.finish()
+                self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+                text = self._push(output)
                 stop_string = self._text.stop_string
                 finish_reason = "stop" if stop_string is not None else output.finish_reason
                 if finish_reason is not None:
                     self._record.end(finish_reason)
                 if text or finish_reason is not None:
-                    yield Piece(self.index, text, finish_reason, stop_string)
+                    yield Piece(self.index, text, finish_reason, stop_string, self._shown(finish_reason))
                 if finish_reason is not None:
                     return
         except VLMServeError:
@@ -81,6 +103,25 @@ class Answer:
             raise
         finally:
             self.close()
+
+    def _push(self, output: RequestOutput) -> str:
+        """The text that can be shown now."""
+        if output.logprobs is None:
+            text = self._text.push(output.token_ids)
+        else:
+            text = ""
+            for token_id, logprobs in zip(output.token_ids, output.logprobs, strict=True):
+                self._held.append(Told(logprobs, self._text.num_decoded))
+                text += self._text.push([token_id])
+        return text if output.finish_reason is None else text + self._text.finish()
+
+    def _shown(self, finish_reason: str | None) -> tuple[Told, ...]:
+        """What is told with the text so far and was not before. Of a stop string's tokens nothing is told."""
+        if finish_reason is not None and self._text.stop_string is None:
+            count = len(self._held)
+        else:
+            count = sum(told.offset < self._text.num_shown for told in self._held)
+        return tuple(self._held.popleft() for _ in range(count))
 
     def close(self) -> None:
         """Abort it in the engine unless it has ended."""
@@ -91,10 +132,11 @@ class Answer:
 class Generation:
     """A request under way: its id, its answers, and what they cost."""
 
-    def __init__(self, model: str, question: Question, answers: Sequence[Answer], generation_id: str) -> None:
+    def __init__(self, service: Service, question: Question, answers: Sequence[Answer], generation_id: str) -> None:
         self.id = generation_id
         self.created = int(time.time())
-        self.model = model
+        self.model = service.model_name
+        self.token_bytes = service.preparer.token_bytes
         self.answers = answers
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
@@ -125,11 +167,11 @@ class Generation:
 
     async def finished(self) -> list[Piece]:
         """All answers in order, each as one piece, when the last of them has ended. Raises VLMServeError."""
-        whole = [Piece(answer.index, "") for answer in self.answers]
+        collected: list[list[Piece]] = [[] for _ in self.answers]
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
-                whole[piece.index] = whole[piece.index] + piece
-        return whole
+                collected[piece.index].append(piece)
+        return [_joined(parts) for parts in collected]
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The pieces of all answers as they come."""
@@ -155,6 +197,15 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of an answer as one."""
+    return replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        told=tuple(told for piece in pieces for told in piece.told),
+    )
+
+
 async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> None:
     try:
         async for piece in answer.pieces():
@@ -170,20 +221,26 @@ async def begin(
     InvalidRequestError for a broken grammar."""
     grammar, tools = question.params.grammar, question.tools
     if grammar is not None:
-        # Here, in a thread of its own, what takes long keeps nobody waiting, as it would in the engine.
-        await service.prepare_text(lambda preparer: preparer.check_grammar(grammar, tools))
+        await service.check_grammar(grammar, tools)
     shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
     asked = [
         (prompt, _params_of(index, question.params))
         for prompt in question.prompts
         for index in range(question.num_answers)
     ]
-    streams = await client.submit_together(
-        [
-            EngineRequest(f"{generation_id}-{number}", prompt, params, question.cache_salt)
-            for number, (prompt, params) in enumerate(asked)
+    requests = [
+        EngineRequest(f"{generation_id}-{number}", prompt, params, question.cache_salt)
+        for number, (prompt, params) in enumerate(asked)
+    ]
+    streams: Sequence[OutputStream]
+    if question.beams is None:
+        streams = await client.submit_together(requests)
+    else:
+        streams = [
+            stream
+            for request in requests[:: question.num_answers]
+            for stream in start_beam_search(client, request, question.beams, question.num_answers, service.max_logprobs)
         ]
-    )
     answers = [
         Answer(
             number,
@@ -193,7 +250,7 @@ async def begin(
         )
         for number, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True))
     ]
-    return Generation(service.model_name, question, answers, generation_id)
+    return Generation(service, question, answers, generation_id)
 
 
 def _params_of(index: int, params: SamplingParams) -> SamplingParams:

@@ -41,7 +41,7 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
     Raises ConfigurationError if the address cannot be had, ModelLoadError if the model cannot be loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    for chatty in ("uvicorn.error", "httpx"):
+    for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     listener = bind(server)
     folder = resolve_model(engine.model, engine.revision)
@@ -58,7 +58,17 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
 
         service = Service(engine, media, server)
         web = WebServer(service, listener)
-        asyncio.run(_serve(service, web, launch, stack.close, engine, folder, media))
+        with asyncio.Runner(loop_factory=_event_loop_factory()) as runner:
+            runner.run(_serve(service, web, launch, stack.close, engine, folder, media))
+
+
+def _event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Of the faster event loop, where there is one; None: asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def bind(server: ServerConfig) -> socket.socket:

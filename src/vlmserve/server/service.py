@@ -25,6 +25,8 @@ from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingPara
 
 Phase = Literal["asleep", "loading", "serving", "closing"]
 Result = TypeVar("Result")
+_SHORT_TEXT = 2000
+"""Characters that are a prompt sooner than another thread would have begun."""
 _SHARE_OF_AN_ANSWER = 0.2
 """Of the context, if a request sets no limit."""
 
@@ -33,6 +35,8 @@ class TextStream(Protocol):
     """Turns one answer's token ids into text; see `vlmserve.prompt.detokenize.Detokenizer`."""
 
     stop_string: str | None
+    num_decoded: int
+    num_shown: int
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -65,6 +69,8 @@ class Preparer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
     def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream: ...
@@ -75,13 +81,15 @@ class Service:
 
     def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
         self.config = server
-        self.model_name = server.served_model_name or engine.model.rstrip("/").rsplit("/", 1)[-1] or engine.model
-        if server.served_model_name is None and not engine.model.startswith(("/", "./", "../", "~")):
-            self.model_name = engine.model
-        self._aliases = {self.model_name, engine.model}
+        is_path = engine.model.startswith(("/", "./", "../", "~"))
+        own_name = (engine.model.rstrip("/").rsplit("/", 1)[-1] if is_path else "") or engine.model
+        self.model_names = tuple(dict.fromkeys(server.served_model_name)) or (own_name,)
+        self.model_name = self.model_names[0]
+        self._aliases = {*self.model_names, engine.model}
         self.created = int(time.time())
         self.defaults = SamplingParams()
         self.bodies = BodyMemory(server.body_memory)
+        self.max_logprobs = engine.max_logprobs
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
         self._max_answers = engine.max_waiting + engine.max_num_seqs
         self._num_answers = 0
@@ -114,9 +122,14 @@ class Service:
         self.defaults = defaults or self.defaults
         self._opened.set()
 
+    @property
+    def awake(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return not self._lazy or self._client is not None or self._closing
+
     async def wake(self) -> None:
         """See to it that a model that is loaded on demand is there; who comes while it is loading waits for it."""
-        if self._lazy and self._client is None and not self._closing:
+        if not self.awake:
             self.wanted.set()
             await self._opened.wait()
 
@@ -191,7 +204,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError for a name that is not served here."""
         if name is not None and name not in self._aliases:
-            raise UnknownModelError(f"There is no model {name!r} here, only {self.model_name!r}", param="model")
+            known = ", ".join(map(repr, self.model_names))
+            raise UnknownModelError(f"There is no model {name!r} here, only {known}", param="model")
 
     @contextlib.contextmanager
     def admit(self, num_answers: int) -> Iterator[None]:
@@ -219,9 +233,18 @@ class Service:
         own = self.config.default_max_tokens
         return own or max(1, int(self.client.info.max_model_len * _SHARE_OF_AN_ANSWER))
 
-    async def prepare_text(self, make: Callable[[Preparer], Result]) -> Result:
-        """What `make` makes of text, in a worker thread. Raises what it does."""
+    async def prepare_text(self, make: Callable[[Preparer], Result], size: int) -> Result:
+        """What `make` makes of text with `size` characters, in a worker thread if that takes long. Raises what it
+        does."""
+        if size <= _SHORT_TEXT:
+            return make(self.preparer)
         return await asyncio.get_running_loop().run_in_executor(self._text_workers, make, self.preparer)
+
+    async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
+        """Compile a grammar in a worker thread, where one that takes long keeps nobody waiting, as it would in the
+        engine. Raises what the preparer does."""
+        check = functools.partial(self.preparer.check_grammar, grammar, tools)
+        await asyncio.get_running_loop().run_in_executor(self._text_workers, check)
 
     async def prepare(
         self,
@@ -240,6 +263,8 @@ class Service:
             for part in message["content"]
             for url in _urls(part)
         ]
+        if not urls and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
+            return self._preparer.chat(messages, add_generation_prompt=add_generation_prompt, cache_salt=cache_salt)
         remote = any(not url.startswith("data:") for url in urls)
         workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
         prepare = functools.partial(
@@ -260,6 +285,12 @@ class Service:
         """A new detokenizer for one answer. shown_ids: control tokens to show."""
         assert self._preparer is not None
         return self._preparer.detokenizer(params, shown_ids)
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    """Of a message without pictures."""
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:

@@ -59,7 +59,8 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
             body = parse_body(dialect.kind, await read_json_body(request, service.max_body_bytes, share))
             service.check_model(body.model)
             arrived = time.monotonic()
-            await unless_disconnected(request, service.wake())
+            if not service.awake:
+                await unless_disconnected(request, service.wake())
             client = service.client
             stack.enter_context(service.admit(dialect.num_answers(body)))
             generation = await unless_disconnected(request, _begin(service, client, dialect, body, arrived))

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmserve.errors import VLMServeError
+from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said, ToolParser
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, Piece, Question
@@ -25,6 +25,7 @@ from vlmserve.server.schema.chat import (
     Delta,
 )
 from vlmserve.server.schema.content import conversation
+from vlmserve.server.schema.logprobs import ChoiceLogprobs, choice_logprobs
 from vlmserve.server.schema.tools import AnswerToolCall, DeltaToolCall, FunctionCall
 from vlmserve.server.schema.usage import Usage
 from vlmserve.server.service import Service
@@ -40,9 +41,11 @@ class ChatDialect(Dialect[ChatRequest]):
         self._parsers: list[ToolParser] = []
 
     def num_answers(self, body: ChatRequest) -> int:
-        return body.n
+        return body.num_running
 
     async def ask(self, service: Service, body: ChatRequest) -> Question:
+        if (body.top_logprobs or 0) > service.max_logprobs:
+            raise InvalidRequestError(f"top_logprobs must be at most {service.max_logprobs} here", param="top_logprobs")
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         cache_salt = body.cache_salt or ""
         tools, form = body.tool_use, service.preparer.tool_form
@@ -53,10 +56,10 @@ class ChatDialect(Dialect[ChatRequest]):
             ]
             params = msgspec.structs.replace(params, grammar=form.grammar(tools, params.grammar))
         prompt = await service.prepare(conversation(body.messages), cache_salt, tools=tools)
-        return Question([prompt], params, body.n, cache_salt, tools)
+        return Question([prompt], params, body.n, cache_salt, body.beams, tools)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
-        choices = [self._choice(answer) for answer in await generation.finished()]
+        choices = [self._choice(answer, _logprobs(body, answer, generation)) for answer in await generation.finished()]
         return ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage)
 
     async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -72,8 +75,12 @@ class ChatDialect(Dialect[ChatRequest]):
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     events = b""
-                    for new in self._events(piece):
-                        events += chunk([ChunkChoice(piece.index, _delta(new))])
+                    deltas = [_delta(new) for new in self._events(piece)]
+                    if piece.told and not deltas:
+                        deltas = [Delta(content="")]
+                    for place, delta in enumerate(deltas):
+                        logprobs = _logprobs(body, piece, generation) if place == 0 else None
+                        events += chunk([ChunkChoice(piece.index, delta, logprobs=logprobs)])
                     if piece.finish_reason is not None:
                         events += chunk([ChunkChoice(piece.index, Delta(), self._finish_reason(piece))])
                     if events:
@@ -96,7 +103,7 @@ class ChatDialect(Dialect[ChatRequest]):
         called = bool(self._parsers) and self._parsers[piece.index].num_calls > 0
         return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason or ""
 
-    def _choice(self, answer: Piece) -> AnswerChoice:
+    def _choice(self, answer: Piece, logprobs: ChoiceLogprobs | None) -> AnswerChoice:
         """An answer as a whole."""
         text: list[str] = []
         calls: list[AnswerToolCall] = []
@@ -112,7 +119,7 @@ class ChatDialect(Dialect[ChatRequest]):
         message = AnswerMessage("".join(text) if text or not calls else None)
         if calls:
             message.tool_calls = calls
-        return AnswerChoice(answer.index, message, self._finish_reason(answer))
+        return AnswerChoice(answer.index, message, self._finish_reason(answer), logprobs)
 
 
 def _delta(new: Event) -> Delta:
@@ -123,6 +130,12 @@ def _delta(new: Event) -> Delta:
             return Delta(tool_calls=[DeltaToolCall(index, FunctionCall("", name), id_, "function")])
         case CallGoesOn(index, arguments):
             return Delta(tool_calls=[DeltaToolCall(index, FunctionCall(arguments))])
+
+
+def _logprobs(body: ChatRequest, piece: Piece, generation: Generation) -> ChoiceLogprobs | None:
+    if not body.logprobs:
+        return None
+    return choice_logprobs((told.logprobs for told in piece.told), generation.token_bytes)
 
 
 async def chat_completions(request: Request) -> Response:

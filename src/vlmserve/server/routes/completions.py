@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -11,12 +12,20 @@ from starlette.responses import Response
 
 from vlmserve.errors import VLMServeError
 from vlmserve.server.errors import error_body
-from vlmserve.server.generation import Generation, Question
+from vlmserve.server.generation import Generation, Piece, Question
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event
 from vlmserve.server.schema.completions import Completion, CompletionChoice, CompletionRequest
+from vlmserve.server.schema.logprobs import CompletionLogprobs, offsets_in
 from vlmserve.server.service import Preparer, Service
 from vlmserve.types import Prompt
+
+
+class Echo(NamedTuple):
+    """What an answer begins with."""
+
+    text: str
+    token_ids: list[int]
 
 
 class CompletionDialect(Dialect[CompletionRequest]):
@@ -27,10 +36,10 @@ class CompletionDialect(Dialect[CompletionRequest]):
     content_field = "prompt"
 
     def __init__(self) -> None:
-        self._beginnings: list[str] = []
+        self._echoes: list[Echo] = []
 
     def num_answers(self, body: CompletionRequest) -> int:
-        return body.n * len(body.prompts)
+        return body.num_running * len(body.prompts)
 
     async def ask(self, service: Service, body: CompletionRequest) -> Question:
         params = body.sampling_params(service.defaults, body.max_tokens, service.default_limit)
@@ -40,36 +49,31 @@ class CompletionDialect(Dialect[CompletionRequest]):
                 preparer.text(prompt) if isinstance(prompt, str) else preparer.tokens(prompt) for prompt in body.prompts
             ]
             if body.echo:
-                self._beginnings = [
-                    prompt if isinstance(prompt, str) else preparer.decode(prompt)
-                    for prompt in body.prompts
+                texts = [prompt if isinstance(prompt, str) else preparer.decode(prompt) for prompt in body.prompts]
+                self._echoes = [
+                    Echo(text, prompt.token_ids)
+                    for text, prompt in zip(texts, prompts, strict=True)
                     for _ in range(body.n)
                 ]
             return prompts
 
-        return Question(await service.prepare_text(prepare), params, body.n, body.cache_salt or "")
+        prompts = await service.prepare_text(prepare, sum(map(len, body.prompts)))
+        return Question(prompts, params, body.n, body.cache_salt or "", body.beams)
 
     async def complete(self, body: CompletionRequest, generation: Generation) -> Completion:
-        choices = [
-            CompletionChoice(answer.index, self._beginning(answer.index) + answer.text, answer.finish_reason)
-            for answer in await generation.finished()
-        ]
+        choices = [self._choice(body, generation, piece, begins=True) for piece in await generation.finished()]
         return Completion(generation.id, generation.created, generation.model, choices, generation.usage)
 
     async def events(self, body: CompletionRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         usage = None if include_usage else msgspec.UNSET
-
-        def chunk(index: int, text: str, finish_reason: str | None = None) -> bytes:
-            choices = [CompletionChoice(index, text, finish_reason)]
-            return event(Completion(generation.id, generation.created, generation.model, choices, usage))
-
+        begun: set[int] = set()
         try:
-            if self._beginnings:
-                yield b"".join(chunk(index, text) for index, text in enumerate(self._beginnings))
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
-                    yield chunk(piece.index, piece.text, piece.finish_reason)
+                    choices = [self._choice(body, generation, piece, begins=piece.index not in begun)]
+                    begun.add(piece.index)
+                    yield event(Completion(generation.id, generation.created, generation.model, choices, usage))
             if include_usage:
                 yield event(Completion(generation.id, generation.created, generation.model, [], generation.usage))
             yield DONE
@@ -77,8 +81,23 @@ class CompletionDialect(Dialect[CompletionRequest]):
             generation.failure = error
             yield event(error_body(error))
 
-    def _beginning(self, index: int) -> str:
-        return self._beginnings[index] if self._beginnings else ""
+    def _choice(
+        self, body: CompletionRequest, generation: Generation, piece: Piece, *, begins: bool
+    ) -> CompletionChoice:
+        """A piece of an answer, with the prompt before it where one is wanted and it begins the answer."""
+        echo = self._echoes[piece.index] if self._echoes else Echo("", [])
+        logprobs = None
+        if body.logprobs is not None:
+            logprobs, token_bytes = CompletionLogprobs(), generation.token_bytes
+            if begins and self._echoes:
+                offsets = offsets_in(echo.text, map(token_bytes, echo.token_ids))
+                told_of_prompt = generation.answers[piece.index].prompt_logprobs or []
+                for token_id, told, offset in zip(echo.token_ids, told_of_prompt, offsets, strict=True):
+                    logprobs.add(token_id, told, offset, token_bytes)
+            for one in piece.told:
+                logprobs.add(one.logprobs.token_id, one.logprobs, len(echo.text) + one.offset, token_bytes)
+        text = echo.text + piece.text if begins else piece.text
+        return CompletionChoice(piece.index, text, piece.finish_reason, logprobs)
 
 
 async def completions(request: Request) -> Response:

@@ -25,7 +25,7 @@ async def tokenize(request: Request) -> Response:
         else:
             text = body.prompt or ""
             tokens = await service.prepare_text(
-                lambda preparer: preparer.encode(text, add_special_tokens=body.add_special_tokens)
+                lambda preparer: preparer.encode(text, add_special_tokens=body.add_special_tokens), len(text)
             )
         texts = service.preparer.token_texts(tokens) if body.return_token_strs else None
         return json_response(Tokenized(len(tokens), service.client.info.max_model_len, tokens, texts))
@@ -37,4 +37,6 @@ async def detokenize(request: Request) -> Response:
     async with read(request, DetokenizeRequest) as body:
         service.check_model(body.model)
         tokens = body.tokens
-        return json_response(Detokenized(await service.prepare_text(lambda preparer: preparer.decode(tokens))))
+        return json_response(
+            Detokenized(await service.prepare_text(lambda preparer: preparer.decode(tokens), len(tokens)))
+        )

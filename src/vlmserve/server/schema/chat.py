@@ -6,15 +6,17 @@ Responses are msgspec structs: one is encoded for every token of every stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.content import Message
-from vlmserve.server.schema.sampling import MAX_CHOICES, SamplingRequest
+from vlmserve.server.schema.logprobs import ChoiceLogprobs
+from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
 from vlmserve.server.schema.usage import Usage
 
@@ -33,20 +35,12 @@ _IGNORED_FIELDS = frozenset(
 
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -60,7 +54,6 @@ class ChatRequest(SamplingRequest):
     content_fields: ClassVar[tuple[str, ...]] = ("messages",)
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to the same question.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
     tools: list[Tool] = Field([], max_length=MAX_TOOLS, description="Functions that the model may call.")
@@ -71,6 +64,21 @@ class ChatRequest(SamplingRequest):
     def tool_use(self) -> ToolUse | None:
         """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    logprobs: bool = Field(False, description="Tell how likely each token was.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_COUNT, description="With logprobs: likeliest tokens to tell at each place."
+    )
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -93,7 +101,7 @@ class AnswerChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct):
@@ -121,6 +129,7 @@ class ChunkChoice(msgspec.Struct):
     index: int
     delta: Delta
     finish_reason: str | None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class ChatChunk(msgspec.Struct):

@@ -9,19 +9,13 @@ import msgspec
 from pydantic import Discriminator, Field, Tag
 
 from vlmserve.server.schema.base import MAX_COUNT
-from vlmserve.server.schema.sampling import MAX_CHOICES, SamplingRequest
+from vlmserve.server.schema.logprobs import CompletionLogprobs
+from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.usage import Usage
 
 MAX_PROMPTS = 128
 
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "suffix": ("",),
 }
 
@@ -61,9 +55,23 @@ class CompletionRequest(SamplingRequest):
     content_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
     prompt: Prompts
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     echo: bool = Field(False, description="Whether answers begin with the prompt.")
+
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_COUNT,
+        description="Tell how likely each token was, and as many of the likeliest; 0: only its own.",
+    )
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -81,7 +89,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class Completion(msgspec.Struct):

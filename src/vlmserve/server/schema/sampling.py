@@ -8,11 +8,25 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.beams import BeamSearch
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.structured import Choices, ResponseFormat, Schema, StructuredOutputs, wanted_grammar
 from vlmserve.types import MAX_CACHE_SALT, Grammar, SamplingParams
 
 MAX_CHOICES = 16
+
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+}
+"""Of vLLM's fields, whatever the API."""
 
 
 class StreamOptions(RequestModel):
@@ -24,6 +38,16 @@ class StreamOptions(RequestModel):
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _by_token_id(value: Any) -> Any:
+    """JSON has no numbers as keys."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and int(key[:20]) <= MAX_COUNT):
+            raise ValueError(f"Keys should be token ids, not {key!r:.100}")
+    return {int(key): bias for key, bias in value.items()}
 
 
 class SamplingRequest(RequestModel):
@@ -45,11 +69,30 @@ class SamplingRequest(RequestModel):
         None, ge=-1, le=MAX_COUNT, description="0 or -1 keeps all tokens. Default: the model's, else 0."
     )
     min_p: float | None = Field(None, description="Default: the model's, else 0.")
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_by_token_id)] = Field(
+        {}, description="Added to the logits of tokens, by their ids: -100 to 100."
+    )
+    presence_penalty: float = Field(0, description="-2 to 2, for tokens that the answer has.")
+    frequency_penalty: float = Field(0, description="-2 to 2, for each time that the answer has a token.")
+    repetition_penalty: float | None = Field(
+        None, description="Divides logits of tokens in prompt and answer. Default: the model's, else 1."
+    )
+    repeat_last_n: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_COUNT,
+        description="Latest tokens that penalties look at. Default: the model's, else all (-1).",
+    )
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field([], description="A string or up to 16.")
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] = Field([], max_length=256)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
+    use_beam_search: bool = Field(False, description="The likeliest answers as a whole, instead of sampled ones.")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Beams that are searched. Default: n.")
+    length_penalty: float = Field(1, ge=-10, le=10, description="More than 1 prefers longer answers of a search.")
+    early_stopping: bool = Field(False, description="End a search as soon as enough answers have ended.")
     response_format: ResponseFormat | None = Field(None, description="What the answer looks like: text or JSON.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
     guided_json: Schema | None = Field(None, description="A JSON schema; vLLM's older form.")
@@ -70,19 +113,52 @@ class SamplingRequest(RequestModel):
         if not isinstance(value, dict):
             return value
         kept = {}
+        neutral_values = {**_NEUTRAL_VALUES, **cls.neutral_values}
         for name, field in value.items():
             if name in cls.model_fields:
                 kept[name] = field
-            elif name in cls.neutral_values:
-                if field is not None and field not in cls.neutral_values[name]:
+            elif name in neutral_values:
+                if field is not None and field not in neutral_values[name]:
                     raise InvalidRequestError(f"{name} is not supported here; leave it out", param=name)
             elif name not in cls.ignored_fields:
                 raise InvalidRequestError(f"{name} is not a field of this request; is it misspelt?", param=name)
         return kept
 
+    @model_validator(mode="after")
+    def _searches_if_it_says_so(self) -> Self:
+        if not self.use_beam_search:
+            for name, neutral in (("best_of", (None, self.n)), ("length_penalty", (1,)), ("early_stopping", (False,))):
+                if getattr(self, name) not in neutral:
+                    raise InvalidRequestError(f"{name} needs use_beam_search", param=name)
+        elif self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequestError(f"best_of must be at least n, which is {self.n}", param="best_of")
+        return self
+
+    @property
+    def num_running(self) -> int:
+        """How many answers to one prompt run at once."""
+        return (self.best_of or self.n) if self.use_beam_search else self.n
+
+    @property
+    def beams(self) -> BeamSearch | None:
+        """What to search for, if anything."""
+        if not self.use_beam_search:
+            return None
+        return BeamSearch(self.best_of or self.n, self.length_penalty, self.early_stopping)
+
     def without_content(self) -> Self:
         """The same without what the request shows and says, which may be large."""
         return self.model_copy(update=dict.fromkeys(self.content_fields))
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to tell beside each token of the answer; None tells nothing of them."""
+        return None
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
 
     def sampling_params(self, defaults: SamplingParams, limit: int | None, default_limit: int) -> SamplingParams:
         """What to sample. limit: the longest answer, in tokens; default_limit: that of requests which set none. Raises
@@ -92,6 +168,15 @@ class SamplingRequest(RequestModel):
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             top_k=defaults.top_k if self.top_k is None else 0 if self.top_k == -1 else self.top_k,
             min_p=defaults.min_p if self.min_p is None else self.min_p,
+            logit_bias=self.logit_bias,
+            repetition_penalty=(
+                defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
+            ),
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repeat_last_n=defaults.repeat_last_n if self.repeat_last_n is None else self.repeat_last_n,
+            logprobs=self.wanted_logprobs,
+            prompt_logprobs=self.wanted_prompt_logprobs,
             seed=self.seed,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),

@@ -1,0 +1,123 @@
+"""The page that lists all settings, docs/settings.md: ``vlmserve config --reference > docs/settings.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import TypeVar
+
+from pydantic.fields import FieldInfo
+
+from vlmserve.cli import vllm
+from vlmserve.cli.fields import SECTIONS, flag, is_switch, plain_value, toml, type_name, variable
+from vlmserve.cli.sources import OTHER_VARIABLES
+from vlmserve.config import is_secret
+
+EntryT = TypeVar("EntryT", vllm.Unused, vllm.Missing)
+
+INTRODUCTION = """\
+# Settings
+
+Made by `vlmserve config --reference`; change `src/vlmserve/config.py` instead of this page.
+
+A setting is a flag, an environment variable, or a key in a file, the first of which wins over the others, and else its
+default:
+
+    vlmserve serve --port 8001
+    VLMSERVE_PORT=8001 vlmserve serve
+    vlmserve serve --config vlmserve.toml
+
+```toml
+[server]
+port = 8001
+served_model_name = ["eyes", "gpt-4o"]
+
+[engine]
+model = "llava-hf/llava-1.5-7b-hf"
+kv_cache_memory = "4GiB"
+
+[media]
+mm_processor_kwargs = { max_pixels = 501760 }
+```
+
+- Only a file that `--config` or `VLMSERVE_CONFIG` names is read, never one that happens to lie in the folder. `vlmserve
+  config --toml` writes a complete one, and `vlmserve config` shows which settings count and where each comes from.
+- An unknown section, key or variable that begins with `VLMSERVE_` is an error that says what was probably meant.
+  Variables that Kubernetes makes for a Service called vlmserve are left alone, and an empty variable is not set.
+- Sizes are written like `4GiB`, `512MB` or `1048576`. A list is a flag that is repeated, `["a", "b"]` in a file, and
+  `a,b` or JSON in a variable. What is yes or no is `--flag` or `--no-flag`, `true` or `false`.
+- The other commands (`ask`, `chat`, `bench`, `verify`, `quantize`, `eval`) take the same variables and files, of which
+  those count for which a command has flags; the model that `verify`, `quantize` and `eval perplexity` are about always
+  stands on their line. `vlmserve.LLM` in Python takes its options from its caller alone.
+- Secrets are never shown, neither by `vlmserve config` nor in errors.
+"""
+
+VLLM = """\
+## vLLM's flags
+
+Flags that are called the same mean the same. Underscores (`--max_model_len`), several words after a flag with several
+values (`vlmserve serve MODEL --served-model-name a b`) and single keys of JSON (`--limit-mm-per-prompt.image 4`) are
+taken as well.
+"""
+
+
+def reference_page() -> str:
+    """The whole page, in Markdown."""
+    parts = [INTRODUCTION]
+    for section, kind in SECTIONS.items():
+        meaning = (kind.__doc__ or "").partition("\n")[0]
+        parts.append(f"## [{section}]\n\n{meaning}\n")
+        parts.append(_settings(kind.model_fields))
+    others = ([f"`{name}`", meaning] for name, meaning in OTHER_VARIABLES.items())
+    parts += ["## Variables that are no settings\n", _table(("variable", "what it does"), others), VLLM, *_vllm()]
+    return "\n".join(parts)
+
+
+def _settings(fields: Mapping[str, FieldInfo]) -> str:
+    headings = ("flag", "variable", "key", "type", "default", "what it does", "in vLLM")
+    rows = []
+    for name, field in fields.items():
+        shown = None if is_secret(field) else plain_value(field, field.default, sizes_as_text=True)
+        flags = f"`{flag(name)}`" + (f", `{flag('no_' + name)}`" if is_switch(field) else "")
+        default = "" if shown in (None, [], {}) else f"`{toml(shown)}`"
+        others = ", ".join(f"`{other}`" for other in vllm.flags_for(name))
+        rows.append((flags, f"`{variable(name)}`", f"`{name}`", type_name(field), default, field.description, others))
+    return _table(headings, rows)
+
+
+def _vllm() -> Iterable[str]:
+    own = {flag(name) for kind in SECTIONS.values() for name in kind.model_fields}
+    entries = [(name, entry) for name, entry in vllm.FLAGS.items() if name not in own]
+    renamed = [
+        (f"`{name}`", ", ".join(f"`{flag(target)}`" for target in entry.fields), entry.note)
+        for name, entry in entries
+        if isinstance(entry, vllm.Renamed)
+    ]
+    values = [
+        (f"`{flag(name)} {theirs}`", f"`{flag(name)} {ours}`", "")
+        for name, others in vllm.VALUES.items()
+        for theirs, ours in others.items()
+    ]
+    yield _table(("vLLM", "here", ""), [*renamed, *values])
+    yield "Accepted, with a line that says so, although they change nothing:\n"
+    unused = [(name, entry) for name, entry in entries if isinstance(entry, vllm.Unused)]
+    yield _table(
+        ("flag", "values", "why"),
+        ((names, ", ".join(f"`{v}`" for v in entry.values), entry.why) for names, entry in _together(unused)),
+    )
+    yield "Refused, since vlmserve has nothing like them:\n"
+    missing = [(name, entry) for name, entry in entries if isinstance(entry, vllm.Missing)]
+    yield _table(("flag", "instead"), ((names, entry.why) for names, entry in _together(missing)))
+
+
+def _together(entries: Iterable[tuple[str, EntryT]]) -> Iterable[tuple[str, EntryT]]:
+    """Neighbours with one entry as one row."""
+    for _, group in groupby(entries, key=lambda pair: id(pair[1])):
+        rows = list(group)
+        yield ", ".join(f"`{name}`" for name, _ in rows), rows[0][1]
+
+
+def _table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    headings = tuple(headings)
+    lines = [headings, ("---",) * len(headings), *rows]
+    return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)

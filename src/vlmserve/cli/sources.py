@@ -1,0 +1,155 @@
+"""Where settings come from beside flags: environment variables over one file in TOML.
+
+Nothing is read that nobody named: there is no file that counts because of the folder in which a command runs. Every
+variable and every key must be known, since a setting that is misspelled would otherwise silently not count.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from vlmserve.cli import vllm
+from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, variable
+from vlmserve.errors import ConfigurationError
+
+CONFIG = "VLMSERVE_CONFIG"
+OTHER_VARIABLES: Mapping[str, str] = {
+    CONFIG: "The file with settings, as `--config` names it.",
+    "VLMSERVE_SANITIZE": "Builds the native kernels with AddressSanitizer and UBSan.",
+}
+"""Variables that are no settings, by what they are for."""
+
+MAX_FILE_BYTES = 2**20
+_KUBERNETES = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_KUBERNETES_URL = re.compile(r"(tcp|udp|sctp)://")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from. name: as a person wrote it, like ``--port``, ``VLMSERVE_PORT`` or a file's key."""
+
+    kind: Literal["default", "flag", "environment", "file"]
+    name: str
+
+
+class Origins(dict[str, Origin]):
+    """Where the settings come from that are not their defaults, by their fields' names."""
+
+
+class Found(NamedTuple):
+    """A value and where it was found."""
+
+    value: Any
+    origin: Origin
+
+
+def read_sources(path: Path | None, environ: Mapping[str, str]) -> dict[str, Found]:
+    """Settings from the environment and from the file at `path`, or that `CONFIG` names, by their fields' names.
+
+    Raises ConfigurationError for a file that cannot be read and for variables and keys that are no settings.
+    """
+    named = "--config"
+    if path is None and environ.get(CONFIG):
+        path, named = Path(environ[CONFIG]).expanduser(), CONFIG
+    found = {} if path is None else _from_file(path, named)
+    return found | _from_environment(environ)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
+    """Every variable with our prefix. An empty one is not set: compose files pass on as empty what is not there."""
+    settings = {variable(name): name for name in _names()}
+    found, problems = {}, []
+    for key, text in environ.items():
+        if not key.startswith(PREFIX) or key in OTHER_VARIABLES or not text or _is_kubernetes(key, text):
+            continue
+        if key in settings:
+            found[settings[key]] = Found(text, Origin("environment", key))
+        else:
+            hint = _hint(key.removeprefix(PREFIX).lower(), [*_names(), "config"], variable)
+            problems.append(f"the environment variable {key} is no setting{hint}")
+    if problems:
+        raise ConfigurationError("; ".join(sorted(problems)))
+    return found
+
+
+def _is_kubernetes(key: str, text: str) -> bool:
+    """Whether Kubernetes made a variable because a Service is called vlmserve: its ``VLMSERVE_PORT`` is a URL."""
+    rest = key.removeprefix(PREFIX)
+    is_url = rest.endswith("PORT") and _KUBERNETES_URL.match(text) is not None
+    return is_url or _KUBERNETES.fullmatch(rest) is not None
+
+
+def _from_file(path: Path, named: str) -> dict[str, Found]:
+    found, problems = {}, []
+    for section, table in _parse(path, named).items():
+        if section not in SECTIONS:
+            problems.append(_unknown_section(section, table))
+        elif not isinstance(table, dict):
+            problems.append(f"{section} is a section; write [{section}], and its settings below")
+        else:
+            for key, value in table.items():
+                if key in SECTIONS[section].model_fields:
+                    found[key] = Found(value, Origin("file", f"{path} [{section}] {key}"))
+                else:
+                    problems.append(_unknown_key(section, key))
+    if problems:
+        raise ConfigurationError(f"{path}: {'; '.join(problems)}")
+    return found
+
+
+def _parse(path: Path, named: str) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"{named} {path}: the file cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"{named} {path}: the file is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        return tomllib.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{named} {path}: the file is not in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        yaml = " (YAML is not read)" if path.suffix in (".yaml", ".yml") else ""
+        raise ConfigurationError(f"{named} {path}: the file is not TOML{yaml}: {error}") from None
+
+
+def _unknown_section(name: str, value: Any) -> str:
+    if not isinstance(value, dict):
+        home = section_of(name)
+        hint = f"; write it below [{home}]" if home else _key_hint(name)
+        return f"{name} stands in no section{hint}"
+    known = ", ".join(f"[{section}]" for section in SECTIONS)
+    close = difflib.get_close_matches(name, list(SECTIONS), 1)
+    return f"there is no section [{name}]" + (f"; did you mean [{close[0]}]?" if close else f", only {known}")
+
+
+def _unknown_key(section: str, key: str) -> str:
+    home = section_of(key)
+    hint = f"; it belongs into [{home}]" if home else _key_hint(key)
+    return f"[{section}] {key} is no setting{hint}"
+
+
+def _key_hint(key: str) -> str:
+    return _hint(key, _names(), lambda name: f"{name} in [{section_of(name)}]")
+
+
+def _hint(name: str, known: list[str], describe: Callable[[str], str]) -> str:
+    """What was probably meant: by vLLM's name for it, or by likeness."""
+    entry = vllm.entry_called(name)
+    if isinstance(entry, vllm.Renamed):
+        return f"; it is called {' and '.join(map(describe, entry.fields))} here"
+    if entry is not None:
+        return f": {entry.why}"
+    close = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+    return f"; did you mean {describe(close[0])}?" if close else "; `vlmserve config` lists all settings"
+
+
+def _names() -> list[str]:
+    return [name for kind in SECTIONS.values() for name in kind.model_fields]

@@ -1,0 +1,218 @@
+"""Command lines as vLLM's users write them, turned into our own flags before they are read.
+
+Beside vLLM's names, these are ``--max_model_len`` for ``--max-model-len``, several words after a flag with several
+values (``--served-model-name a b``), and single keys of JSON (``--mm-processor-kwargs.max_pixels 900``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+import typer.core
+
+from vlmserve.cli.fields import flag
+from vlmserve.cli.vllm import FLAGS, VALUES, Entry, Missing, Renamed, Unused
+from vlmserve.config import parse_list
+from vlmserve.errors import ConfigurationError
+
+WRITTEN = "vlmserve.written"
+"""Where a command's context keeps which flags were typed, by the field's name."""
+
+
+@dataclass
+class CommandLine:
+    """Our own spelling of a command line.
+
+    written: by field, the flag that was typed, as we or vLLM write it. notes: sentences that a person should read.
+    """
+
+    words: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Spelling:
+    """Reads one command's lines.
+
+    switches, values, lists: its flags without a value, with one, and with one that may be repeated. num_arguments:
+    words that it takes beside flags; None: any number. takes_model: whether one of these is the model.
+    """
+
+    def __init__(
+        self,
+        switches: Collection[str],
+        values: Collection[str],
+        lists: Collection[str],
+        num_arguments: int | None,
+        takes_model: bool = False,
+    ) -> None:
+        self._switches = switches
+        self._values = values
+        self._lists = lists
+        self._num_arguments = num_arguments
+        self._takes_model = takes_model
+
+    def read(self, words: Sequence[str]) -> CommandLine:
+        """The same line in our flags; what nobody knows stays as it is. Raises ConfigurationError."""
+        line = CommandLine()
+        keys: dict[str, dict[str, Any]] = {}
+        rest = list(words)
+        num_arguments = 0
+        while rest:
+            word = rest.pop(0)
+            if word == "--":
+                line.words += [word, *rest]
+                break
+            name, equals, value = self._split(word)
+            if not word.startswith("-") or word == "-":
+                num_arguments += 1
+                line.words.append(word)
+            elif self._is_own(name):
+                line.written[_field(self._positive(name))] = name
+                self._add(line, name, [value] if equals else self._take(name, rest, num_arguments))
+            elif "." in name and self._knows(name.partition(".")[0]):
+                base, _, key = name.partition(".")
+                _put(keys.setdefault(base, {}), name, key.split("."), value if equals else _next(name, rest))
+            elif name == "--model" and self._takes_model:
+                num_arguments += 1
+                line.words.append(value if equals else _next(name, rest))
+            elif (entry := FLAGS.get(name)) is not None and self._applies(entry):
+                self._translate(line, name, entry, value if equals else None, rest)
+            else:
+                line.words.append(word)
+        for base, entries in keys.items():
+            self._prepend(line, base, json.dumps(entries))
+        return line
+
+    def _split(self, word: str) -> tuple[str, str, str]:
+        if not word.startswith("--"):
+            return word, "", ""
+        name, equals, value = word.partition("=")
+        base, dot, key = name.partition(".")
+        return base.replace("_", "-") + dot + key, equals, value
+
+    def _is_own(self, name: str) -> bool:
+        return name in self._switches or name in self._values or name in self._lists
+
+    def _positive(self, name: str) -> str:
+        """The flag that one of our flags is the opposite of, or else itself."""
+        positive = "--" + name.removeprefix("--no-")
+        return positive if name.startswith("--no-") and positive in self._switches else name
+
+    def _knows(self, base: str) -> bool:
+        entry = FLAGS.get(base)
+        return base in self._values or (isinstance(entry, Renamed) and self._applies(entry))
+
+    def _applies(self, entry: Entry) -> bool:
+        """Whether the command has what the flag is for; flags that mean nothing here mean nothing anywhere."""
+        return not isinstance(entry, Renamed) or all(self._is_own(flag(name)) for name in entry.fields)
+
+    def _take(self, name: str, rest: list[str], num_arguments: int) -> list[str]:
+        """The words that belong to one of our flags: several if all others that the command takes have come already."""
+        if name in self._switches or not rest:
+            return []
+        taken = [rest.pop(0)]
+        if name in self._lists and self._num_arguments is not None and num_arguments >= self._num_arguments:
+            while rest and not rest[0].startswith("-"):
+                taken.append(rest.pop(0))
+        return taken
+
+    def _add(self, line: CommandLine, name: str, values: Iterable[str]) -> None:
+        others = VALUES.get(_field(name), {})
+        values = [others.get(value, value) for value in values]
+        if not values:
+            line.words.append(name)
+        for value in values:
+            line.words += [f"{name}={value}"] if name.startswith("--") else [name, value]
+
+    def _prepend(self, line: CommandLine, base: str, value: str) -> None:
+        """At the front, since what is left may end in words that are no flags."""
+        rest = line.words
+        line.words = []
+        if base in self._values:
+            self._add(line, base, [value])
+        else:
+            self._translate(line, base, FLAGS[base], value, [])
+        line.words += rest
+
+    def _translate(self, line: CommandLine, name: str, entry: Entry, value: str | None, rest: list[str]) -> None:
+        if isinstance(entry, Missing):
+            raise ConfigurationError(f"vlmserve has no {name}. {entry.why}")
+        if entry.is_switch and value is not None:
+            raise ConfigurationError(f"{name} takes no value")
+        if not entry.is_switch and value is None:
+            value = _next(name, rest)
+        if isinstance(entry, Unused):
+            if entry.values and value not in entry.values:
+                raise ConfigurationError(f"{name} {value}: {entry.otherwise}")
+            line.notes.append(f"{name} changes nothing. {entry.why}")
+            return
+        own: Mapping[str, str] = entry.convert(value or "") if entry.convert else {entry.fields[0]: value or ""}
+        for target, converted in own.items():
+            line.written[target] = name
+            if flag(target) in self._switches:
+                line.words.append(flag(target if converted == "true" else f"no_{target}"))
+            else:
+                self._add(line, flag(target), parse_list(converted) if flag(target) in self._lists else [converted])
+
+
+def _field(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _next(name: str, rest: list[str]) -> str:
+    if not rest:
+        raise ConfigurationError(f"{name} needs a value")
+    return rest.pop(0)
+
+
+def _put(entries: dict[str, Any], name: str, path: Sequence[str], text: str) -> None:
+    """Set a key of JSON by its path; the value is JSON if it can be."""
+    for key in path[:-1]:
+        entries = entries.setdefault(key, {})
+        if not isinstance(entries, dict):
+            raise ConfigurationError(f"{name} is inside of what has a value already")
+    try:
+        entries[path[-1]] = json.loads(text)
+    except ValueError:
+        entries[path[-1]] = text
+
+
+class SettingsCommand(typer.core.TyperCommand):
+    """A command whose flags may be spelled in other ways."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the line. Ends with a message and status 2 for a flag of vLLM's that cannot be taken."""
+        from vlmserve.cli.options import WRONG_USE, note, report
+
+        if ctx.resilient_parsing:  # a shell asks how a half typed line may go on
+            return super().parse_args(ctx, args)
+        try:
+            line = self._spelling().read(args)
+        except ConfigurationError as error:
+            report(str(error))
+            raise typer.Exit(WRONG_USE) from None
+        ctx.meta[WRITTEN] = line.written
+        for text in line.notes:
+            note(text)
+        try:
+            return super().parse_args(ctx, line.words)
+        except typer.BadParameter as error:
+            if error.param is not None and error.param.name in line.written:
+                error.param_hint = repr(line.written[error.param.name])
+            raise
+
+    def _spelling(self) -> Spelling:
+        options = [param for param in self.params if isinstance(param, typer.core.TyperOption)]
+        arguments = [param for param in self.params if isinstance(param, typer.core.TyperArgument)]
+        names = {option: [*option.opts, *option.secondary_opts] for option in options}
+        switches = {name for option in options if option.is_flag for name in names[option]} | {"--help"}
+        lists = {name for option in options if option.multiple for name in names[option]}
+        values = {name for option in options for name in names[option]} - switches - lists
+        fixed = all(argument.nargs == 1 for argument in arguments)
+        takes_model = any(argument.name == "model" for argument in arguments)
+        return Spelling(switches, values, lists, len(arguments) if fixed else None, takes_model)

@@ -1,0 +1,277 @@
+"""vLLM's flags: which of them mean a setting of ours, which change nothing here, and which there are none for.
+
+This is data; `vlmserve.cli.spellings` applies it. A flag of our own always counts before an entry with its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from vlmserve.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A flag that sets fields of ours.
+
+    convert: from its value to theirs, which are texts, of switches "true" or "false"; None passes the value on.
+    is_switch: it takes no value, and convert gets "". note: what is not quite the same.
+    """
+
+    fields: tuple[str, ...]
+    convert: Callable[[str], Mapping[str, str]] | None = None
+    is_switch: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A flag that is accepted and changes nothing.
+
+    values: which ones are accepted; empty: any. is_switch: it takes none. why: what holds instead, a whole sentence.
+    otherwise: what to do instead of another value.
+    """
+
+    why: str
+    values: tuple[str, ...] = ()
+    is_switch: bool = False
+    otherwise: str = ""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A flag for something that vlmserve does not do. why: what to do instead, a whole sentence."""
+
+    why: str
+
+
+Entry: TypeAlias = Renamed | Unused | Missing
+
+
+def entry_called(name: str) -> Entry | None:
+    """What there is to say of vLLM's flag for `name`, which is written as a field."""
+    return FLAGS.get("--" + name.replace("_", "-"))
+
+
+def flags_for(field: str) -> list[str]:
+    """vLLM's other names for a setting."""
+    return [name for name, entry in FLAGS.items() if isinstance(entry, Renamed) and field in entry.fields]
+
+
+def _gibibytes(field: str) -> Callable[[str], Mapping[str, str]]:
+    return lambda text: {field: f"{text}GiB" if text[-1:].isdecimal() else text}
+
+
+def _always(field: str, value: str) -> Callable[[str], Mapping[str, str]]:
+    return lambda _: {field: value}
+
+
+def _limits(text: str) -> Mapping[str, str]:
+    """``{"image": 4, "video": {"count": 1}}``, or ``image=4,video=1`` as it was once written."""
+    try:
+        is_json = text.lstrip().startswith("{")
+        limits = json.loads(text) if is_json else dict(entry.split("=") for entry in text.split(","))
+        counts = {
+            kind.strip(): int(limit["count"] if isinstance(limit, dict) else limit) for kind, limit in limits.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigurationError(
+            f'--limit-mm-per-prompt {text!r}: write it as JSON, like {{"image": 4, "video": 1}}'
+        ) from None
+    fields = {"image": "max_images", "video": "max_videos"}
+    if wrong := [kind for kind, count in counts.items() if kind not in fields and count]:
+        raise ConfigurationError(f"--limit-mm-per-prompt: there are limits for image and video, not {', '.join(wrong)}")
+    return {fields[kind]: str(count) for kind, count in counts.items() if kind in fields}
+
+
+def _log_level(text: str) -> Mapping[str, str]:
+    """What uvicorn logs in vLLM is a line for each request, at the level info."""
+    levels = ("trace", "debug", "info", "warning", "error", "critical")
+    if text not in levels:
+        raise ConfigurationError(f"--uvicorn-log-level {text}: write one of {', '.join(levels)}")
+    return {"access_log": "true" if levels.index(text) <= levels.index("info") else "false"}
+
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "model_impl": {"vllm": "vlmserve"},
+}
+"""Values that vLLM writes otherwise, by the field that gets them."""
+
+_RENAMED: Mapping[str, Renamed] = {
+    "--gpu-memory-utilization": Renamed(
+        ("memory_fraction",), note="a share of the memory that is free when the server starts, not of all"
+    ),
+    "--kv-cache-memory-bytes": Renamed(("kv_cache_memory",)),
+    "--swap-space": Renamed(("swap_memory",), _gibibytes("swap_memory"), note="in GiB"),
+    "--kv-offloading-size": Renamed(("swap_memory",), _gibibytes("swap_memory"), note="in GiB"),
+    "--mm-processor-cache-gb": Renamed(("picture_cache_memory",), _gibibytes("picture_cache_memory"), note="in GiB"),
+    "--disable-mm-preprocessor-cache": Renamed(
+        ("picture_cache_memory",), _always("picture_cache_memory", "0"), is_switch=True, note="the same as 0"
+    ),
+    "--limit-mm-per-prompt": Renamed(
+        ("max_images", "max_videos"), _limits, note='JSON, like `{"image": 4, "video": 1}`'
+    ),
+    "--disable-log-stats": Renamed(
+        ("stats_interval",), _always("stats_interval", "0"), is_switch=True, note="the same as 0"
+    ),
+    "--disable-uvicorn-access-log": Renamed(
+        ("access_log",), _always("access_log", "false"), is_switch=True, note="the same as `--no-access-log`"
+    ),
+    "--uvicorn-log-level": Renamed(
+        ("access_log",), _log_level, note="above `info` the same as `--no-access-log`; other lines are few and stay"
+    ),
+}
+
+_DETECTED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "None")
+_ONE = "vlmserve runs a model on one device; start several servers and balance between them."
+_UNUSED: Mapping[tuple[str, ...], Unused] = {
+    ("--quantization", "-q"): Unused(
+        "How a checkpoint is quantized is read from its files.",
+        _DETECTED,
+        otherwise="leave it out for a checkpoint that is quantized; others are quantized by --quantize int8 or int4",
+    ),
+    ("--tensor-parallel-size", "-tp"): Unused("A model runs on one device.", ("1",), otherwise=_ONE),
+    ("--pipeline-parallel-size", "-pp"): Unused("A model runs on one device.", ("1",), otherwise=_ONE),
+    ("--data-parallel-size", "-dp"): Unused("One engine runs.", ("1",), otherwise=_ONE),
+    ("--api-server-count",): Unused("One process serves HTTP.", ("1",), otherwise="there is one process for HTTP"),
+    ("--distributed-executor-backend",): Unused("A model runs on one device.", ("mp", "uni"), otherwise=_ONE),
+    ("--enforce-eager",): Unused("No graphs are captured.", is_switch=True),
+    ("-O0", "-O1", "-O2", "-O3"): Unused("Nothing is compiled when the server starts.", is_switch=True),
+    ("--compilation-config", "--optimization-level"): Unused("Nothing is compiled when the server starts."),
+    ("--max-seq-len-to-capture", "--cuda-graph-sizes"): Unused("No graphs are captured."),
+    ("--enable-chunked-prefill",): Unused("Long prompts are always read in chunks.", is_switch=True),
+    ("--async-scheduling", "--no-async-scheduling"): Unused("There is one way of scheduling.", is_switch=True),
+    ("--scheduling-policy",): Unused(
+        "Requests are taken in the order in which they come.", ("fcfs",), otherwise="requests have no priorities"
+    ),
+    ("--max-parallel-loading-workers",): Unused("Weights are mapped into memory, not read by workers."),
+    ("--use-tqdm-on-load", "--no-use-tqdm-on-load"): Unused("No bar is shown while loading.", is_switch=True),
+    ("--load-format",): Unused(
+        "Formats of weights are told apart by their files.", ("auto", "safetensors", "pt", "gguf"),
+        otherwise="weights are safetensors, PyTorch's files or .gguf, which are told apart by themselves",
+    ),
+    ("--config-format",): Unused(
+        "Checkpoints are in Hugging Face layout or .gguf files.", ("auto", "hf"),
+        otherwise="checkpoints are in Hugging Face layout or .gguf files",
+    ),
+    ("--tokenizer-mode",): Unused(
+        "Tokenizers are told apart by their files.", ("auto", "hf"),
+        otherwise="tokenizers are told apart by their files",
+    ),
+    ("--task", "--runner"): Unused(
+        "Models write text.", ("auto", "generate"), otherwise="only models that write text are served"
+    ),
+    ("--kv-cache-dtype",): Unused(
+        "The KV cache has the model's type.", ("auto",), otherwise="the KV cache has the model's type, see --dtype"
+    ),
+    ("--chat-template-content-format",): Unused(
+        "What a template takes is found out from it.", ("auto",), otherwise="what a template takes is found out from it"
+    ),
+    ("--generation-config",): Unused(
+        "Requests that say nothing about sampling get what the checkpoint's generation_config.json says.", ("auto",),
+        otherwise="the checkpoint's generation_config.json counts; requests may say otherwise",
+    ),
+    ("--prefix-caching-hash-algo",): Unused("Blocks are known by blake3 digests of their content."),
+    ("--mm-processor-cache-type",): Unused("Prepared pictures are kept in the server's memory."),
+    ("--skip-mm-profiling",): Unused("Nothing is profiled when the server starts.", is_switch=True),
+    ("--enable-prompt-tokens-details",): Unused("`usage` always has these details.", is_switch=True),
+    ("--disable-log-requests", "--no-enable-log-requests"): Unused(
+        "What requests say is never logged.", is_switch=True
+    ),
+    ("--enable-request-id-headers",): Unused("Every answer has its X-Request-Id.", is_switch=True),
+    ("--disable-frontend-multiprocessing",): Unused("The engine always has a process of its own.", is_switch=True),
+    ("--disable-custom-all-reduce",): Unused("A model runs on one device.", is_switch=True),
+}  # fmt: skip
+
+_LORA = "Adapters are not served; merge them into the checkpoint."
+_PROXY = "Put a reverse proxy in front of the server, such as nginx or Caddy."
+_TOKENIZER = "A tokenizer belongs to its checkpoint; put its files into a copy of the model's folder."
+_HUB = "HF_HOME says where downloads go and HF_TOKEN is the token, as everywhere; --revision names the version."
+_CONFIG = "Change config.json in a copy of the model's folder."
+_SPECULATION = "Tokens are not foretold by another model."
+_MISSING: Mapping[tuple[str, ...], Missing] = {
+    ("--trust-remote-code",): Missing(
+        "Code from a checkpoint is never run, so leave it out: models that need it elsewhere may be served all the "
+        "same (`vlmserve models`)."
+    ),
+    ("--code-revision",): Missing("Code from a checkpoint is never run; --revision names the version of its files."),
+    ("--tokenizer", "--tokenizer-revision", "--skip-tokenizer-init"): Missing(_TOKENIZER),
+    ("--download-dir", "--hf-token", "--ignore-patterns"): Missing(_HUB),
+    ("--hf-config-path", "--hf-overrides", "--rope-scaling", "--rope-theta", "--disable-sliding-window"): Missing(
+        _CONFIG
+    ),
+    ("--override-generation-config",): Missing("Put the parameters into each request."),
+    ("--default-chat-template-kwargs", "--trust-request-chat-template"): Missing(
+        "--chat-template names a file with a template of your own."
+    ),
+    ("--api-key",): Missing("Keys are not checked; put a reverse proxy that checks them in front of the server."),
+    ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh",
+     "--uds", "--allow-credentials", "--allowed-origins", "--allowed-methods", "--allowed-headers",
+     "--middleware"): Missing(_PROXY),
+    ("--root-path",): Missing("Let the proxy in front of the server take the prefix off the path."),
+    ("--h11-max-incomplete-event-size", "--h11-max-header-count"): Missing(
+        "--max-body-bytes bounds what is read of a request."
+    ),
+    ("--disable-fastapi-docs",): Missing("There is only /openapi.json, which describes the routes."),
+    ("--allowed-local-media-path",): Missing(
+        "Requests cannot name files of the server; send pictures in data: URLs, or serve the folder over HTTP and name "
+        "its host with --allowed-media-hosts."
+    ),
+    ("--media-io-kwargs",): Missing("--mm-processor-kwargs takes fps, and --max-video-frames bounds the frames."),
+    ("--interleave-mm-strings", "--enable-mm-embeds", "--enable-prompt-embeds", "--mm-encoder-tp-mode",
+     "--mm-encoder-attn-backend", "--mm-encoder-only", "--video-pruning-rate", "--io-processor-plugin",
+     "--limit-mm-data-per-prompt"): Missing("Pictures and videos have settings of their own: --max-images and others."),
+    ("--logprobs-mode", "--return-tokens-as-token-ids"): Missing(
+        "Logprobs have one form; --max-logprobs bounds how many."
+    ),
+    ("--num-gpu-blocks-override",): Missing("--kv-cache-memory says how large the KV cache is."),
+    ("--cpu-offload-gb",): Missing("Weights stay on one device; --quantize int8 or int4 makes them smaller."),
+    ("--no-enable-chunked-prefill",): Missing(
+        "Long prompts are always read in chunks; --max-num-batched-tokens says how large these are."
+    ),
+    ("--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold",
+     "--scheduler-delay-factor", "--num-scheduler-steps", "--num-lookahead-slots", "--stream-interval",
+     "--disable-chunked-mm-input", "--scheduler-cls", "--preemption-mode"): Missing(
+        "A step is bounded by --max-num-seqs and --max-num-batched-tokens."
+    ),
+    ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype",
+     "--lora-extra-vocab-size", "--fully-sharded-loras", "--default-mm-loras", "--enable-prompt-adapter"): Missing(
+        _LORA
+    ),
+    ("--speculative-config", "--speculative-model", "--num-speculative-tokens"): Missing(_SPECULATION),
+    ("--enable-auto-tool-choice", "--tool-call-parser", "--tool-parser-plugin", "--tool-server", "--reasoning-parser",
+     "--structured-outputs-config", "--guided-decoding-backend", "--exclude-tools-when-tool-choice-none"): Missing(
+        "There is no such setting; the documentation of the API says what requests may ask for."
+    ),
+    ("--logits-processors", "--logits-processor-pattern"): Missing("Code from outside is never run."),
+    ("--enable-log-requests", "--enable-log-outputs", "--max-log-len", "--log-config-file"): Missing(
+        "What requests say is never logged; --enable-debug serves /debug/cache, which shows where each of them stands."
+    ),
+    ("--otlp-traces-endpoint", "--collect-detailed-traces", "--show-hidden-metrics-for-version"): Missing(
+        "/metrics has the figures, for Prometheus; there are no traces."
+    ),
+    ("--enable-sleep-mode",): Missing("--load lazy loads the model when the first request comes."),
+    ("--kv-transfer-config", "--kv-events-config", "--enable-expert-parallel", "--data-parallel-rank",
+     "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port", "--data-parallel-backend",
+     "--decode-context-parallel-size", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless",
+     "--worker-cls", "--worker-extension-cls", "--ray-workers-use-nsight"): Missing(_ONE),
+    ("--attention-backend", "--override-attention-dtype", "--disable-cascade-attn"): Missing(
+        "--kernels chooses between the native kernels and torch."
+    ),
+    ("--pooler-config", "--override-pooler-config", "--convert"): Missing("Only models that write text are served."),
+}  # fmt: skip
+
+
+def _expand() -> dict[str, Entry]:
+    entries: dict[str, Entry] = dict(_RENAMED)
+    for group in (_UNUSED, _MISSING):
+        entries |= {name: entry for names, entry in group.items() for name in names}
+    return entries
+
+
+FLAGS: Mapping[str, Entry] = _expand()
+"""Every flag of vLLM's that is not called the same here, by its name."""

@@ -1,0 +1,100 @@
+"""How likely tokens were, as OpenAI's two ways of completing write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from vlmserve.types import TokenLogprobs
+
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token stands for, by its id."""
+_LEAST = -9999.0
+"""What OpenAI writes for a token that could not come; JSON has no infinity."""
+
+
+class Alternative(msgspec.Struct):
+    """A token that might have come. token: its text, with replacement characters for bytes that are no text alone."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentToken(Alternative):
+    """A token of an answer."""
+
+    top_logprobs: list[Alternative]
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    """The tokens of an answer to a chat, or of a piece of it."""
+
+    content: list[ContentToken]
+    refusal: None = None
+
+
+def choice_logprobs(told: Iterable[TokenLogprobs], token_bytes: TokenBytes) -> ChoiceLogprobs:
+    """In the form of chat completions."""
+
+    def alternative(token_id: int, logprob: float) -> Alternative:
+        written = token_bytes(token_id)
+        return Alternative(written.decode(errors="replace"), max(logprob, _LEAST), list(written))
+
+    content = []
+    for one in told:
+        own = alternative(one.token_id, one.logprob)
+        top = [alternative(*other) for other in one.top]
+        content.append(ContentToken(own.token, own.logprob, own.bytes, top))
+    return ChoiceLogprobs(content)
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """The tokens of a completion, column by column. text_offset: characters of the choice's text before each; null is
+    told of the prompt's first token, which nothing comes before."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+    def add(self, token_id: int, told: TokenLogprobs | None, offset: int, token_bytes: TokenBytes) -> None:
+        """One more token."""
+        self.tokens.append(_as_key(token_bytes(token_id)))
+        self.token_logprobs.append(None if told is None else max(told.logprob, _LEAST))
+        self.text_offset.append(offset)
+        if told is None:
+            self.top_logprobs.append(None)
+            return
+        alternatives = {_as_key(token_bytes(other)): max(score, _LEAST) for other, score in reversed(told.top)}
+        alternatives = dict(reversed(alternatives.items()))
+        alternatives.setdefault(self.tokens[-1], max(told.logprob, _LEAST))
+        self.top_logprobs.append(alternatives)
+
+
+def _as_key(written: bytes) -> str:
+    """Text, or what OpenAI writes for bytes that are none alone: many of them would read alike."""
+    try:
+        return written.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+
+def offsets_in(text: str, tokens: Iterable[bytes]) -> list[int]:
+    """Where in a text each of the tokens begins that a tokenizer made of it, in characters.
+
+    Tokens that were added to it have no width, and spaces in front that it does not have do not count.
+    """
+    written = text.encode()
+    place = num_characters = 0
+    offsets = []
+    for token in tokens:
+        offsets.append(num_characters)
+        for form in (token, token.lstrip(b" ")):
+            if written.startswith(form, place):
+                # Every character has one byte that does not continue another one.
+                num_characters += sum(byte & 0xC0 != 0x80 for byte in form)
+                place += len(form)
+                break
+    return offsets

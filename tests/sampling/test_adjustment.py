@@ -1,0 +1,147 @@
+"""Biases and penalties against transformers' processors and against plain sums in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, TopPLogitsWarper
+
+from vlmserve.kernels.extension import supported_isas
+from vlmserve.sampling import sampler
+from vlmserve.sampling.adjustment import Adjustment, TokenCounts
+from vlmserve.sampling.sampler import SamplingRow, adjust
+from vlmserve.types import SamplingParams
+
+VOCABULARY = 40
+tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=60)
+
+
+@pytest.fixture(params=["torch", *(["native"] if supported_isas() else [])])
+def sample(request):
+    """The function under test, with each kind of kernels."""
+    return functools.partial(sampler.sample, native=request.param == "native")
+
+
+def random_logits(rows: int, vocabulary: int = VOCABULARY, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def adjustment(prompt=(), answer=(), **params) -> Adjustment:
+    made = Adjustment(SamplingParams(**params), list(prompt))
+    for token in answer:
+        made.append(token)
+    return made
+
+
+def adjusted(logits: torch.Tensor, *adjustments: Adjustment) -> torch.Tensor:
+    logits = logits.clone()
+    adjust(logits, dict(enumerate(adjustments)))
+    return logits
+
+
+def penalized(logits, prompt, answer, last_n, repetition, frequency, presence) -> np.ndarray:
+    """One row in float64, from the definitions of OpenAI's and transformers' documentation."""
+    history = [(token, False) for token in prompt] + [(token, True) for token in answer]
+    history = history[len(history) - min(len(history), last_n) :] if last_n >= 0 else history
+    row = logits.double().numpy().copy()
+    for token in {token for token, _ in history}:
+        row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
+        count = history.count((token, True))
+        row[token] -= count * frequency + (count > 0) * presence
+    return row
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens, tokens, st.integers(-1, 70), st.floats(0.3, 3), st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 99)
+)  # fmt: skip
+def test_penalties_are_what_their_definitions_say(prompt, answer, last_n, repetition, frequency, presence, seed):
+    logits = random_logits(1, seed=seed)
+    params = {
+        "repetition_penalty": repetition,
+        "frequency_penalty": frequency,
+        "presence_penalty": presence,
+        "repeat_last_n": last_n,
+    }
+    actual = adjusted(logits, adjustment(prompt, answer, **params))
+    expected = penalized(logits[0], prompt, answer, last_n, repetition, frequency, presence)
+    np.testing.assert_allclose(actual[0].numpy(), expected, atol=1e-4, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(tokens.filter(bool), tokens, st.floats(0.1, 5), st.integers(0, 99))
+def test_the_repetition_penalty_is_transformers(prompt, answer, penalty, seed):
+    logits = random_logits(1, seed=seed)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + answer]), logits.clone())
+    assert torch.equal(adjusted(logits, adjustment(prompt, answer, repetition_penalty=penalty)), expected)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.dictionaries(st.integers(0, VOCABULARY - 1), st.integers(-100, 100), min_size=1), st.integers(0, 99))
+def test_biases_are_transformers(biases, seed):
+    logits = random_logits(1, seed=seed)
+    processor = SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in biases.items()})
+    expected = processor(torch.tensor([[1, 2]]), logits.clone())
+    torch.testing.assert_close(adjusted(logits, adjustment(logit_bias=biases)), expected)
+
+
+def test_biases_come_before_penalties():
+    made = adjustment([3], repetition_penalty=2.0, logit_bias={3: 10.0})
+    assert adjusted(torch.full((1, 5), -2.0), made)[0, 3] == (10 - 2) / 2
+
+
+def test_each_row_is_changed_by_its_own_request_alone():
+    logits = random_logits(4)
+    requests = {
+        0: adjustment([1, 2], [3], repetition_penalty=1.7),
+        2: adjustment([4], [5, 5], frequency_penalty=0.5, logit_bias={7: -3.0}),
+        3: adjustment([6] * 9, [8], presence_penalty=1.5, repetition_penalty=0.5),
+    }
+    together = logits.clone()
+    adjust(together, requests)
+    assert torch.equal(together[1], logits[1])
+    for number, made in requests.items():
+        assert torch.equal(together[number], adjusted(logits[number : number + 1], made)[0])
+        assert not torch.equal(together[number], logits[number])
+
+
+@settings(deadline=None, max_examples=60)
+@given(tokens, st.lists(st.integers(0, 300), max_size=400), st.integers(-1, 500))
+def test_counts_that_are_kept_are_those_of_a_recount(prompt, answer, window):
+    kept = TokenCounts(prompt, window)
+    for token in answer:
+        kept.append(token)
+    history = [(token, False) for token in prompt] + [(token, True) for token in answer]
+    latest = history if window < 0 else history[max(0, len(history) - window) :]
+    expected = {token: latest.count((token, True)) for token, _ in latest}
+    assert dict(zip(kept.ids.tolist(), kept.in_answer.tolist(), strict=True)) == expected
+
+
+def test_edited_rows_are_drawn_as_others_are(sample):
+    logits = random_logits(3, 500)
+    banned = {token: -100.0 for token in range(499)}
+    row = SamplingRow(SamplingParams(logit_bias=banned), 1, 0, adjustment=adjustment(logit_bias=banned))
+    greedy = SamplingRow(SamplingParams(temperature=0), 1, 0)
+    best = logits[1:].argmax(-1).tolist()
+    assert sample(logits.clone(), [row, greedy, greedy]) == [499, *best]
+    penalty = adjustment([best[0]], repetition_penalty=100.0)
+    penalized_row = SamplingRow(SamplingParams(temperature=0, repetition_penalty=100.0), 1, 0, adjustment=penalty)
+    assert sample(logits.clone(), [row, penalized_row, greedy])[1:] == [
+        int(logits[1].topk(2).indices[1]), best[1]
+    ]  # fmt: skip
+
+
+def test_filters_apply_to_what_penalties_leave(sample):
+    logits = random_logits(1, 60)
+    prompt = logits[0].topk(10).indices.tolist()
+    params = SamplingParams(repetition_penalty=3.0, top_p=0.6)
+    left = RepetitionPenaltyLogitsProcessor(3.0)(torch.tensor([prompt]), logits.clone())
+    left = TopPLogitsWarper(0.6)(torch.tensor([prompt]), left)
+    possible = set(left[0].isfinite().nonzero().flatten().tolist())
+    rows = [SamplingRow(params, 7, index, adjustment=Adjustment(params, prompt)) for index in range(3000)]
+    assert set(sample(logits.repeat(3000, 1), rows)) == possible
