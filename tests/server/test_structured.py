@@ -122,6 +122,7 @@ def test_an_answer_that_is_cut_says_length_and_the_client_notices(live):
         ({"structured_outputs": {}}, "one of", "structured_outputs"),
         ({"structured_outputs": {"regex": "["}}, "regex", "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "x"}}, "no such field", "structured_outputs.structural_tag"),
+        ({"guided_regex": "a", "use_beam_search": True, "temperature": 0}, "beam", "guided_regex"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "both", "guided_choice"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "both", "guided_regex"),
         ({"response_format": {"type": "json_schema"}}, "missing", "response_format.json_schema"),
@@ -140,3 +141,16 @@ def test_a_strict_schema_is_refused_where_a_loose_one_is_followed_as_far_as_it_g
     wanted["json_schema"]["strict"] = True
     param = "response_format.json_schema.schema"
     refused(live.ask(response_format=wanted), 400, "uniqueItems", param=param, code="invalid_request")
+
+
+def test_log_probabilities_come_with_every_token_and_the_answer_still_fits(real):
+    fields = {"logprobs": True, "top_logprobs": 2, "seed": 3, "guided_choice": ["left", "right"]}
+    [choice] = real.ask(**fields).json()["choices"]
+    told = choice["logprobs"]["content"]
+    assert "".join(one["token"] for one in told) == choice["message"]["content"]
+    assert choice["message"]["content"] in ("left", "right")
+
+
+def test_biases_and_penalties_do_not_make_possible_what_a_grammar_forbids(real):
+    fields = {"guided_regex": "[ab]{20}", "logit_bias": {"60": 100}, "frequency_penalty": 2, "repetition_penalty": 1.5}
+    assert re.fullmatch("[ab]{20}", text_of(real, **fields))
