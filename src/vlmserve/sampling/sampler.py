@@ -58,7 +58,7 @@ def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> 
     """
     for number, row in enumerate(rows):
         if row.allowed is not None:
-            logits[number].masked_fill_(torch.from_numpy(~row.allowed).to(logits.device), -torch.inf)
+            _forbid(logits[number], ~row.allowed)
     adjusted = {number: row.adjustment for number, row in enumerate(rows) if row.adjustment is not None}
     if adjusted:
         adjust(logits, adjusted)
@@ -77,6 +77,14 @@ def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> 
             for number, token in zip(numbers, chosen, strict=True):
                 tokens[number] = token
     return tokens
+
+
+def _forbid(row: Tensor, forbidden: Allowed) -> None:
+    """Make tokens of a ``[vocabulary]`` row impossible, in place."""
+    if row.device.type == "cpu":
+        np.copyto(row.numpy(), -np.inf, where=forbidden)  # takes a quarter of torch's time
+    else:
+        row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)
 
 
 def adjust(logits: Tensor, adjustments: Mapping[int, Adjustment]) -> None:
