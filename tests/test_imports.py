@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-SLOW = ("torch", "transformers", "fastapi", "uvicorn", "numpy", "zmq", "PIL", "httpx")
+SLOW = ("torch", "transformers", "fastapi", "uvicorn", "numpy", "zmq", "PIL", "httpx", "sqlalchemy")
 
 
 def loaded(code: str) -> set[str]:

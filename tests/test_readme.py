@@ -21,6 +21,8 @@ DOCUMENTS = [
         "docs/caching.md",
         "docs/metrics.md",
         "docs/settings.md",
+        "docs/api.md",
+        "docs/operations.md",
     )
 ]
 
@@ -29,6 +31,7 @@ def commands() -> list[list[str]]:
     """The words behind every `vlmserve` in the documents' shell lines."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
     lines = re.findall(r"^(?:    )?\.venv/bin/vlmserve (.+)$", text, re.MULTILINE)
+    lines += re.findall(r"^    (?:[A-Z_]+=\S+ )?vlmserve (.+)$", text, re.MULTILINE)
     lines += re.findall(r"`(?:\.venv/bin/)?vlmserve ([^`]+)`", text)
     return [shlex.split(line) for line in lines]
 
@@ -36,7 +39,7 @@ def commands() -> list[list[str]]:
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_and_flags_exist(words):
     names = [word for word in words if not word.startswith("-")]
-    command = names[:2] if names[:1] == ["eval"] else names[:1]
+    command = names[:2] if names[:1] in (["eval"], ["keys"]) else names[:1]
     shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [*command, "--help"])
     assert shown.exit_code == 0
     assert all(word in shown.stdout for word in words if word.startswith("-"))

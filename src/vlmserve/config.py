@@ -267,6 +267,9 @@ class MediaConfig(Settings):
     allowed_media_hosts: tuple[str, ...] = Field(
         (), description="Hosts that pictures may be fetched from although their addresses are not public."
     )
+    allowed_media_path: str | None = Field(
+        None, description="A folder whose files requests may name as file:// URLs; default: none may."
+    )
     picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for prepared pictures seen before.")
     exact_pixels: bool = Field(False, description="Decode large JPEGs in full although few of their pixels are used.")
     num_workers: int | None = Field(
@@ -296,3 +299,53 @@ class ServerConfig(Settings):
     access_log: bool = Field(True, description="A line in the log for each request but those for health and metrics.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
+    api_key: tuple[str, ...] = Field(
+        (), repr=False, description="A key that requests must have; may be repeated. Also VLMSERVE_API_KEY."
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="Keys with names and limits, from 'vlmserve keys add'; read again when it changes.",
+    )
+    protect_metrics: bool = Field(False, description="Ask for a key at /metrics as well.")
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Origins whose web pages may use the server, like https://chat.example.com; * allows all."
+    )
+    log_prompts: bool = Field(False, description="Write what requests say, without their pictures, into the log.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="Longest answer that a request may ask for; default: up to the end of the context."
+    )
+    max_wait: float = Field(600.0, ge=0, description="Seconds after which a request that waits is refused; 0: never.")
+    max_header_bytes: ByteSize = Field(64 * 1024, description="Size of the head of a request.")
+    head_timeout: float = Field(20.0, gt=0, description="Seconds that the head of a request may take to arrive.")
+    body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may pause while it sends a body.")
+    max_restarts: int = Field(
+        5, ge=0, description="Times in a row that a crashed engine is restarted before the server gives up."
+    )
+    restart_backoff: float = Field(
+        1.0, ge=0, description="Seconds before the first restart of the engine; they double each time, up to 60."
+    )
+    restart_window: float = Field(
+        300.0, ge=0, description="Seconds that a restarted engine must run, or answer a request, to count as sound."
+    )
+    storage_url: str | None = Field(
+        None,
+        repr=False,  # there may be a password in it
+        description="Where responses, conversations and files are kept: a URL as SQLAlchemy writes it, like "
+        "postgresql://user:password@host/name; memory; none. Default: a file of SQLite's.",
+    )
+    storage_path: str | None = Field(
+        None, description="That file. Default: vlmserve/history.db in XDG_DATA_HOME or ~/.local/share."
+    )
+    storage_max_age: float = Field(
+        30 * 86400.0, ge=0, description="Seconds since their last use after which they are deleted; 0: never."
+    )
+    storage_max_bytes: ByteSize = Field(
+        10 * 1024**3, description="Size of all that is kept, beyond which the oldest is deleted; 0: no bound."
+    )
+    storage_sweep_interval: float = Field(
+        300.0, gt=0, le=86400, description="Seconds between looks for what is too old or too much."
+    )
+    max_stored_bytes: ByteSize = Field(
+        8 * 1024**3, description="Size of all files and pictures kept, beyond which more are refused."
+    )
+    max_file_bytes: ByteSize = Field(128 * 1024**2, description="Size of one file that is uploaded.")

@@ -28,6 +28,12 @@ class UnknownModelError(InvalidRequestError):
     code = "model_not_found"
 
 
+class NotFoundError(InvalidRequestError):
+    """The request names a response, conversation, item or file that is not there, or not the caller's."""
+
+    code = "not_found"
+
+
 class PromptTooLongError(InvalidRequestError):
     """The prompt does not fit into the model's context or into the KV cache."""
 
@@ -79,7 +85,22 @@ class EngineDeadError(VLMServeError):
 
 
 class UnavailableError(VLMServeError):
-    """The server is still loading or already closing; the same request may succeed later or elsewhere."""
+    """The server is loading, restarting its engine or closing; the same request may succeed later or elsewhere.
+
+    retry_after: seconds after which it may.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class StorageError(UnavailableError):
+    """The history cannot be read or written; the same request may succeed later."""
+
+
+class StorageFullError(VLMServeError):
+    """There is no room for more files and pictures."""
 
 
 class ModelLoadError(VLMServeError):

@@ -101,7 +101,11 @@ def test_a_redirect_cannot_lead_inside(site: Site) -> None:
     assert site.asked[asked:] == ["/out"]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "0"])
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "LOCALHOST", "127.1", "2130706433", "0x7f.1", "0x7f000001", "0177.0.0.1", "0",
+     "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[0:0:0:0:0:0:0:1]", "[::]"],
+)  # fmt: skip
 def test_hosts_inside_the_network_are_refused_unless_allowed(site: Site, host: str) -> None:
     asked = len(site.asked)
     with pytest.raises(ImageFetchError, match="not a public address"):
@@ -113,15 +117,53 @@ def test_hosts_inside_the_network_are_refused_unless_allowed(site: Site, host: s
     "address",
     ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
      "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:10.0.0.1",
-     "64:ff9b::a00:1", "2002:a00:1::"],
+     "64:ff9b::a00:1", "2002:a00:1::", "0.1.2.3", "127.255.0.1", "100.127.255.255", "169.254.170.2", "192.0.0.8",
+     "192.0.2.1", "192.88.99.1", "198.18.0.1", "198.51.100.1", "203.0.113.1", "239.1.1.1", "240.0.0.1",
+     "::ffff:127.0.0.1", "::ffff:a9fe:a9fe", "::127.0.0.1", "::ffff:0:127.0.0.1", "64:ff9b::7f00:1",
+     "64:ff9b::169.254.169.254", "64:ff9b:1::1", "2002:7f00:1::", "2002:a9fe:a9fe::1", "2001::1", "2001:db8::1",
+     "2001:0:4136:e378:8000:63bf:f5ff:fffe", "3fff::1", "100::1", "fec0::1", "fd00:ec2::254", "fe80::1%25eth0",
+     "5f00::1", "ff0e::1"],
 )  # fmt: skip
 def test_addresses_inside_networks_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["93.184.215.14", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address",
+    ["93.184.215.14", "100.63.255.255", "100.128.0.1", "172.32.0.1", "2606:4700::1111", "2001:4860:4860::8888",
+     "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"],
+)  # fmt: skip
 def test_addresses_of_the_internet_are_public(address: str) -> None:
     assert is_public(address)
+
+
+def test_a_name_is_resolved_once_and_connected_to_as_it_was_checked(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [["93.184.215.14"], ["127.0.0.1"]]
+    connected = []
+
+    def connect(self: object, address: str, *_: object) -> None:
+        connected.append(address)
+        raise fetch.httpcore.ConnectError("nobody there")
+
+    monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: answers.pop(0))
+    monkeypatch.setattr(fetch._GuardedBackend, "_connect", connect)
+    with pytest.raises(ImageFetchError, match="nobody there"):
+        fetch_file(site.url("/twice", send(), "rebinding.example"), MediaConfig())
+    assert connected == ["93.184.215.14"]
+    assert len(answers) == 1
+
+
+def test_a_redirect_is_resolved_and_checked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {"allowed.example": ["127.0.0.1"], "inside.example": ["127.0.0.1"]}
+    monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: addresses[host])
+    inside = site.url("/metadata", send(), "inside.example")
+    url = site.url("/hop", send(b"", 307, Location=inside), "allowed.example")
+    asked = len(site.asked)
+    with pytest.raises(ImageFetchError, match=r"inside\.example is not a public address"):
+        fetch_file(url, MediaConfig(allowed_media_hosts=("allowed.example",)))
+    assert site.asked[asked:] == ["/hop"]
 
 
 def test_a_name_with_one_inside_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

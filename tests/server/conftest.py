@@ -41,3 +41,13 @@ def live_waiting(folder):
     """A server whose first tokens never come in time."""
     with LiveServer(folder, engine={"mock_ttft": 60}) as server:
         yield server
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def keeping(request, folder, tmp_path_factory):
+    """A fast server that keeps a history, in either kind of database, shared by the tests of a module."""
+    path = tmp_path_factory.mktemp("history") / "history.db"
+    url = f"sqlite:///{path}" if request.param == "sqlite" else request.getfixturevalue("postgres").new_database()
+    server = {"storage_url": url, "max_file_bytes": 100_000, "max_stored_bytes": 1_000_000}
+    with LiveServer(folder, server=server, media={"max_images": 2}) as running:
+        yield running

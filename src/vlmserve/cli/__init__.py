@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vlmserve.cli.keys import keys
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 evaluations = typer.Typer(help="Measure how well a model answers.", no_args_is_help=True)
 app.add_typer(evaluations, name="eval")
+app.add_typer(keys, name="keys")
 
 LOCAL_FIELDS = (
     "model", "revision", "engine", "device", "dtype", "model_impl", "chat_template", "quantize", "max_model_len",

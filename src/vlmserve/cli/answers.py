@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -64,13 +65,16 @@ def picture_part(place: str) -> dict[str, Any]:
 
 
 class ServerAnswers:
-    """Answers of a server with an OpenAI-compatible API; `url` may end in ``/v1``."""
+    """Answers of a server with an OpenAI-compatible API; `url` may end in ``/v1``. Its key is in VLMSERVE_API_KEY."""
 
     def __init__(self, url: str) -> None:
         import httpx
 
         base = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(base_url=f"{base}/v1", timeout=httpx.Timeout(10.0, read=REPLY_TIMEOUT))
+        key = os.environ.get("VLMSERVE_API_KEY", "").partition(",")[0]
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(10.0, read=REPLY_TIMEOUT)
+        self._client = httpx.Client(base_url=f"{base}/v1", headers=headers, timeout=timeout)
         self._url = url
         self._model: str = self._request("GET", "/models")["data"][0]["id"]
 

@@ -118,6 +118,18 @@ _RENAMED: Mapping[str, Renamed] = {
     "--disable-log-stats": Renamed(
         ("stats_interval",), _always("stats_interval", "0"), is_switch=True, note="the same as 0"
     ),
+    "--allowed-local-media-path": Renamed(("allowed_media_path",)),
+    "--allowed-origins": Renamed(("cors_origins",)),
+    "--h11-max-incomplete-event-size": Renamed(("max_header_bytes",)),
+    "--enable-log-requests": Renamed(
+        ("log_prompts",), _always("log_prompts", "true"), is_switch=True, note="the same as `--log-prompts`"
+    ),
+    "--disable-log-requests": Renamed(
+        ("log_prompts",), _always("log_prompts", "false"), is_switch=True, note="the same as `--no-log-prompts`"
+    ),
+    "--no-enable-log-requests": Renamed(
+        ("log_prompts",), _always("log_prompts", "false"), is_switch=True, note="the same as `--no-log-prompts`"
+    ),
     "--disable-uvicorn-access-log": Renamed(
         ("access_log",), _always("access_log", "false"), is_switch=True, note="the same as `--no-access-log`"
     ),
@@ -182,9 +194,6 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--mm-processor-cache-type",): Unused("Prepared pictures are kept in the server's memory."),
     ("--skip-mm-profiling",): Unused("Nothing is profiled when the server starts.", is_switch=True),
     ("--enable-prompt-tokens-details",): Unused("`usage` always has these details.", is_switch=True),
-    ("--disable-log-requests", "--no-enable-log-requests"): Unused(
-        "What requests say is never logged.", is_switch=True
-    ),
     ("--enable-request-id-headers",): Unused("Every answer has its X-Request-Id.", is_switch=True),
     ("--disable-frontend-multiprocessing",): Unused("The engine always has a process of its own.", is_switch=True),
     ("--disable-custom-all-reduce",): Unused("A model runs on one device.", is_switch=True),
@@ -211,19 +220,12 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--default-chat-template-kwargs", "--trust-request-chat-template"): Missing(
         "--chat-template names a file with a template of your own."
     ),
-    ("--api-key",): Missing("Keys are not checked; put a reverse proxy that checks them in front of the server."),
     ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh",
-     "--uds", "--allow-credentials", "--allowed-origins", "--allowed-methods", "--allowed-headers",
+     "--uds", "--allow-credentials", "--allowed-methods", "--allowed-headers",
      "--middleware"): Missing(_PROXY),
     ("--root-path",): Missing("Let the proxy in front of the server take the prefix off the path."),
-    ("--h11-max-incomplete-event-size", "--h11-max-header-count"): Missing(
-        "--max-body-bytes bounds what is read of a request."
-    ),
+    ("--h11-max-header-count",): Missing("--max-header-bytes bounds what is read of a request's head."),
     ("--disable-fastapi-docs",): Missing("There is only /openapi.json, which describes the routes."),
-    ("--allowed-local-media-path",): Missing(
-        "Requests cannot name files of the server; send pictures in data: URLs, or serve the folder over HTTP and name "
-        "its host with --allowed-media-hosts."
-    ),
     ("--media-io-kwargs",): Missing("--mm-processor-kwargs takes fps, and --max-video-frames bounds the frames."),
     ("--interleave-mm-strings", "--enable-mm-embeds", "--enable-prompt-embeds", "--mm-encoder-tp-mode",
      "--mm-encoder-attn-backend", "--mm-encoder-only", "--video-pruning-rate", "--io-processor-plugin",
@@ -253,8 +255,8 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
         "Grammars are always llguidance's; the documentation of the API says what requests may ask for."
     ),
     ("--logits-processors", "--logits-processor-pattern"): Missing("Code from outside is never run."),
-    ("--enable-log-requests", "--enable-log-outputs", "--max-log-len", "--log-config-file"): Missing(
-        "What requests say is never logged; --enable-debug serves /debug/cache, which shows where each of them stands."
+    ("--enable-log-outputs", "--max-log-len", "--log-config-file"): Missing(
+        "--log-prompts logs what requests say, and --enable-debug serves /debug/cache, which shows where each stands."
     ),
     ("--otlp-traces-endpoint", "--collect-detailed-traces", "--show-hidden-metrics-for-version"): Missing(
         "/metrics has the figures, for Prometheus; there are no traces."

@@ -9,7 +9,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -134,6 +134,7 @@ class EngineClient:
         self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._last_words: asyncio.Future[VLMServeError] = self._loop.create_future()
         self._exited = asyncio.Event()
+        self._died = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._death: str | None = None
@@ -177,6 +178,10 @@ class EngineClient:
     def death(self) -> str | None:
         """Why the engine process is gone."""
         return self._death
+
+    async def wait_until_dead(self) -> None:
+        """Until the engine process is gone without having been told to, and everybody who waited for it knows."""
+        await self._died.wait()
 
     @property
     def pid(self) -> int:
@@ -249,6 +254,19 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.fail(error)
             self._forget(stream.request_id)
+
+    async def fail_waiting(self, request_ids: Collection[str], error: Callable[[], VLMServeError]) -> None:
+        """Abort these requests if the engine has begun with none of them; whoever waits for one gets this error.
+
+        Raises as `inspect` does.
+        """
+        snapshot = await self.inspect()
+        waiting = {shown.request_id for shown in snapshot.requests if shown.state == "waiting"}
+        if waiting.issuperset(request_ids):
+            for request_id in request_ids:
+                if request_id in self._streams:
+                    self._streams[request_id].fail(error)
+                    self._forget(request_id)
 
     def _end_inspection(self, snapshot: EngineSnapshot | None) -> None:
         """Answer who asked; None means that the engine is gone."""
@@ -327,6 +345,7 @@ class EngineClient:
             logger.error("%s; %d requests fail", error, len(self._streams))
         self.fail_all(self._gone)
         self._end_inspection(None)
+        self._died.set()
 
     async def _receive(self) -> None:
         while True:

@@ -92,6 +92,11 @@ class RequestPreparer:
         return self._processor is not None
 
     @property
+    def sees_videos(self) -> bool:
+        """Whether the model takes videos."""
+        return self._video_processor is not None
+
+    @property
     def can_chat(self) -> bool:
         """Whether there is a way to write a conversation as a prompt."""
         return self._template is not None or self._one_picture is not None

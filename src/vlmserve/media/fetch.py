@@ -27,6 +27,10 @@ from vlmserve.types import MediaKind
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = (("User-Agent", "vlmserve"), ("Accept", "image/*,video/*,*/*;q=0.5"), ("Accept-Encoding", "identity"))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""What is assigned at all: https://www.iana.org/assignments/ipv6-address-space"""
+_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
+"""Protocol assignments, relays and documentation, of which the library calls some global, by its version."""
 
 
 def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
@@ -123,7 +127,7 @@ class _GuardedBackend(httpcore.NetworkBackend):
             for address in addresses:
                 if not is_public(address):
                     raise _ForbiddenAddressError(
-                        f"{host} is not a public address; the operator can allow it with allowed_media_hosts"
+                        f"{host} is not a public address; the operator can allow it with --allowed-media-hosts"
                     )
         for address in addresses[:-1]:
             try:
@@ -171,7 +175,10 @@ def _hosts(names: Iterable[str]) -> frozenset[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet: not private, loopback, link-local or reserved."""
+    """Whether an IP address is one of the public internet: not private, loopback, link-local or reserved.
+
+    An address of IPv6 in which one of IPv4 is embedded (mapped, 6to4, Teredo, NAT64) counts as that one.
+    """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         embedded = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -179,7 +186,9 @@ def is_public(address: str) -> bool:
             embedded = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if embedded is not None:
             return is_public(str(embedded))
-    return ip.is_global and not ip.is_multicast
+        if ip not in _GLOBAL_UNICAST:
+            return False
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _SPECIAL)
 
 
 def _resolve(host: str, port: int, timeout: float) -> list[str]:

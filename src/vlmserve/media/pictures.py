@@ -89,6 +89,15 @@ def decode_picture(
     Raises InvalidImageError if `data` is empty, broken, truncated or no picture, ImageTooLargeError if it has more
     bytes or pixels than allowed; the number of pixels is read from the header, before anything is decoded.
     """
+    image = open_header(data, limits)
+    size = image.size
+    box = (0, 0, *size) if reduction is None else _draft(image, reduction)
+    load_picture(image, limits)
+    return _upright(Picture(image, size, box))
+
+
+def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
+    """A picture of which nothing but the header is read. Raises as `decode_picture` does."""
     check_num_bytes(len(data), limits)
     if not data:
         raise InvalidImageError("the picture is empty (0 bytes)")
@@ -103,10 +112,7 @@ def decode_picture(
     except Exception as error:  # Pillow's readers raise anything on broken headers
         raise InvalidImageError(f"the picture is broken: {error}") from error
     check_num_pixels(image, limits)
-    size = image.size
-    box = (0, 0, *size) if reduction is None else _draft(image, reduction)
-    load_picture(image, limits)
-    return _upright(Picture(image, size, box))
+    return image
 
 
 def load_picture(image: Image.Image, limits: MediaConfig) -> None:

@@ -17,6 +17,7 @@ from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidVideoErro
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.fetch import fetch_file
 from vlmserve.media.keys import image_key, pil_image_key
+from vlmserve.media.local_files import read_allowed_file
 from vlmserve.media.pictures import (
     Picture,
     check_num_bytes,
@@ -87,15 +88,17 @@ def _process(key: bytes, picture: Picture, processor: PictureProcessor) -> Image
 
 def is_url(source: str) -> bool:
     """Whether a string is a URL that pictures and videos may come from, not a path."""
-    return source[:8].lower().startswith(("http://", "https://", "data:"))
+    return source[:8].lower().startswith(("http://", "https://", "data:", "file://"))
 
 
 def read_url(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
-    """The file at an http, https or data URL. Raises ImageFetchError for any other, and as fetching does."""
+    """The file at an http, https, data or file URL. Raises ImageFetchError for any other, and as fetching does."""
     if url[:5].lower() == "data:":
         return decode_data_url(url, limits, kind)
     if not is_url(url):
         raise ImageFetchError(f"a {kind}'s URL must begin with http://, https:// or data:")
+    if url[:7].lower() == "file://":
+        return read_allowed_file(url, limits, kind)
     return fetch_file(url, limits, kind)
 
 

@@ -42,7 +42,7 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
         raise InvalidVideoError(
             "videos are only read as lists of frames here; for files, install vlmserve with the extra [video]"
         ) from error
-    container_format = next((name for name, (at, mark) in CONTAINERS.items() if data[at:].startswith(mark)), None)
+    container_format = container_of(data)
     if container_format is None:
         raise InvalidVideoError("the data is not a video in a supported format (MP4, MOV, WebM, Matroska, AVI)")
     try:
@@ -63,6 +63,11 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
             yield Sampled(indices, len(indices) / count * rate, frames)
     except av.error.FFmpegError as error:
         raise InvalidVideoError(f"the video is broken: {error}") from error
+
+
+def container_of(data: bytes) -> str | None:
+    """Which of `CONTAINERS` a file is, by its first bytes."""
+    return next((name for name, (at, mark) in CONTAINERS.items() if data.startswith(mark, at)), None)
 
 
 def check_frame(width: int, height: int, limits: MediaConfig) -> None:

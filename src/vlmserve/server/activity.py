@@ -85,7 +85,9 @@ class _Watch:
         after, now = self._stats(), time.monotonic()
         if after is None or now <= self._then:
             return
-        line = activity_line(self._before, after, now - self._then)
+        # An engine that was restarted has begun to count again.
+        before = EngineStats() if after.steps < self._before.steps else self._before
+        line = activity_line(before, after, now - self._then)
         self._before, self._then = after, now
         if line is not None:
             logger.info(line)

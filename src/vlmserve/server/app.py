@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from vlmserve.errors import EngineDeadError, VLMServeError
+from vlmserve.server.accounts import RATE_LIMIT_HEADERS
 from vlmserve.server.connection import RequestLog
 from vlmserve.server.debug import show_caches
 from vlmserve.server.errors import (
-    RETRY_AFTER_S,
     error_body,
     handle_http_exception,
     handle_vlmserve_error,
     json_response,
+    retry_after,
 )
+from vlmserve.server.guard import Guard
 from vlmserve.server.page import start_page
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
+from vlmserve.server.routes.history import add_history_routes
 from vlmserve.server.routes.messages import count_tokens, messages
 from vlmserve.server.routes.tokens import detokenize, tokenize
 from vlmserve.server.schema.base import RequestModel
@@ -32,7 +36,7 @@ from vlmserve.server.schema.completions import CompletionRequest
 from vlmserve.server.schema.messages import CountRequest, MessagesRequest
 from vlmserve.server.schema.models import ModelCard
 from vlmserve.server.schema.tokens import DetokenizeRequest, TokenizeRequest
-from vlmserve.server.service import Service
+from vlmserve.server.service import Phase, Service
 
 _POSTS: tuple[tuple[str, Callable[[Request], Awaitable[Response]], type[RequestModel]], ...] = (
     ("/v1/chat/completions", chat_completions, ChatRequest),
@@ -49,13 +53,24 @@ def create_app(service: Service) -> FastAPI:
     """The application around a service, which may still be loading."""
     app = FastAPI(title="vlmserve", version=version(), redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.add_middleware(Guard, service=service)
     app.add_middleware(RequestLog)
+    if service.config.cors_origins:
+        # Outside of all others: a browser's preflight has no key, and it shows a page no error without these headers.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", *RATE_LIMIT_HEADERS),
+        )
     app.add_exception_handler(VLMServeError, count_and_handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     for path, endpoint in (
         ("/v1/models", list_models),
         ("/v1/models/{name:path}", show_model),
         ("/health", health),
+        ("/ready", ready),
         ("/version", show_version),
         ("/metrics", show_metrics),
     ):
@@ -77,6 +92,7 @@ def create_app(service: Service) -> FastAPI:
             response_model=None,
             openapi_extra={"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}},
         )
+    parts |= add_history_routes(app)
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -115,15 +131,29 @@ async def show_model(request: Request, name: str) -> Response:
 
 
 async def health(request: Request) -> Response:
+    """Whether the server works or helps itself: 503 with the reason until its model is loaded and once it closes.
+
+    200 while the engine is restarted, too: what kills the server then makes all longer.
+    """
+    return _state(request.app.state.service, fine=("asleep", "serving", "restarting"))
+
+
+async def ready(request: Request) -> Response:
     """200 when requests are answered, even if the first one has to load the model, else 503 with the reason."""
-    service: Service = request.app.state.service
-    if service.phase == "asleep":
-        return json_response({"status": "asleep"})
-    problem = service.problem()
-    if problem is None:
-        return json_response({"status": "ok"})
-    status = "dead" if isinstance(problem, EngineDeadError) else service.phase
-    return json_response({"status": status, "reason": str(problem)}, 503, {"Retry-After": RETRY_AFTER_S})
+    return _state(request.app.state.service, fine=("asleep", "serving"))
+
+
+def _state(service: Service, fine: Collection[Phase]) -> Response:
+    phase, problem = service.phase, service.problem()
+    if isinstance(problem, EngineDeadError):
+        return json_response({"status": "dead", "reason": str(problem)}, 503, {"Retry-After": retry_after(problem)})
+    state: dict[str, str] = {"status": "ok" if phase == "serving" else phase}
+    if problem is None or phase == "asleep":
+        return json_response(state)
+    state["reason"] = str(problem)
+    if phase in fine:
+        return json_response(state)
+    return json_response(state, 503, {"Retry-After": retry_after(problem)})
 
 
 async def show_version() -> Response:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from vlmserve.server.errors import RefusedError
 
-BODY_TIMEOUT = 30.0
-"""Seconds that a client may pause while it sends its body."""
+MIN_RATE = 500
+"""Bytes a second that a body must come with in the long run, as in Apache's RequestReadTimeout."""
+_DROP_TIMEOUT = 2.0
+"""Seconds to go on reading what is not wanted."""
 
 
 class BodyMemory:
@@ -47,39 +50,58 @@ class BodyShare:
         self._taken += num_bytes
         return True
 
+    def need(self, num_bytes: int) -> None:
+        """Take as much again. Raises RefusedError if it is not there."""
+        if not self.take(num_bytes):
+            raise _no_room()
+
     def give_back(self) -> None:
         self._memory.used -= self._taken
         self._taken = 0
 
 
-async def read_json_body(request: Request, max_bytes: int, share: BodyShare) -> bytearray:
-    """The body of a JSON request.
-
-    Raises RefusedError for another content type, a body over `max_bytes`, declared or not, one that finds no room
-    beside the others, or one that stalls.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+async def read_json_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
+    """The body of a JSON request. Raises as `read_body` does, and RefusedError for another content type."""
+    kind = content_type(request)
     if kind != "application/json" and not kind.endswith("+json"):
-        raise RefusedError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"The header Content-Type should be application/json, not {kind or 'absent'}",
-            "unsupported_content_type",
-        )
+        raise wrong_content_type("application/json", kind)
+    return await read_body(request, max_bytes, share, pause)
+
+
+def content_type(request: Request) -> str:
+    """What a request says that its body is, like ``application/json``."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def wrong_content_type(wanted: str, kind: str) -> RefusedError:
+    """The error for a body of another kind."""
+    message = f"The header Content-Type should be {wanted}, not {kind or 'absent'}"
+    return RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, "unsupported_content_type")
+
+
+async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
+    """The body of a request.
+
+    Raises RefusedError for one over `max_bytes`, declared or not, one that finds no room beside the others, or one
+    that pauses for `pause` seconds or drips.
+    """
     expects_continue = "expect" in request.headers
     declared = request.headers.get("content-length", "")
     spare = 2 * max_bytes
     refusal = _too_large(max_bytes) if declared.isdecimal() and int(declared) > max_bytes else None
     body = bytearray()
     chunks = request.stream()
+    latest, received = time.monotonic() + pause, 0
     # Many clients read no answer before they have sent everything: up to as much again is read and dropped.
     while spare >= 0 and not (refusal and expects_continue):
         try:
-            async with asyncio.timeout(BODY_TIMEOUT):
+            async with asyncio.timeout(min(pause, latest + received / MIN_RATE - time.monotonic())):
                 chunk = await anext(chunks, None)
         except TimeoutError:
             raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "The body stopped arriving", "body_timeout") from None
         if chunk is None:
             break
+        received += len(chunk)
         spare -= len(chunk)
         if refusal is None:
             if len(body) + len(chunk) > max_bytes:
@@ -94,6 +116,18 @@ async def read_json_body(request: Request, max_bytes: int, share: BodyShare) -> 
     if refusal is not None:
         raise refusal
     return body
+
+
+async def drop_body(request: Request, max_bytes: int) -> None:
+    """Read a body that nobody wants, as far as that takes neither long nor much, so that its sender reads an answer."""
+    if "expect" in request.headers:
+        return
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_DROP_TIMEOUT):
+            async for chunk in request.stream():
+                max_bytes -= len(chunk)
+                if max_bytes < 0:
+                    return
 
 
 def _too_large(max_bytes: int) -> RefusedError:

@@ -26,7 +26,8 @@ CLIENT_CLOSED_REQUEST = 499
 """What the log says when the client left first; https://nginx.org writes it so."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _NOTES = "vlmserve.notes"
-_PROBES = ("/health", "/metrics")
+_REQUEST_ID_KEY = "vlmserve.request_id"
+_PROBES = ("/health", "/ready", "/metrics")
 """Paths that machines ask all the time."""
 
 Result = TypeVar("Result")
@@ -105,9 +106,25 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def _shown(path: str) -> str:
+    """A path as it may stand in a log: on one line, and short."""
+    return (path if path.isprintable() else ascii(path))[:200]
+
+
 def note(request: Request, text: str) -> None:
     """Add something to the request's line in the access log."""
-    request.scope[_NOTES].append(text)
+    add_note(request.scope, text)
+
+
+def add_note(scope: Scope, text: str) -> None:
+    """The same from a middleware."""
+    scope[_NOTES].append(text)
+
+
+def request_id_of(request: Request) -> str:
+    """The id that the client gave its request, or got."""
+    request_id: str = request.scope[_REQUEST_ID_KEY]
+    return request_id
 
 
 class RequestLog:
@@ -125,6 +142,7 @@ class RequestLog:
         request_id = wanted_id if _REQUEST_ID.fullmatch(wanted_id) else f"req-{uuid.uuid4().hex}"
         notes: list[str] = []
         scope[_NOTES] = notes
+        scope[_REQUEST_ID_KEY] = request_id
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -140,7 +158,7 @@ class RequestLog:
             status = CLIENT_CLOSED_REQUEST
             notes.append("the client left")
         except Exception:
-            logger.exception("%s %s failed, request %s", scope["method"], scope["path"], request_id)
+            logger.exception("%s %s failed, request %s", scope["method"], _shown(scope["path"]), request_id)
             if status == 0:
                 await internal_error_response()(scope, receive, send_with_id)
         finally:
@@ -148,11 +166,12 @@ class RequestLog:
             routine = status == HTTPStatus.OK and scope["path"] in _PROBES
             access_log.log(
                 logging.DEBUG if routine else logging.INFO,
-                "%s %s %s %d in %.3f s%s",
+                "%s %s %s %d in %.3f s, %s%s",
                 client,
                 scope["method"],
-                scope["path"],
+                _shown(scope["path"]),
                 status or CLIENT_CLOSED_REQUEST,
                 time.monotonic() - started,
+                request_id,
                 "".join(f", {text}" for text in notes),
             )

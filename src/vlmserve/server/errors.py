@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -13,13 +15,14 @@ from starlette.responses import Response
 from vlmserve.errors import (
     EngineDeadError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
+    StorageFullError,
     UnavailableError,
     UnknownModelError,
     VLMServeError,
 )
 
-RETRY_AFTER_S = "1"
 _MESSAGES_PATH = "/v1/messages"
 _MESSAGES_KINDS = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
@@ -37,12 +40,25 @@ _MESSAGES_KINDS = {
 
 
 class RefusedError(VLMServeError):
-    """A request refused for its HTTP side: how it was sent, not what it asks for."""
+    """A request refused for its HTTP side: how it was sent, by whom and when, not what it asks for.
 
-    def __init__(self, status: HTTPStatus, message: str, code: str) -> None:
+    retry_after: seconds after which it may be sent again, where that helps. headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        code: str,
+        *,
+        retry_after: float = 1.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.retry_after = retry_after
+        self.headers = dict(headers or {})
 
 
 def status_of(error: VLMServeError) -> HTTPStatus:
@@ -50,7 +66,7 @@ def status_of(error: VLMServeError) -> HTTPStatus:
     match error:
         case RefusedError():
             return error.status
-        case UnknownModelError():
+        case UnknownModelError() | NotFoundError():
             return HTTPStatus.NOT_FOUND
         case InvalidRequestError():
             return HTTPStatus.BAD_REQUEST
@@ -58,6 +74,8 @@ def status_of(error: VLMServeError) -> HTTPStatus:
             return HTTPStatus.TOO_MANY_REQUESTS
         case EngineDeadError() | UnavailableError():
             return HTTPStatus.SERVICE_UNAVAILABLE
+        case StorageFullError():
+            return HTTPStatus.INSUFFICIENT_STORAGE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
 
@@ -72,6 +90,10 @@ def error_body(error: VLMServeError) -> dict[str, Any]:
             code = "engine_dead"
         case UnavailableError():
             code = "unavailable"
+        case RefusedError(status=HTTPStatus.TOO_MANY_REQUESTS):
+            kind, code = "rate_limit_error", error.code
+        case StorageFullError():
+            code = "storage_full"
         case InvalidRequestError() | RefusedError():
             code = error.code
         case _:
@@ -87,14 +109,26 @@ def messages_error_body(error: VLMServeError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+def retry_after(error: VLMServeError) -> str:
+    """The header of that name: whole seconds, at least 1."""
+    seconds: float = getattr(error, "retry_after", 1.0)
+    return str(max(1, math.ceil(seconds)))
+
+
 def error_response(error: VLMServeError, path: str = "") -> Response:
     """The response that tells a client of an error, in the form of the API at that path."""
     status = status_of(error)
-    headers = {}
+    headers = error.headers if isinstance(error, RefusedError) else {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        headers["Retry-After"] = RETRY_AFTER_S
+        headers = {**headers, "Retry-After": retry_after(error)}
     body = messages_error_body(error) if path.startswith(_MESSAGES_PATH) else error_body(error)
     return json_response(body, status, headers)
+
+
+def head_too_large(max_bytes: int) -> RefusedError:
+    """For a request whose line and headers are too long."""
+    message = f"The head of the request is larger than the limit of {max_bytes} bytes"
+    return RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, "head_too_large")
 
 
 def internal_error_response() -> Response:

@@ -59,6 +59,8 @@ class Piece:
 class OutputStream(Protocol):
     """Where the outputs of an answer come from, in order. Closing it aborts the answer."""
 
+    request_id: str
+
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
     def close(self) -> None: ...
@@ -78,6 +80,11 @@ class Answer:
         self._stream = stream
         self._text = text
         self._record = record
+
+    @property
+    def request_id(self) -> str:
+        """What the engine calls it."""
+        return self._stream.request_id
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The text as it comes. Raises VLMServeError if it cannot be finished; closing it aborts the request."""

@@ -146,10 +146,18 @@ class ServerMetrics:
         self._registry.register(_Figures(model_name, _ENGINE, engine_stats))
         self._registry.register(_Figures(model_name, _PICTURE_CACHE, picture_cache_stats))
         self._registry.register(_Memory(engine_pid))
+        self._restarts = Counter(
+            PREFIX + "engine_restarts",
+            "Times that the engine was restarted after it had died.",
+            ("model_name",),
+            registry=self._registry,
+        ).labels(model_name)
         ended = self._counter(
             "request_success", "Answers that ended, by how; n of one request count n times.", "finished_reason"
         )
         self.ended = {reason: ended.labels(model_name, reason) for reason in get_args(FinishReason)}
+        self.num_served = 0
+        """Complete answers."""
         self._errors = self._counter("request_errors", "HTTP requests answered with an error, by its code.", "code")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
@@ -182,6 +190,10 @@ class ServerMetrics:
     def count_error(self, code: str) -> None:
         """An HTTP request got an error instead of an answer."""
         self._errors.labels(self._model_name, code).inc()
+
+    def count_restart(self) -> None:
+        """The engine has died and is started again."""
+        self._restarts.inc()
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
@@ -243,6 +255,7 @@ class AnswerRecord:
         metrics.ended[reason].inc()
         if reason not in ("stop", "length"):
             return
+        metrics.num_served += 1
         metrics.e2e.observe(time.monotonic() - self._arrived)
         metrics.prompt_tokens.observe(self._num_prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)

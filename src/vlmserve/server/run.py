@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.engine.process import EngineProcess
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_FILES = 65536
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 SIGNAL_ECHO = 0.3
 """Seconds after a signal in which another one is the same: make passes on what its whole process group got."""
 
@@ -43,23 +48,21 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    _raise_file_limit()
     listener = bind(server)
     folder = resolve_model(engine.model, engine.revision)
-    with contextlib.ExitStack() as stack:
-        process = None
+    with contextlib.closing(_Launcher(engine, folder)) as launcher:
         if engine.load == "eager":
-            process = stack.enter_context(contextlib.closing(EngineProcess.launch(engine, folder)))
-
-        def launch() -> EngineProcess:
-            return process or stack.enter_context(contextlib.closing(EngineProcess.launch(engine, folder)))
-
+            launcher.launch()
         from vlmserve.server.service import Service
         from vlmserve.server.web import WebServer
 
         service = Service(engine, media, server)
+        if service.keys is None and server.host not in _LOOPBACK:
+            logger.warning("Everybody who reaches %s may use this server; --api-key asks for a key", server.host)
         web = WebServer(service, listener)
         with asyncio.Runner(loop_factory=_event_loop_factory()) as runner:
-            runner.run(_serve(service, web, launch, stack.close, engine, folder, media))
+            runner.run(_serve(service, web, launcher, media))
 
 
 def _event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -69,6 +72,35 @@ def _event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+class _Launcher:
+    """Holds the engine process, of which there is one at a time."""
+
+    def __init__(self, engine: EngineConfig, folder: Path) -> None:
+        self.engine = engine
+        self.folder = folder
+        self._process: EngineProcess | None = None
+        self._taken = False
+
+    def launch(self) -> None:
+        """Start a process that `take` returns later."""
+        self.close()
+        self._process = EngineProcess.launch(self.engine, self.folder)
+        self._taken = False
+
+    def take(self) -> EngineProcess:
+        """A process that nobody else has: the one that was launched, else a new one."""
+        if self._process is None or self._taken:
+            self.launch()
+        assert self._process is not None
+        self._taken = True
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
 
 
 def bind(server: ServerConfig) -> socket.socket:
@@ -89,56 +121,70 @@ def bind(server: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _serve(
-    service: Service,
-    web: WebServer,
-    launch: Callable[[], EngineProcess],
-    kill: Callable[[], None],
-    engine: EngineConfig,
-    folder: Path,
-    media: MediaConfig,
-) -> None:
-    stop = _stop_on_signals(kill)
+async def _serve(service: Service, web: WebServer, launcher: _Launcher, media: MediaConfig) -> None:
+    stop = _stop_on_signals(launcher.close)
     web.start()
     try:
         if service.phase == "asleep":
             print(f"vlmserve listens on {web.url}; the first request loads {service.model_name}", flush=True)
-        loading = asyncio.ensure_future(_load(service.wanted, launch, engine, folder, media))
+        loading = asyncio.ensure_future(_load(service.wanted, launcher, media))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+            await service.drain(0)
             return
-        stopping.cancel()
-        client, preparer = loading.result()
-        service.open(client, preparer, default_sampling(folder))
+        client, preparer, load_time = loading.result()
+        service.open(client, preparer, default_sampling(launcher.folder))
         print(ready_line(web.url, service.model_name, client.info), flush=True)
         async with activity_log(service.engine_stats, service.config.stats_interval):
-            await stop.wait()
-            await _drain(service)
-        await client.close()
+            await _supervise(service, client, launcher, load_time, stopping)
     finally:
         await web.stop()
         service.close()
 
 
-async def _load(
-    wanted: asyncio.Event, launch: Callable[[], EngineProcess], engine: EngineConfig, folder: Path, media: MediaConfig
-) -> tuple[EngineClient, Preparer]:
-    """The engine client and the preparer, made at the same time, once they are wanted."""
-    await wanted.wait()
+async def _supervise(
+    service: Service, client: EngineClient, launcher: _Launcher, load_time: float, stopping: asyncio.Future[Any]
+) -> None:
+    """Until the server is told to stop and has drained. Raises EngineDeadError if the engine cannot be kept alive."""
     from vlmserve.frontend.client import EngineClient
+    from vlmserve.server.supervision import Supervisor
+
+    def start() -> Coroutine[Any, Any, EngineClient]:
+        return EngineClient.start(launcher.engine, process=launcher.take())
+
+    supervisor = Supervisor(service, client, start, load_time)
+    watching = asyncio.ensure_future(supervisor.run())
+    try:
+        await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+        await _drain(service)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await supervisor.close()
+
+
+async def _load(wanted: asyncio.Event, launcher: _Launcher, media: MediaConfig) -> tuple[EngineClient, Preparer, float]:
+    """The engine client and the preparer, made at the same time once they are wanted, and the seconds that took."""
+    await wanted.wait()
+    began = time.monotonic()
+    from vlmserve.frontend.client import EngineClient
+
+    engine = launcher.engine
 
     def make_preparer() -> Preparer:
         from vlmserve.frontend.requests import RequestPreparer
 
-        return RequestPreparer(folder, media, engine.model_impl, engine.chat_template, engine=engine)
+        return RequestPreparer(launcher.folder, media, engine.model_impl, engine.chat_template, engine=engine)
 
-    starting = asyncio.ensure_future(EngineClient.start(engine, process=launch()))
+    starting = asyncio.ensure_future(EngineClient.start(engine, process=launcher.take()))
     try:
         preparer = await asyncio.to_thread(make_preparer)
-        return await starting, preparer
+        return await starting, preparer, time.monotonic() - began
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -171,6 +217,15 @@ def _stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, handle)
     return stop
+
+
+def _raise_file_limit() -> None:
+    """Each connection is an open file, of which a shell's usual limit allows 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS has lower limits that it does not tell of
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def ready_line(url: str, model: str, info: ModelInfo) -> str:

@@ -18,12 +18,14 @@ from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, 
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import PictureCache, PictureCacheStats
+from vlmserve.server.accounts import KeyRing
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
+from vlmserve.storage.store import open_store
 from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
 
-Phase = Literal["asleep", "loading", "serving", "closing"]
+Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
 _SHORT_TEXT = 2000
 """Characters that are a prompt sooner than another thread would have begun."""
@@ -49,6 +51,9 @@ class Preparer(Protocol):
     picture_cache: PictureCache
 
     tool_form: ToolForm
+
+    @property
+    def sees_videos(self) -> bool: ...
 
     def chat(
         self,
@@ -77,10 +82,14 @@ class Preparer(Protocol):
 
 
 class Service:
-    """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on."""
+    """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on.
+
+    Raises ConfigurationError for API keys that cannot be read.
+    """
 
     def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
         self.config = server
+        self.media = media
         is_path = engine.model.startswith(("/", "./", "../", "~"))
         own_name = (engine.model.rstrip("/").rsplit("/", 1)[-1] if is_path else "") or engine.model
         self.model_names = tuple(dict.fromkeys(server.served_model_name)) or (own_name,)
@@ -88,6 +97,9 @@ class Service:
         self._aliases = {*self.model_names, engine.model}
         self.created = int(time.time())
         self.defaults = SamplingParams()
+        self.keys = KeyRing.of(server)
+        """Who may ask; None: everybody."""
+        self.store = open_store(server)
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
@@ -103,6 +115,8 @@ class Service:
             self.wanted.set()
         self._opened = asyncio.Event()
         self._client: EngineClient | None = None
+        self.back_at: float | None = None
+        """When a dead engine is expected back, on the clock of `time.monotonic`; None: nobody restarts it."""
         self._preparer: Preparer | None = None
         self.metrics = ServerMetrics(
             self.model_name,
@@ -121,6 +135,10 @@ class Service:
         self._preparer = preparer
         self.defaults = defaults or self.defaults
         self._opened.set()
+
+    def replace(self, client: EngineClient) -> None:
+        """Go on with another engine after the one from before has died."""
+        self._client = client
 
     @property
     def awake(self) -> bool:
@@ -142,9 +160,11 @@ class Service:
         return self._idle.is_set()
 
     def close(self) -> None:
-        """Let go of the worker threads. The client belongs to the caller."""
+        """Let go of the worker threads and the history. The client belongs to the caller."""
         for pool in (self._text_workers, self._picture_workers, self._fetch_workers):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self.store is not None:
+            self.store.close()
 
     @property
     def num_answers(self) -> int:
@@ -165,6 +185,11 @@ class Service:
         """The model; None while it is loading."""
         return None if self._client is None else self._client.info
 
+    @property
+    def sees_videos(self) -> bool:
+        """Whether the model takes videos; also while it is loading and nobody knows."""
+        return self._preparer is None or self._preparer.sees_videos
+
     def engine_stats(self) -> EngineStats | None:
         """The engine's latest figures; None without a living engine. Requests that it has yet to report on wait."""
         if self._client is None or not self._client.alive:
@@ -182,7 +207,7 @@ class Service:
         if self._closing:
             return "closing"
         if self._client is not None:
-            return "serving"
+            return "serving" if self._client.alive or self.back_at is None else "restarting"
         return "loading" if self.wanted.is_set() else "asleep"
 
     def check_serving(self) -> None:
@@ -197,6 +222,9 @@ class Service:
             return UnavailableError("The server is shutting down")
         if self._client is None:
             return UnavailableError(f"The server is still loading {self.model_name}; try again soon")
+        if self.phase == "restarting":
+            message = f"{self._client.death}; another engine is being started, try again soon"
+            return UnavailableError(message, retry_after=(self.back_at or 0.0) - time.monotonic())
         if not self._client.alive:
             return EngineDeadError(self._client.death or "The engine is closed")
         return None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,11 +20,17 @@ from vlmserve.server.body import read_json_body
 from vlmserve.server.connection import EventStream, note, unless_disconnected
 from vlmserve.server.errors import json_response
 from vlmserve.server.generation import Generation, Question, begin
+from vlmserve.server.guard import account_of, salt_of
+from vlmserve.server.prompt_log import log_prompt
 from vlmserve.server.schema.base import parse_body
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.service import Service
+from vlmserve.server.waiting import limit_preparation, limit_wait
 
 Body = TypeVar("Body", bound=SamplingRequest)
+
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "min_tokens")
+"""Fields in which an API has the length of an answer."""
 
 
 class Dialect(ABC, Generic[Body]):
@@ -49,24 +57,39 @@ class Dialect(ABC, Generic[Body]):
     def events(self, body: Body, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of the response with ``stream``, the last of which tells of an error if there is one."""
 
+    def close(self) -> None:
+        """Let go of what the request holds besides its generation; called once, however it ends."""
+
 
 async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     """Answer a request. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
     service.check_serving()
+    account = account_of(request)
     with contextlib.ExitStack() as stack:
+        stack.callback(dialect.close)
         with service.bodies.share() as share:
-            body = parse_body(dialect.kind, await read_json_body(request, service.max_body_bytes, share))
+            read = await read_json_body(request, service.max_body_bytes, share, service.config.body_timeout)
+            body = parse_body(dialect.kind, read)
+            if service.config.log_prompts:
+                log_prompt(request, body)
+            if account is not None:
+                body = body.model_copy(update={"cache_salt": salt_of(request, body.cache_salt)})
             service.check_model(body.model)
             arrived = time.monotonic()
             if not service.awake:
                 await unless_disconnected(request, service.wake())
             client = service.client
             stack.enter_context(service.admit(dialect.num_answers(body)))
-            generation = await unless_disconnected(request, _begin(service, client, dialect, body, arrived))
+            async with limit_preparation(service.config.max_wait):
+                generation = await unless_disconnected(request, _begin(service, client, dialect, body, arrived))
             body = body.without_content()  # its pictures are prepared, and an answer may take long
         stack.callback(lambda: note(request, str(generation)))
         stack.callback(generation.close)
+        if account is not None:
+            account.charge(generation.usage.prompt_tokens)
+            stack.callback(lambda: account.charge(generation.usage.completion_tokens))
+        stack.enter_context(limit_wait(client, generation, arrived, service.config.max_wait))
         if body.stream:
             return EventStream(dialect.events(body, generation), stack.pop_all())
         return json_response(await unless_disconnected(request, dialect.complete(body, generation)))
@@ -77,10 +100,23 @@ async def _begin(
 ) -> Generation:
     started = time.monotonic()
     try:
-        question = await dialect.ask(service, body)
+        question = _bounded(await dialect.ask(service, body), body, service.config.max_output_tokens)
         service.metrics.media.observe(time.monotonic() - started)
         return await begin(service, client, question, f"{dialect.id_prefix}{uuid.uuid4().hex}", arrived)
     except InvalidRequestError as error:
         if error.param in (None, "messages"):
             error.param = dialect.content_field
         raise
+
+
+def _bounded(question: Question, body: SamplingRequest, most: int | None) -> Question:
+    """The same with answers of at most so many tokens. Raises InvalidRequestError if the request says more."""
+    if most is None:
+        return question
+    for field in _LIMITS:
+        wanted = getattr(body, field, None)
+        if wanted is not None and wanted > most:
+            raise InvalidRequestError(f"{field} is {wanted}; an answer has at most {most} tokens here", param=field)
+    limit = question.params.max_tokens
+    params = msgspec.structs.replace(question.params, max_tokens=most if limit is None else min(limit, most))
+    return dataclasses.replace(question, params=params)

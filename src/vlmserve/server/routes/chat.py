@@ -13,6 +13,7 @@ from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said, ToolParser
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, Piece, Question
+from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event
 from vlmserve.server.schema.chat import (
@@ -37,7 +38,8 @@ class ChatDialect(Dialect[ChatRequest]):
     kind = ChatRequest
     id_prefix = "chatcmpl-"
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "") -> None:
+        self._owner = owner
         self._parsers: list[ToolParser] = []
 
     def num_answers(self, body: ChatRequest) -> int:
@@ -55,7 +57,9 @@ class ChatDialect(Dialect[ChatRequest]):
                 for _ in range(body.n)
             ]
             params = msgspec.structs.replace(params, grammar=form.grammar(tools, params.grammar))
-        prompt = await service.prepare(conversation(body.messages), cache_salt, tools=tools)
+        with service.bodies.share() as share:
+            messages = await with_files(service, self._owner, conversation(body.messages), share)
+            prompt = await service.prepare(messages, cache_salt, tools=tools)
         return Question([prompt], params, body.n, cache_salt, body.beams, tools)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
@@ -140,4 +144,4 @@ def _logprobs(body: ChatRequest, piece: Piece, generation: Generation) -> Choice
 
 async def chat_completions(request: Request) -> Response:
     """The route."""
-    return await answer(request, ChatDialect())
+    return await answer(request, ChatDialect(owner_of(request)))

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from vlmserve.errors import VLMServeError
 from vlmserve.server.errors import json_response, messages_error_body
 from vlmserve.server.generation import Generation, Piece, Question
+from vlmserve.server.guard import salt_of
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import named_event
 from vlmserve.server.routes.reading import read
@@ -91,5 +92,5 @@ async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     async with read(request, CountRequest) as body:
         service.check_model(body.model)
-        prompt = await service.prepare(body.conversation())
+        prompt = await service.prepare(body.conversation(), salt_of(request, None))
         return json_response({"input_tokens": len(prompt.token_ids)})

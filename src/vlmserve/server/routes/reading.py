@@ -18,6 +18,7 @@ async def read(request: Request, kind: type[Body]) -> AsyncGenerator[Body, None]
     service: Service = request.app.state.service
     service.check_serving()
     with service.bodies.share() as share:
-        body = parse_body(kind, await read_json_body(request, service.max_body_bytes, share))
+        data = await read_json_body(request, service.max_body_bytes, share, service.config.body_timeout)
+        body = parse_body(kind, data)
         await service.wake()
         yield body

@@ -6,6 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.server.errors import json_response
+from vlmserve.server.guard import salt_of
+from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.reading import read
 from vlmserve.server.schema.content import conversation
 from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -18,9 +20,11 @@ async def tokenize(request: Request) -> Response:
     async with read(request, TokenizeRequest) as body:
         service.check_model(body.model)
         if body.messages is not None:
-            prompt = await service.prepare(
-                conversation(body.messages), add_generation_prompt=body.add_generation_prompt
-            )
+            with service.bodies.share() as share:
+                messages = await with_files(service, owner_of(request), conversation(body.messages), share)
+                prompt = await service.prepare(
+                    messages, salt_of(request, None), add_generation_prompt=body.add_generation_prompt
+                )
             tokens = prompt.token_ids
         else:
             text = body.prompt or ""

@@ -42,6 +42,11 @@ def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
         raise InvalidRequestError(f"The body is not valid JSON: {_json_problem(error)}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("The body should be a JSON object")
+    return validate(kind, value)
+
+
+def validate(kind: type[Body], value: dict[str, Any]) -> Body:
+    """Raises InvalidRequestError, naming the field, for fields that are not of that kind."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -69,7 +69,27 @@ class VideoPart(MediumPart):
     fps: float | None = Field(None, gt=0, le=MAX_FPS)
 
 
-PARTS = ("text", "image_url", "video_url", "video")
+class FileRef(RequestModel):
+    """A file that was uploaded to /v1/files."""
+
+    file_id: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_by_id(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("file_data") is not None:
+            raise ValueError("file_data is not supported here; upload the file to /v1/files and send its file_id")
+        return value
+
+
+class FilePart(MediumPart):
+    """A picture or a video that was uploaded."""
+
+    type: Literal["file"]
+    file: FileRef
+
+
+PARTS = ("text", "image_url", "video_url", "video", "file")
 
 
 # Tags in angle brackets never reach a client: `_path` leaves them out.
@@ -86,7 +106,8 @@ Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[ImagePart, Tag("<image_url>")]
     | Annotated[VideoURLPart, Tag("<video_url>")]
-    | Annotated[VideoPart, Tag("<video>")],
+    | Annotated[VideoPart, Tag("<video>")]
+    | Annotated[FilePart, Tag("<file>")],
     Discriminator(
         _part_kind,
         custom_error_type="part",

@@ -1,0 +1,82 @@
+"""``vlmserve keys``: who may use a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlmserve.cli.options import command
+
+keys = typer.Typer(help="Make, list and remove the API keys of a server.", no_args_is_help=True)
+
+KeysFile = Annotated[
+    Path,
+    typer.Option(
+        "--api-keys-file",
+        envvar="VLMSERVE_API_KEYS_FILE",
+        help="Where the hashes of keys are kept; give the server the same file.",
+    ),
+]
+Name = Annotated[str, typer.Argument(help="Whose key it is, as logs and limits will call it.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Default: no limit.")]
+
+DEFAULT_FILE = Path("api-keys.jsonl")
+
+
+@keys.command("add")
+@command()
+def add(
+    name: Name,
+    api_keys_file: KeysFile = DEFAULT_FILE,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. Default: no limit.")] = None,
+    requests_per_minute: Limit = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Of prompts and answers. Default: no limit.")
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="Keys with the same one share what is cached for them. Default: none does.")
+    ] = None,
+) -> None:
+    """Print a new key, once: only its hash is kept."""
+    from vlmserve.server.keys import add_key
+
+    key = add_key(
+        api_keys_file,
+        name,
+        max_concurrency=max_concurrency,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        cache_salt=cache_salt,
+    )
+    typer.echo(key)
+    typer.echo(f"This is the only time that it is shown. Its hash is in {api_keys_file}.", err=True)
+
+
+@keys.command("list")
+@command()
+def list_all(api_keys_file: KeysFile = DEFAULT_FILE) -> None:
+    """Show the names and limits of all keys."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from vlmserve.server.keys import read_keys
+
+    table = Table("name", "created", "at once", "requests/min", "tokens/min", "cache salt", box=SIMPLE_HEAD)
+    for key in read_keys(api_keys_file):
+        limits = (key.max_concurrency, key.requests_per_minute, key.tokens_per_minute)
+        shown = ("-" if limit is None else str(limit) for limit in limits)
+        table.add_row(key.name, key.created[:10], *shown, key.cache_salt or "-")
+    Console().print(table)
+
+
+@keys.command("remove")
+@command()
+def remove(name: Name, api_keys_file: KeysFile = DEFAULT_FILE) -> None:
+    """Take a key away from its owner; a running server notices within a second of its next request."""
+    from vlmserve.server.keys import remove_key
+
+    remove_key(api_keys_file, name)
+    typer.echo(f"Removed {name} from {api_keys_file}")

@@ -1,0 +1,25 @@
+"""What a file is, by its content."""
+
+from __future__ import annotations
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import InvalidImageError
+from vlmserve.media.pictures import check_num_bytes, open_header
+from vlmserve.media.video_files import container_of
+
+_VIDEOS = {"mov": "video/mp4", "matroska": "video/webm", "avi": "video/x-msvideo"}
+
+
+def media_type_of(data: bytes, limits: MediaConfig) -> str:
+    """The type of a picture or a video, as ``image/png``. Nothing but headers is read.
+
+    Raises InvalidImageError if it is neither, ImageTooLargeError or VideoTooLargeError if it is over the limits.
+    """
+    container = container_of(data)
+    if container is not None:
+        check_num_bytes(len(data), limits, "video")
+        return _VIDEOS[container]
+    try:
+        return f"image/{(open_header(data, limits).format or '').lower()}"
+    except InvalidImageError as error:
+        raise InvalidImageError(f"{error}; videos are MP4, MOV, WebM, Matroska or AVI files") from error

@@ -1,0 +1,189 @@
+"""Who asks: the account behind an API key, and what it may spend."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
+from pathlib import Path
+
+from vlmserve.config import ServerConfig
+from vlmserve.errors import ConfigurationError
+from vlmserve.server.errors import RefusedError
+from vlmserve.server.keys import MAX_KEY_LENGTH, StoredKey, read_keys, store
+
+logger = logging.getLogger(__name__)
+
+_MINUTE = 60.0
+_LOOK_INTERVAL = 1.0
+"""Seconds between looks whether the file of keys has changed."""
+
+Clock = Callable[[], float]
+
+
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+
+
+class Bucket:
+    """A token bucket: holds what a minute brings, fills up evenly, and can be taken more of than it has."""
+
+    def __init__(self, per_minute: int, clock: Clock) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._then = clock()
+
+    @property
+    def level(self) -> float:
+        """How much is in it; negative for a debt."""
+        now = self._clock()
+        self._level = min(self.per_minute, self._level + (now - self._then) * self.per_minute / _MINUTE)
+        self._then = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Take it, into debt if need be."""
+        self._level = self.level - amount
+
+    def seconds_until(self, amount: float) -> float:
+        """Seconds until it holds so much if nobody takes any; 0 if it does."""
+        return max(0.0, amount - self.level) * _MINUTE / self.per_minute
+
+
+class Account:
+    """What one key has under way and has left. To be used from one thread."""
+
+    def __init__(self, key: StoredKey, clock: Clock = time.monotonic) -> None:
+        self.key = key
+        self.num_running = 0
+        self._requests = Bucket(key.requests_per_minute, clock) if key.requests_per_minute else None
+        self._tokens = Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count a request for as long as it is under way. Raises RefusedError (429) if it is beyond a limit.
+
+        A request may begin while the account has any token left; what it costs is taken when that is known.
+        """
+        most = self.key.max_concurrency
+        if most is not None and self.num_running >= most:
+            raise self._refusal(f"has {most} requests under way, which is its limit", 1.0)
+        if self._requests is not None and (wait := self._requests.seconds_until(1)):
+            raise self._refusal(f"has used up its {self._requests.per_minute} requests a minute", wait)
+        if self._tokens is not None and (wait := self._tokens.seconds_until(1)):
+            raise self._refusal(f"has used up its {self._tokens.per_minute} tokens a minute", wait)
+        if self._requests is not None:
+            self._requests.take(1)
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+
+    def charge(self, num_tokens: int) -> None:
+        """Take tokens that a request has cost."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens)
+
+    def headers(self) -> dict[str, str]:
+        """``x-ratelimit-…`` as OpenAI has them: the limit, what is left, and how long until all of it is back."""
+        shown = {}
+        for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                shown[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+                shown[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+                shown[f"x-ratelimit-reset-{kind}"] = duration(bucket.seconds_until(bucket.per_minute))
+        return shown
+
+    def _refusal(self, reason: str, wait: float) -> RefusedError:
+        seconds = max(1, math.ceil(wait))
+        return RefusedError(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"The API key {self.name} {reason}; try again in {seconds} s",
+            "rate_limit_exceeded",
+            retry_after=wait,
+            headers=self.headers(),
+        )
+
+
+def duration(seconds: float) -> str:
+    """``6m0s``, ``1.5s`` or ``20ms``, rounded up to a millisecond."""
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"
+
+
+class KeyRing:
+    """The accounts of all keys: some given as they are, and those of a file, which is read again when it changes."""
+
+    def __init__(self, plain: Sequence[str], path: Path | None, clock: Clock = time.monotonic) -> None:
+        """Raises ConfigurationError for an empty or endless key, or a file that cannot be read."""
+        if not all(0 < len(key) <= MAX_KEY_LENGTH for key in plain):
+            raise ConfigurationError(f"an API key must have 1 to {MAX_KEY_LENGTH} characters")
+        self._clock = clock
+        self._plain = [Account(store(key, f"api-key-{number}"), clock) for number, key in enumerate(plain, 1)]
+        self._path = path
+        self._stored: list[Account] = []
+        self._seen = None if path is None else _signature(path)
+        self._looked = clock()
+        if path is not None:
+            self._stored = [Account(key, clock) for key in read_keys(path)]
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> KeyRing | None:
+        """The keys that settings and environment name; None if there are none, and everybody may ask."""
+        plain = config.api_key or tuple(filter(None, os.environ.get("VLMSERVE_API_KEY", "").split(",")))
+        if not plain and config.api_keys_file is None:
+            return None
+        return cls(plain, None if config.api_keys_file is None else Path(config.api_keys_file).expanduser())
+
+    def find(self, key: str) -> Account | None:
+        """The account of a key. Compares with every key that there is, so that time says nothing of any."""
+        self._look()
+        if not 0 < len(key) <= MAX_KEY_LENGTH:
+            return None
+        found = None
+        for account in (*self._plain, *self._stored):
+            if account.key.matches(key):
+                found = account
+        return found
+
+    def _look(self) -> None:
+        """Read the file again if it has changed. If it has become unreadable, the keys from before stay."""
+        if self._path is None or self._clock() - self._looked < _LOOK_INTERVAL:
+            return
+        self._looked = self._clock()
+        seen = _signature(self._path)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            keys = read_keys(self._path)
+        except ConfigurationError as error:
+            logger.error("The API keys stay as they were: %s", error)
+            return
+        # Who changed nothing of a key has not given it back what it had used up.
+        known = {account.key: account for account in self._stored}
+        self._stored = [known.get(key) or Account(key, self._clock) for key in keys]
+        logger.info("Read %d API keys from %s", len(keys), self._path)
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """What differs once a file has changed; None if it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,116 @@
+"""The gate in front of all routes: who may ask, how much, and nobody new while the server closes."""
+
+from __future__ import annotations
+
+import contextlib
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlmserve.errors import VLMServeError
+from vlmserve.server.accounts import Account
+from vlmserve.server.body import drop_body
+from vlmserve.server.connection import add_note
+from vlmserve.server.errors import RefusedError, error_body, error_response, head_too_large
+from vlmserve.server.history import OWNER
+from vlmserve.server.service import Service
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+"""Paths that need no key: what load balancers ask, and the start page."""
+_ACCOUNT = "vlmserve.account"
+
+
+class Guard:
+    """Middleware. A refusal is a response in OpenAI's form; nothing is held back or changed of other responses but
+    their headers."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._keys = service.keys
+        self._max_head = service.config.max_header_bytes
+        self._open = OPEN_PATHS if service.config.protect_metrics else OPEN_PATHS | {"/metrics"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        account: Account | None = None
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if self._service.phase == "closing":
+                    headers["connection"] = "close"
+                if account is not None:
+                    headers.update(account.headers())
+            await send(message)
+
+        with contextlib.ExitStack() as stack:
+            try:
+                self._check_head(scope)
+                account = self._authenticate(scope)
+                if scope["method"] == "POST":
+                    await self._check_open(scope, receive)
+                    if account is not None:
+                        stack.enter_context(account.admit())
+            except VLMServeError as error:
+                self._service.metrics.count_error(error_body(error)["error"]["code"])
+                await error_response(error, scope["path"])(scope, receive, send_with_headers)
+                return
+            await self._app(scope, receive, send_with_headers)
+
+    def _check_head(self, scope: Scope) -> None:
+        """Raises RefusedError (431) for a head over the limit, which the protocol takes if it comes in one piece."""
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        if size + sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"]) > self._max_head:
+            raise head_too_large(self._max_head)
+
+    def _authenticate(self, scope: Scope) -> Account | None:
+        """The account that asks; None where nobody needs one. Raises RefusedError (401)."""
+        if self._keys is None or scope["path"] in self._open:
+            return None
+        key = _presented(Headers(scope=scope))
+        account = None if key is None else self._keys.find(key)
+        if account is None:
+            message = (
+                "This server needs an API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+                if key is None
+                else "The API key is not valid here"
+            )
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise RefusedError(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key", headers=headers)
+        scope[_ACCOUNT] = account
+        scope[OWNER] = account.name
+        add_note(scope, f"key {account.name}")
+        return account
+
+    async def _check_open(self, scope: Scope, receive: Receive) -> None:
+        """Raises UnavailableError while the server closes."""
+        if self._service.phase != "closing" or (problem := self._service.problem()) is None:
+            return
+        # The connection is closed after the response, and who is still sending might not see it otherwise.
+        await drop_body(Request(scope, receive), self._service.max_body_bytes)
+        raise problem
+
+
+def account_of(request: Request) -> Account | None:
+    """Whose request it is; None on a server without keys."""
+    account: Account | None = request.scope.get(_ACCOUNT)
+    return account
+
+
+def salt_of(request: Request, cache_salt: str | None) -> str:
+    """What keeps the cached apart: a request's own salt together with that of its key; "" for neither."""
+    account = account_of(request)
+    return cache_salt or "" if account is None else account.key.salted(cache_salt or "")
+
+
+def _presented(headers: Headers) -> str | None:
+    """The key that a request carries, in the way of OpenAI's clients or of Anthropic's."""
+    scheme, _, key = headers.get("authorization", "").strip().partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key", "").strip() or None

@@ -1,0 +1,138 @@
+"""What requests take from the history: whose it is, the turns before this one, and the files that they show."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from vlmserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
+from vlmserve.server.body import BodyShare
+from vlmserve.server.schema.items import chat_message
+from vlmserve.server.service import Service
+from vlmserve.storage.items import StoredItem
+from vlmserve.storage.store import Store
+from vlmserve.types import Prompt
+
+OWNER = "vlmserve.owner"
+"""Where in a request's scope the name of its owner is, if somebody has put one there."""
+
+_PLACE = re.compile(r"messages\[(\d+)\]((?:\.\w+|\[\d+\])*)")
+_OFF = "This server keeps no history (--storage-url none)"
+
+Message = dict[str, Any]
+
+
+def owner_of(request: Request) -> str:
+    """Whose history a request sees; "" where everybody shares one."""
+    return str(request.scope.get(OWNER, ""))
+
+
+def needed_store(service: Service, param: str | None = None) -> Store:
+    """The history. Raises NotFoundError where none is kept."""
+    if service.store is None:
+        raise NotFoundError(_OFF, param=param)
+    return service.store
+
+
+async def read_items(store: Store, items: Sequence[StoredItem], max_bytes: int, share: BodyShare) -> list[Message]:
+    """Stored items as they came. Raises PromptTooLongError if they are more than `max_bytes`, before any is read, and
+    RefusedError if there is no room for them beside other requests."""
+    size = sum(item.num_bytes for item in items)
+    if size > max_bytes:
+        raise PromptTooLongError(
+            f"What was said before has {size:,} bytes; at most {max_bytes:,} are read. Begin anew, or with a summary"
+        )
+    share.need(size)
+    return await store.run(store.responses.unpack, items)
+
+
+async def with_files(service: Service, owner: str, messages: Sequence[Message], share: BodyShare) -> list[Message]:
+    """Messages of chat completions in which the content of files stands for their ids.
+
+    Raises NotFoundError, naming the place, for a file that is not there; RefusedError if there is no room for them.
+    """
+    urls: dict[str, tuple[str, str]] = {}
+
+    async def resolved(part: Message, place: str) -> Message:
+        file_id = part["file"]["file_id"]
+        if file_id not in urls:
+            try:
+                urls[file_id] = await _data_url(needed_store(service), owner, file_id, share)
+            except NotFoundError as error:
+                error.param = place
+                raise
+        kind, url = urls[file_id]
+        limits = {name: value for name, value in part.items() if name in ("min_pixels", "max_pixels")}
+        return {"type": kind, kind: {"url": url}, **limits}
+
+    shown: list[Message] = []
+    for index, message in enumerate(messages):
+        content = message["content"]
+        if isinstance(content, list):
+            content = [
+                await resolved(part, f"messages[{index}].content[{number}].file_id") if part["type"] == "file" else part
+                for number, part in enumerate(content)
+            ]
+        shown.append({**message, "content": content})
+    return shown
+
+
+async def _data_url(store: Store, owner: str, file_id: str, share: BodyShare) -> tuple[str, str]:
+    """The type of a file's part, and its content."""
+    file = await store.run(store.files.get, owner, file_id)
+    share.need(file.num_bytes * 4 // 3)
+
+    def read() -> str:
+        encoded = base64.b64encode(store.files.content(owner, file_id)).decode()
+        return f"data:{file.media_type};base64,{encoded}"
+
+    return "video_url" if file.media_type.startswith("video/") else "image_url", await store.run(read)
+
+
+def file_ids(items: Sequence[Message]) -> list[str]:
+    """The files that items show."""
+    return sorted({part["file_id"] for item in items for part in item["content"] if "file_id" in part})
+
+
+def chat_messages(instructions: str | None, items: Sequence[Message]) -> list[Message]:
+    """Items as messages of chat completions, after what the system says."""
+    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    return [*system, *map(chat_message, items)]
+
+
+def in_items_words(error: InvalidRequestError, num_before: int) -> None:
+    """Let an error about messages speak of items. num_before: messages that are none of this request's items."""
+
+    def place(match: re.Match[str]) -> str:
+        index, path = int(match[1]) - num_before, match[2]
+        if index < 0:
+            return "an earlier turn"
+        return f"input[{index}]" + path.replace(".image_url.url", ".image_url")
+
+    error.args = (_PLACE.sub(place, str(error)),)
+    if error.param is not None:
+        renamed = _PLACE.sub(place, error.param)
+        error.param = "input" if renamed in ("messages", "an earlier turn") else renamed
+
+
+async def fitting(
+    prepare: Callable[[list[Message]], Awaitable[Prompt]], messages: list[Message], max_tokens: int
+) -> Prompt:
+    """The prompt of as many of the last turns as fit into `max_tokens`. What the system says stays, and a turn begins
+    with what a user says. If not even the last one fits, its prompt, which will be refused."""
+    first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "user"]
+    cuts = sorted({first, *turns})
+    prompt = await prepare(messages)
+    if len(prompt.token_ids) <= max_tokens or len(cuts) < 2:
+        return prompt
+    low, high = 1, len(cuts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        shorter = await prepare(messages[:first] + messages[cuts[middle] :])
+        low, high = (low, middle) if len(shorter.token_ids) <= max_tokens else (middle + 1, high)
+    return await prepare(messages[:first] + messages[cuts[low] :])

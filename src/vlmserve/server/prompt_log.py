@@ -1,0 +1,37 @@
+"""What requests say, in the log of a server that is told to write it there (``--log-prompts``)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from vlmserve.server.connection import request_id_of
+from vlmserve.server.schema.sampling import SamplingRequest
+
+logger = logging.getLogger("vlmserve.prompts")
+
+_LONGEST = 2000
+"""Characters of one piece of text."""
+
+
+def log_prompt(request: Request, body: SamplingRequest) -> None:
+    """One line with what the request says, as JSON. Of pictures and long texts only the beginning."""
+    said = body.model_dump(include=set(body.content_fields), exclude_none=True, mode="json")
+    logger.info("%s says %s", request_id_of(request), msgspec.json.encode(_cut(said)).decode())
+
+
+def _cut(value: Any) -> Any:
+    match value:
+        case dict():
+            # Where Anthropic's API has the base64 of a picture.
+            return {key: "..." if key == "data" else _cut(part) for key, part in value.items()}
+        case list():
+            return [_cut(part) for part in value]
+        case str():
+            most = 32 if value.startswith("data:") else _LONGEST
+            return value if len(value) <= most else f"{value[:most]}... ({len(value)} characters)"
+        case _:
+            return value

@@ -1,0 +1,47 @@
+"""``/v1/responses/{id}``: what was answered earlier."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.server.errors import json_response
+from vlmserve.server.history import needed_store, owner_of
+from vlmserve.server.schema.paging import ItemsQuery, Query, ResponseQuery, list_page, read_query
+
+PAGE_BYTES = 16 * 1024**2
+"""Items on one page, with their pictures."""
+
+
+async def show_response(request: Request, response_id: str) -> Response:
+    """A response."""
+    read_query(request, ResponseQuery)
+    store = needed_store(request.app.state.service)
+    return json_response(await store.run(store.responses.get, owner_of(request), response_id))
+
+
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Delete a response."""
+    read_query(request, Query)
+    store = needed_store(request.app.state.service)
+    await store.run(store.responses.delete, owner_of(request), response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """What a response was asked: the items of its own request."""
+    query = read_query(request, ItemsQuery)
+    store = needed_store(request.app.state.service)
+    items, has_more = await store.run(store.responses.inputs, owner_of(request), response_id, query.page, PAGE_BYTES)
+    return json_response(list_page(items, [item["id"] for item in items], has_more))
+
+
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Always an error: nothing runs in the background."""
+    store = needed_store(request.app.state.service)
+    await store.run(store.responses.get, owner_of(request), response_id)
+    raise InvalidRequestError(
+        "Only responses that run in the background can be cancelled, and none do here; to end one that is being "
+        "written, close its connection"
+    )

@@ -1,0 +1,90 @@
+"""Lists that are read page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.server.schema.base import RequestModel, validate
+from vlmserve.storage.items import Page
+
+
+class Query(RequestModel):
+    """What may stand behind the question mark of an address, where all is text. Nothing, if not said otherwise."""
+
+    model_config = ConfigDict(strict=False, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class ItemsQuery(Query):
+    """Which items to list. include: pictures always are."""
+
+    after: str | None = Field(None, description="The id of the last item of the page before.")
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    include: list[Literal["message.input_image.image_url"]] = Field([], description="Always is.")
+
+    @property
+    def page(self) -> Page:
+        return Page(self.after, self.limit, self.order == "asc")
+
+
+class ItemQuery(Query):
+    """How to show an item."""
+
+    include: list[Literal["message.input_image.image_url"]] = Field([], description="Always is.")
+
+
+class ResponseQuery(ItemQuery):
+    """How to show a response. stream: it has ended, so there is nothing to follow."""
+
+    stream: Literal[False] = False
+
+
+class FilesQuery(Query):
+    """Which files to list."""
+
+    after: str | None = Field(None, description="The id of the last file of the page before.")
+    limit: int = Field(10_000, ge=1, le=10_000)
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+    @property
+    def page(self) -> Page:
+        return Page(self.after, self.limit, self.order == "asc")
+
+
+QueryKind = TypeVar("QueryKind", bound=Query)
+
+
+def read_query(request: Request, kind: type[QueryKind]) -> QueryKind:
+    """Raises InvalidRequestError, naming it, for what is wrong behind the question mark."""
+    values: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        field = name.removesuffix("[]")
+        if field == "include":
+            values.setdefault(field, []).append(value)
+        elif field in values:
+            raise InvalidRequestError(f"{field} stands in the address twice", param=field)
+        else:
+            values[field] = value
+    return validate(kind, values)
+
+
+class ListPage(msgspec.Struct):
+    """A page of a list; first_id and last_id are of this page."""
+
+    data: Sequence[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+def list_page(data: Sequence[Any], ids: Sequence[str], has_more: bool) -> ListPage:
+    """The page of these elements, which have these ids."""
+    return ListPage(data, ids[0] if ids else None, ids[-1] if ids else None, has_more)

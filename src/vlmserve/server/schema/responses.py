@@ -1,0 +1,179 @@
+"""``/v1/responses``, as OpenAI writes it: https://platform.openai.com/docs/api-reference/responses"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Field, model_validator
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.server.schema.base import MAX_COUNT, RequestModel
+from vlmserve.server.schema.items import Input, Metadata
+from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.usage import Usage
+
+_IGNORED_FIELDS = frozenset(
+    {
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "user",
+    }
+)
+
+SHOWN_PICTURES = "message.input_image.image_url"
+"""What may be included in items, and always is."""
+
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "image": (),
+    "include": ([], [SHOWN_PICTURES]),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+
+
+class TextFormat(RequestModel):
+    """What the answer is written in."""
+
+    type: Literal["text"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind in ("json_schema", "json_object", "grammar"):
+            raise ValueError(f"The format {kind} is not supported here; leave it out")
+        return value
+
+
+class TextConfig(RequestModel):
+    """How the answer is written. verbosity: only as much as the model says by itself."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ConversationRef(RequestModel):
+    """Which conversation a response belongs to."""
+
+    id: str
+
+
+class ResponsesRequest(SamplingRequest):
+    """The body of ``POST /v1/responses``."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
+    ignored_fields: ClassVar[frozenset[str]] = _IGNORED_FIELDS
+    content_fields: ClassVar[tuple[str, ...]] = ("input",)
+
+    input: Input = Field([], description="A text, or items.")
+    instructions: str | None = Field(None, description="What the system says first, in this response only.")
+    previous_response_id: str | None = Field(None, description="The response that this one follows.")
+    conversation: Annotated[
+        ConversationRef | None, BeforeValidator(lambda value: {"id": value} if isinstance(value, str) else value)
+    ] = Field(None, description="An id, or an object with one: what it holds comes first, and it grows by this turn.")
+    store: bool | None = Field(None, description="Whether to keep the response. Default: if a history is kept.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Default: up to the end of the context."
+    )
+    metadata: Metadata = Field({})
+    text: TextConfig = TextConfig()
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled", description="auto: the oldest turns are left out if the context is too short for all."
+    )
+
+    @model_validator(mode="after")
+    def _has_a_question(self) -> ResponsesRequest:
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise ValueError("previous_response_id and conversation cannot be given together")
+        for name, neutral in (("n", 1), ("use_beam_search", False)):
+            if getattr(self, name) != neutral:
+                raise InvalidRequestError(f"{name} is not supported here; leave it out", param=name)
+        if not (self.input or self.previous_response_id or self.conversation):
+            raise ValueError("input is missing or empty")
+        return self
+
+
+class InputTokensDetails(msgspec.Struct):
+    """What the prompt cost, as in chat completions."""
+
+    cached_tokens: int
+    images: int
+    images_encoded: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """What the answer cost."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of the prompt and of the answer."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> ResponseUsage:
+        """The same in this API's words."""
+        prompt = usage.prompt_tokens_details
+        return cls(
+            usage.prompt_tokens,
+            InputTokensDetails(prompt.cached_tokens, prompt.images, prompt.images_encoded),
+            usage.completion_tokens,
+            OutputTokensDetails(),
+            usage.total_tokens,
+        )
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response. What vlmserve does not do has the value that says so."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str = "in_progress"
+    completed_at: int | None = None
+    background: bool = False
+    conversation: dict[str, str] | None = None
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]] = []
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: dict[str, None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}, "verbosity": "medium"})
+    tool_choice: str = "auto"
+    tools: list[Any] = []
+    top_logprobs: int = 0
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None = None
+    user: None = None

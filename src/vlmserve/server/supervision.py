@@ -1,0 +1,93 @@
+"""Keeping an engine alive: when its process has died, another one is started in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from vlmserve.errors import EngineDeadError, VLMServeError
+from vlmserve.frontend.client import EngineClient
+from vlmserve.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_BACKOFF = 60.0
+
+
+class Supervisor:
+    """Watches the engine of a service that is open. It must be closed, which closes the engine, too.
+
+    start: makes another engine with the same settings. load_time: seconds that the first one took to load, which is
+    what clients are told to wait.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        client: EngineClient,
+        start: Callable[[], Awaitable[EngineClient]],
+        load_time: float = 0.0,
+    ) -> None:
+        self._service = service
+        self._client = client
+        self._start = start
+        self._load_time = load_time
+        self._crashes = 0
+        self._started = time.monotonic()
+        self._served = service.metrics.num_served
+        service.back_at = 0.0
+
+    async def run(self) -> None:
+        """Restart the engine whenever it dies, until the service closes.
+
+        Raises EngineDeadError when it died more than `max_restarts` times in a row: without having answered a request
+        or run for `restart_window` seconds in between.
+        """
+        while True:
+            await self._client.wait_until_dead()
+            if self._service.phase == "closing":
+                return
+            if self._is_sound():
+                self._crashes = 0
+            await self._restart(self._client.death or "The engine ended")
+
+    async def close(self) -> None:
+        """Stop the engine, which gets no more time."""
+        await self._client.close()
+
+    def _is_sound(self) -> bool:
+        long_enough = time.monotonic() - self._started >= self._service.config.restart_window
+        return long_enough or self._service.metrics.num_served > self._served
+
+    async def _restart(self, reason: str) -> None:
+        while True:
+            backoff = self._count_crash(reason)
+            await self._client.close()
+            self._service.back_at = time.monotonic() + backoff + self._load_time
+            logger.warning("The engine is restarted in %g s (number %d in a row)", backoff, self._crashes)
+            await asyncio.sleep(backoff)
+            began = time.monotonic()
+            try:
+                self._client = await self._start()
+            except (VLMServeError, OSError) as error:  # there may be no memory for a process
+                reason = str(error)
+                logger.error("The engine did not start again: %s", reason)
+                continue
+            break
+        self._started = time.monotonic()
+        self._load_time = self._started - began
+        self._served = self._service.metrics.num_served
+        self._service.replace(self._client)
+        logger.warning("The engine runs again, as process %d", self._client.pid)
+
+    def _count_crash(self, reason: str) -> float:
+        """Seconds to wait before the next restart. Raises EngineDeadError if there is to be none."""
+        config = self._service.config
+        self._crashes += 1
+        if self._crashes > config.max_restarts:
+            times = f"{self._crashes} times in a row" if self._crashes > 1 else "once"
+            raise EngineDeadError(f"{reason}. The engine has died {times} (--max-restarts); the server gives up")
+        self._service.metrics.count_restart()
+        return min(_LONGEST_BACKOFF, config.restart_backoff * 2.0 ** (self._crashes - 1))

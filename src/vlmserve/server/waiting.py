@@ -1,0 +1,60 @@
+"""How long a request may wait for its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator
+from http import HTTPStatus
+
+from vlmserve.errors import VLMServeError
+from vlmserve.frontend.client import EngineClient
+from vlmserve.server.errors import RefusedError
+from vlmserve.server.generation import Generation
+
+
+@contextlib.asynccontextmanager
+async def limit_preparation(limit: float) -> AsyncGenerator[None, None]:
+    """Raises RefusedError (503) if the block, in which a prompt is prepared, takes `limit` seconds. 0: never."""
+    try:
+        async with asyncio.timeout(limit or None):
+            yield
+    except TimeoutError:
+        raise _too_long(limit) from None
+
+
+@contextlib.contextmanager
+def limit_wait(client: EngineClient, generation: Generation, arrived: float, limit: float) -> Iterator[None]:
+    """While the block runs: fail the generation with RefusedError (503) if the engine has not begun with any of its
+    answers `limit` seconds after `arrived`, on the clock of `time.monotonic`. limit: 0: never."""
+    if limit == 0:
+        yield
+        return
+    looking: asyncio.Future[None] | None = None
+
+    def look() -> None:
+        nonlocal looking
+        looking = asyncio.ensure_future(_give_up(client, generation, limit))
+
+    # A timer, since most requests are done before it rings, and a task would cost them more.
+    timer = asyncio.get_running_loop().call_later(max(0.0, arrived + limit - time.monotonic()), look)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if looking is not None:
+            looking.cancel()
+
+
+async def _give_up(client: EngineClient, generation: Generation, limit: float) -> None:
+    if any(answer.num_tokens for answer in generation.answers):
+        return
+    # An engine that is gone has failed the generation already.
+    with contextlib.suppress(VLMServeError):
+        await client.fail_waiting([answer.request_id for answer in generation.answers], lambda: _too_long(limit))
+
+
+def _too_long(limit: float) -> RefusedError:
+    message = f"The request waited for {limit:g} s and its turn did not come; try again later"
+    return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, message, "queue_timeout")

@@ -1,0 +1,159 @@
+"""The connection to a database: SQLite or PostgreSQL, through SQLAlchemy."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
+from sqlalchemy.pool import StaticPool
+
+from vlmserve.errors import ConfigurationError, StorageError
+from vlmserve.storage.tables import EMPTY_WAL, SQLITE_SETTINGS, migrate
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+"""How often a transaction is tried that another one got in the way of."""
+_POSTGRESQL_TIMEOUT = 10
+"""Seconds to connect."""
+
+Result = TypeVar("Result")
+
+
+class Database:
+    """Runs transactions. Its methods block, and may be called from as many threads as there are connections."""
+
+    def __init__(self, url: str, num_connections: int) -> None:
+        """Open or make a database. Raises ConfigurationError if that cannot be done."""
+        self._engine = _make_engine(_parse(url), num_connections)
+        self.is_sqlite = self._engine.dialect.name == "sqlite"
+        try:
+            self.write(migrate)
+        except StorageError as error:
+            self._engine.dispose()
+            shown = self._engine.url.render_as_string(hide_password=True)
+            raise ConfigurationError(f"the history {shown} cannot be opened: {error.__cause__}") from error
+        except BaseException:
+            self._engine.dispose()
+            raise
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A connection that sees the database as it is at one moment. Raises StorageError."""
+        try:
+            with self._engine.connect() as connection:
+                if not self.is_sqlite:
+                    connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+                with connection.begin():
+                    yield connection
+        except SQLAlchemyError as error:
+            raise _failed(error) from error
+
+    def write(self, work: Callable[[Connection], Result]) -> Result:
+        """What `work` returns, once all that it wrote is on the disk. It is called again if another transaction got in
+        its way. Raises StorageError, after which nothing of it is written."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with self._engine.connect() as connection:
+                    connection.execution_options(writes=True)
+                    with connection.begin():
+                        return work(connection)
+            except SQLAlchemyError as error:
+                if attempt == _ATTEMPTS or not self._collided(error):
+                    raise _failed(error) from error
+        raise AssertionError("unreachable")
+
+    def _collided(self, error: SQLAlchemyError) -> bool:
+        """Whether another transaction may be why one failed. With SQLite all wait for each other, and where the
+        connection broke nobody knows whether it did."""
+        if isinstance(error, IntegrityError):
+            return True
+        return isinstance(error, OperationalError) and not self.is_sqlite and not error.connection_invalidated
+
+    def shrink(self) -> None:
+        """Give back to the file system what deleted rows have left, as far as nobody reads it. Raises StorageError."""
+        if not self.is_sqlite:
+            return  # PostgreSQL does so by itself
+        try:
+            with contextlib.closing(self._engine.raw_connection()) as connection:
+                connection.cursor().execute(EMPTY_WAL).fetchall()
+        except (SQLAlchemyError, sqlite3.Error) as error:
+            raise _failed(error) from error
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def _failed(error: Exception) -> StorageError:
+    logger.error("The history failed: %s", error)
+    return StorageError("The history cannot be read or written now; the server's log says why")
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise ConfigurationError(
+            "--storage-url is no URL that SQLAlchemy knows; write one like postgresql://user:password@host/name, "
+            "'memory' or 'none'"
+        ) from None
+    if parsed.drivername in ("postgresql", "postgres"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+        raise ConfigurationError(
+            f"--storage-url: histories are kept in SQLite or PostgreSQL, not in {parsed.drivername}"
+        )
+    return parsed
+
+
+def _make_engine(url: URL, num_connections: int) -> Engine:
+    options: dict[str, Any] = {"pool_size": num_connections, "max_overflow": 0, "pool_pre_ping": True}
+    if url.get_backend_name() == "sqlite":
+        options = {"connect_args": {"check_same_thread": False, "timeout": 30}}
+        if url.database in (None, "", ":memory:"):
+            options |= {"poolclass": StaticPool}
+        else:
+            options |= {"pool_size": num_connections, "max_overflow": 0}
+            _make_file(Path(url.database))
+    else:
+        options["connect_args"] = {"connect_timeout": _POSTGRESQL_TIMEOUT}
+    try:
+        engine = create_engine(url, **options)
+    except (ImportError, NoSuchModuleError) as error:
+        raise ConfigurationError(
+            f"--storage-url needs a driver that is not here ({error}); pip install 'vlmserve[postgres]'"
+        ) from None
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _make_file(path: Path) -> None:
+    """So that nobody else on this machine can read it."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise ConfigurationError(f"the history {path} cannot be made: {error.strerror}; try --storage-path") from None
+
+
+def _prepare_sqlite(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # sqlite3 would begin transactions when it thinks fit
+    cursor = connection.cursor()
+    for setting in SQLITE_SETTINGS:
+        cursor.execute(setting)
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and then writes could not wait for another one's end.
+    writes = connection.get_execution_options().get("writes")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,185 @@
+"""Rows of items and blobs: how they are written, read page by page, and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Executable, Table, delete, exists, func, insert, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from vlmserve.errors import InvalidRequestError, NotFoundError, StorageFullError
+from vlmserve.storage.packing import pack, unpack
+from vlmserve.storage.tables import blobs, files, item_blobs, items
+
+_MANY = 500
+"""Values in one list of a statement."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedItem:
+    """An item on its way into the database. blobs: its pictures by their digests."""
+
+    id: str
+    body: str
+    blobs: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> PackedItem:
+        """A JSON object with an ``id``."""
+        return cls(item["id"], *pack(item))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """An item as it lies in the database. blobs: the sizes of its pictures by their digests."""
+
+    id: str
+    body: str
+    blobs: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its JSON with the pictures in it."""
+        return len(self.body) + sum(size * 4 // 3 for size in self.blobs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a client asks of a list. after: the id before the first one that it wants."""
+
+    after: str | None = None
+    limit: int = 20
+    ascending: bool = False
+
+
+def _batches(values: Iterable[str]) -> Iterator[list[str]]:
+    rest = iter(values)
+    while some := list(islice(rest, _MANY)):
+        yield some
+
+
+def insert_blobs(connection: Connection, data: Mapping[str, bytes], max_bytes: int) -> None:
+    """Add what is not there yet. Raises StorageFullError if all blobs would then be more than `max_bytes`."""
+    check_room(connection, {digest: len(content) for digest, content in data.items()}, max_bytes)
+    kind = sqlite if connection.dialect.name == "sqlite" else postgresql
+    known = _known(connection, data)
+    for digest, content in data.items():
+        if digest not in known:
+            row = kind.insert(blobs).values(digest=digest, num_bytes=len(content), data=content)
+            connection.execute(row.on_conflict_do_nothing())
+
+
+def check_room(connection: Connection, sizes: Mapping[str, int], max_bytes: int) -> None:
+    """Raises StorageFullError if blobs of these sizes do not fit beside the others."""
+    known = _known(connection, sizes)
+    new = sum(size for digest, size in sizes.items() if digest not in known)
+    if new and new + num_bytes_of(connection, blobs) > max_bytes:
+        raise StorageFullError(
+            f"Files and pictures may take {max_bytes:,} bytes here, and these would be more; delete some, or raise "
+            "--max-stored-bytes"
+        )
+
+
+def num_bytes_of(connection: Connection, table: Table) -> int:
+    """Of all rows of a table."""
+    # PostgreSQL sums whole numbers up to a Decimal.
+    return int(connection.execute(select(func.coalesce(func.sum(table.c.num_bytes), 0))).scalar_one())
+
+
+def _known(connection: Connection, digests: Iterable[str]) -> set[str]:
+    known: set[str] = set()
+    for some in _batches(digests):
+        known.update(connection.execute(select(blobs.c.digest).where(blobs.c.digest.in_(some))).scalars())
+    return known
+
+
+def insert_items(
+    connection: Connection, new: Sequence[PackedItem], rows: Iterable[dict[str, Any]], max_bytes: int
+) -> None:
+    """Add items, `rows` saying where each belongs. Raises StorageFullError."""
+    if not new:
+        return
+    insert_blobs(connection, {digest: data for item in new for digest, data in item.blobs.items()}, max_bytes)
+    values = [
+        {"id": item.id, "num_bytes": len(item.body.encode()), "body": item.body, **row}
+        for item, row in zip(new, rows, strict=True)
+    ]
+    connection.execute(insert(items), values)
+    references = [{"item_id": item.id, "digest": digest} for item in new for digest in item.blobs]
+    if references:
+        connection.execute(insert(item_blobs), references)
+
+
+def read_page(
+    connection: Connection, series: ColumnElement[bool], position: ColumnElement[Any], page: Page, max_bytes: int
+) -> tuple[list[StoredItem], bool]:
+    """Items of a series in the order of `position`, and whether there are more.
+
+    There may be less than asked for: no more than are `max_bytes` together, but at least one.
+    Raises InvalidRequestError if `page.after` is none of the series.
+    """
+    query = select(items.c.id, items.c.body).where(series)
+    if page.after is not None:
+        found = connection.execute(select(position).where(series, items.c.id == page.after)).scalar_one_or_none()
+        if found is None:
+            raise InvalidRequestError(f"after: there is no {page.after!r} in this list", param="after")
+        query = query.where(position > found if page.ascending else position < found)
+    query = query.order_by(position if page.ascending else position.desc()).limit(page.limit + 1)
+    listed, total = with_sizes(connection, [(row.id, row.body) for row in connection.execute(query)]), 0
+    for index, item in enumerate(listed):
+        total += item.num_bytes
+        if index == page.limit or (index and total > max_bytes):
+            return listed[:index], True
+    return listed, False
+
+
+def with_sizes(connection: Connection, rows: Sequence[tuple[str, str]]) -> list[StoredItem]:
+    """Items of their ids and bodies."""
+    sizes: dict[str, dict[str, int]] = {id: {} for id, _ in rows}
+    for some in _batches(sizes):
+        query = select(item_blobs.c.item_id, blobs.c.digest, blobs.c.num_bytes).join(blobs)
+        for item_id, digest, size in connection.execute(query.where(item_blobs.c.item_id.in_(some))):
+            sizes[item_id][digest] = size
+    return [StoredItem(id, body, sizes[id]) for id, body in rows]
+
+
+def unpack_items(connection: Connection, stored: Iterable[StoredItem]) -> Iterator[dict[str, Any]]:
+    """The items as they came. Raises NotFoundError for one whose pictures were deleted meanwhile."""
+    for item in stored:
+        query = select(blobs.c.digest, blobs.c.data).where(blobs.c.digest.in_(list(item.blobs)))
+        found = {row.digest: row.data for row in connection.execute(query)} if item.blobs else {}
+        if len(found) < len(item.blobs):
+            raise NotFoundError(f"Item {item.id!r} was deleted just now")
+        yield unpack(item.body, found)
+
+
+def delete_items(connection: Connection, which: ColumnElement[bool]) -> int:
+    """Delete items and what only they refer to; returns how many bytes they were."""
+    digests = connection.execute(
+        select(item_blobs.c.digest).distinct().join(items, items.c.id == item_blobs.c.item_id).where(which)
+    )
+    orphans = list(digests.scalars())
+    return sizes_of(connection, delete(items).where(which).returning(items.c.num_bytes)) + delete_orphans(
+        connection, orphans
+    )
+
+
+def sizes_of(connection: Connection, deleting: Executable) -> int:
+    """Run a statement that deletes rows and returns their sizes; their sum."""
+    return sum(int(size) for size in connection.execute(deleting).scalars())
+
+
+def delete_orphans(connection: Connection, digests: Iterable[str]) -> int:
+    """Delete those of these blobs that nothing refers to any more; returns how many bytes they were."""
+    deleted = 0
+    for some in _batches(digests):
+        orphans = delete(blobs).where(
+            blobs.c.digest.in_(some),
+            ~exists().where(item_blobs.c.digest == blobs.c.digest),
+            ~exists().where(files.c.digest == blobs.c.digest),
+        )
+        deleted += sizes_of(connection, orphans.returning(blobs.c.num_bytes))
+    return deleted

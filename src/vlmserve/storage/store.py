@@ -1,0 +1,109 @@
+"""All that is kept, for an event loop: work runs in a few threads, and old things go by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from vlmserve.config import ServerConfig
+from vlmserve.errors import ConfigurationError, OverloadedError, StorageError
+from vlmserve.storage.conversations import Conversations
+from vlmserve.storage.database import Database
+from vlmserve.storage.files import Files
+from vlmserve.storage.responses import Responses
+from vlmserve.storage.retention import Retention
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 4
+_MAX_PENDING = 512
+"""Reads and writes that run or wait."""
+_MEMORY = "sqlite://"
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+class Store:
+    """Conversations, responses and files, whose methods block: call them through `run`."""
+
+    def __init__(self, url: str, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
+        """Open or make the database at a URL. Raises ConfigurationError.
+
+        clock: seconds since 1970; what is asked for "now" everywhere.
+        """
+        threads = 1 if url == _MEMORY else _THREADS
+        database = self._database = Database(url, threads)
+        self.conversations = Conversations(database, clock, config.max_stored_bytes)
+        self.responses = Responses(database, self.conversations, clock, config.max_stored_bytes)
+        self.files = Files(database, clock, config.max_stored_bytes)
+        self.retention = Retention(database, clock, config.storage_max_age, config.storage_max_bytes)
+        self._room = threading.BoundedSemaphore(_MAX_PENDING)
+        self._workers = ThreadPoolExecutor(threads, "storage")
+        self._closing = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep, args=(config.storage_sweep_interval,), daemon=True)
+        self._sweeper.start()
+
+    async def run(self, work: Callable[Params, Result], /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        """What `work` returns, in a thread. Raises what it does, and OverloadedError if too much is waiting.
+
+        What was begun is finished even if the caller is cancelled.
+        """
+        return await asyncio.wrap_future(self._submit(work, *args, **kwargs))
+
+    def close(self) -> None:
+        """Finish what was begun, and close the database."""
+        self._closing.set()
+        self._sweeper.join()
+        self._workers.shutdown()
+        self._database.close()
+
+    def _submit(self, work: Callable[Params, Result], /, *args: Params.args, **kwargs: Params.kwargs) -> Future[Result]:
+        if not self._room.acquire(blocking=False):
+            raise OverloadedError("The history has too much to do already; try again later")
+        future = self._workers.submit(work, *args, **kwargs)
+        future.add_done_callback(lambda _: self._room.release())
+        return future
+
+    def _sweep(self, interval: float) -> None:
+        while not self._closing.wait(interval):
+            # What failed is in the log, and is tried again.
+            with contextlib.suppress(StorageError, OverloadedError):
+                if deleted := self._submit(self.retention.sweep).result():
+                    logger.info("Deleted %d old entries of the history", deleted)
+
+
+def open_store(config: ServerConfig) -> Store | None:
+    """The store that the settings ask for; None if they ask for none, or if nobody asked for one and the user's own
+    folder cannot be written to. Raises ConfigurationError for any other that cannot be opened."""
+    if config.storage_url is not None and config.storage_path is not None:
+        raise ConfigurationError("--storage-url and --storage-path say both where the history is; give one of them")
+    match config.storage_url:
+        case "none":
+            return None
+        case "memory":
+            return Store(_MEMORY, config)
+        case None:
+            path = Path(config.storage_path).expanduser() if config.storage_path else _default_path()
+            try:
+                return Store(f"sqlite:///{path.absolute()}", config)
+            except ConfigurationError as error:
+                if config.storage_path:
+                    raise
+                logger.warning("Responses, conversations and files are not kept: %s", error)
+                return None
+        case url:
+            return Store(url, config)
+
+
+def _default_path() -> Path:
+    folder = os.environ.get("XDG_DATA_HOME")
+    return Path(folder or "~/.local/share").expanduser() / "vlmserve" / "history.db"

@@ -1,0 +1,169 @@
+"""The tables, and how older databases become what they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Dialect,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    func,
+    insert,
+    inspect,
+    select,
+    update,
+)
+
+from vlmserve.errors import ConfigurationError
+
+metadata = MetaData()
+
+
+class _Name(TypeDecorator[str]):
+    """Short text that clients may make up. What no database takes becomes what never matches."""
+
+    impl = String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return None if value is None else value.encode(errors="replace").decode().replace("\0", "\ufffd")
+
+
+_Count = BigInteger().with_variant(Integer, "sqlite")
+
+schema_version = Table("schema_version", metadata, Column("version", Integer, nullable=False))
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("id", _Name(80), primary_key=True),
+    Column("owner", _Name(256), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("used_at", Double, nullable=False, index=True),
+    Column("next_position", _Count, nullable=False),
+    Column("metadata", Text, nullable=False),
+)
+
+responses = Table(
+    "responses",
+    metadata,
+    Column("id", _Name(80), primary_key=True),
+    Column("owner", _Name(256), nullable=False),
+    Column("conversation_id", ForeignKey("conversations.id", ondelete="CASCADE"), index=True),
+    # No foreign key: what was deleted is missed when somebody wants to go on from there, and can be named.
+    Column("previous_id", _Name(80)),
+    Column("thread", _Name(80), nullable=False, index=True),
+    Column("created_at", Double, nullable=False, index=True),
+    Column("num_bytes", _Count, nullable=False),
+    Column("body", Text, nullable=False),
+    Index("responses_by_size", "num_bytes"),
+)
+"""thread: the id of the first response of those that follow each other; they are kept or forgotten together."""
+
+items = Table(
+    "items",
+    metadata,
+    Column("id", _Name(80), primary_key=True),
+    Column("owner", _Name(256), nullable=False),
+    Column("conversation_id", ForeignKey("conversations.id", ondelete="CASCADE")),
+    Column("conversation_position", _Count),
+    Column("response_id", ForeignKey("responses.id", ondelete="CASCADE")),
+    Column("response_position", _Count),
+    Column("is_output", Integer, nullable=False),
+    Column("num_bytes", _Count, nullable=False),
+    Column("body", Text, nullable=False),
+    UniqueConstraint("conversation_id", "conversation_position"),
+    UniqueConstraint("response_id", "response_position"),
+    Index("items_by_size", "num_bytes"),
+)
+"""Turns of a conversation, inputs and outputs of a response, or both at once."""
+
+blobs = Table(
+    "blobs",
+    metadata,
+    Column("digest", String(64), primary_key=True),
+    Column("num_bytes", _Count, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Index("blobs_by_size", "num_bytes"),
+)
+"""The bytes of files and pictures, once each, under the hexadecimal blake3 digest of their content."""
+
+item_blobs = Table(
+    "item_blobs",
+    metadata,
+    Column("item_id", ForeignKey("items.id", ondelete="CASCADE"), primary_key=True),
+    Column("digest", ForeignKey("blobs.digest"), primary_key=True, index=True),
+)
+
+files = Table(
+    "files",
+    metadata,
+    Column("id", _Name(80), primary_key=True),
+    Column("owner", _Name(256), nullable=False, index=True),
+    Column("digest", ForeignKey("blobs.digest"), nullable=False, index=True),
+    Column("filename", _Name(255), nullable=False),
+    Column("purpose", _Name(40), nullable=False),
+    Column("media_type", _Name(80), nullable=False),
+    Column("num_bytes", _Count, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("used_at", Double, nullable=False, index=True),
+    Column("expires_at", Double, index=True),
+)
+
+Step = Callable[[Connection], None]
+
+MIGRATIONS: Sequence[Step] = (metadata.create_all,)
+"""Step i makes version i + 1 of version i. A published step is never changed; a new one is added behind it, and the
+first one, which makes the tables as they are now, becomes what it was when it was published."""
+
+_MIGRATION_LOCK = 0x766C6D73
+
+
+def migrate(connection: Connection, steps: Sequence[Step] = MIGRATIONS) -> None:
+    """Bring a database to the version that this program writes, in the caller's transaction.
+
+    Raises ConfigurationError if it is of a later one.
+    """
+    if connection.dialect.name == "postgresql":  # several servers may start at once
+        connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+    if not inspect(connection).has_table("schema_version"):
+        schema_version.create(connection)
+        connection.execute(insert(schema_version).values(version=0))
+    version = connection.execute(select(schema_version.c.version)).scalar_one()
+    if version > len(steps):
+        raise ConfigurationError(
+            f"the history was written by a later vlmserve (its version is {version}, this one knows {len(steps)}); "
+            "update vlmserve or choose another --storage-path"
+        )
+    for step in steps[version:]:
+        step(connection)
+    if version < len(steps):
+        connection.execute(update(schema_version).values(version=len(steps)))
+
+
+SQLITE_SETTINGS = (
+    "PRAGMA auto_vacuum = FULL",  # counts only before the first table is made
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA synchronous = FULL",
+    "PRAGMA foreign_keys = ON",
+    "PRAGMA secure_delete = ON",
+    "PRAGMA busy_timeout = 30000",
+)
+"""What every connection to SQLite is told first. A commit is on the disk when it returns, even if the power fails; what
+is deleted is overwritten."""
+
+EMPTY_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
+"""Until then, what was deleted is still in SQLite's log of changes, and the file has not shrunk."""

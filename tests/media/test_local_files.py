@@ -1,0 +1,96 @@
+"""file:// URLs lead into one folder and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.media.pictures_for_tests import encoded, noise
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ImageFetchError, ImageTooLargeError, VideoTooLargeError
+from vlmserve.media.sources import read_url
+
+PICTURE = encoded(noise(12, 9))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "allowed"
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "a picture.png").write_bytes(PICTURE)
+    (folder / "deeper" / "100%.png").write_bytes(PICTURE)
+    (folder / "inside.png").symlink_to("deeper/100%.png")
+    (tmp_path / "secret").write_bytes(PICTURE)
+    (tmp_path / "allowed-too").mkdir()
+    (tmp_path / "allowed-too" / "secret").write_bytes(PICTURE)
+    (folder / "out").symlink_to("../secret")
+    (folder / "away").symlink_to("..")
+    (folder / "round").symlink_to("round")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def limits(root: Path, **changes: int) -> MediaConfig:
+    return MediaConfig(allowed_media_path=str(root), **changes)
+
+
+@pytest.mark.parametrize(
+    "path", ["a%20picture.png", "deeper/100%25.png", "inside.png", "deeper/../a%20picture.png", "./a picture.png"]
+)
+@pytest.mark.parametrize("scheme", ["file://", "FILE://", "file://localhost"])
+def test_files_in_the_folder_are_read(root: Path, scheme: str, path: str) -> None:
+    assert read_url(f"{scheme}{root}/{path}", limits(root)) == PICTURE
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../secret", "%2e%2e/secret", "deeper/../../secret", "../allowed-too/secret", "out", "away/secret", "..%2fsecret",
+     "../nothing", "../../../../etc/passwd", "away/away/etc/passwd"],
+)  # fmt: skip
+def test_files_outside_are_refused_whether_they_exist_or_not(root: Path, path: str) -> None:
+    with pytest.raises(ImageFetchError, match="not in the folder that --allowed-media-path allows"):
+        read_url(f"file://{root}/{path}", limits(root))
+
+
+@pytest.mark.parametrize("path", ["nothing.png", "deeper", "", "pipe", "round", "a%00b", "a%20picture.png/x"])
+def test_what_is_no_file_is_refused_and_not_waited_for(root: Path, path: str) -> None:
+    with pytest.raises(ImageFetchError):
+        read_url(f"file://{root}/{path}", limits(root))
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/"])
+def test_devices_are_refused_even_where_everything_is_allowed(path: str) -> None:
+    with pytest.raises(ImageFetchError, match="does not name a file"):
+        read_url(f"file://{path}", MediaConfig(allowed_media_path="/"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["file://host/a.png", "file://relative.png", "file://", "file:///a.png?x=1", "file:///a.png#x", "file://[::1/a"],
+)
+def test_malformed_urls_are_refused(root: Path, url: str) -> None:
+    with pytest.raises(ImageFetchError, match="malformed"):
+        read_url(url, limits(root))
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "file:///nothing", "file://host/x"])
+def test_by_default_no_file_is_read_and_the_message_says_how_to_allow_it(url: str) -> None:
+    with pytest.raises(ImageFetchError, match="--allowed-media-path"):
+        read_url(url, MediaConfig())
+
+
+def test_a_file_over_the_limit_is_refused(root: Path) -> None:
+    url = f"file://{root}/inside.png"
+    assert read_url(url, limits(root, max_image_bytes=len(PICTURE))) == PICTURE
+    with pytest.raises(ImageTooLargeError):
+        read_url(url, limits(root, max_image_bytes=len(PICTURE) - 1))
+    with pytest.raises(VideoTooLargeError):
+        read_url(url, limits(root, max_video_bytes=len(PICTURE) - 1), "video")
+
+
+def test_the_folder_itself_may_be_a_link(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(root)
+    assert read_url(f"file://{tmp_path}/link/inside.png", limits(tmp_path / "link")) == PICTURE
+    assert read_url(f"file://{root}/inside.png", limits(tmp_path / "link")) == PICTURE

@@ -1,0 +1,203 @@
+"""An engine that dies: its requests end at once, another one takes its place, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import httpx
+import psutil
+
+from tests.checkpoints import make_llava
+from tests.server.live import QUESTION, wait_until
+from tests.server.test_run import Asking, ServerProcess, serving
+
+LONG = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
+SHORT = {"messages": QUESTION, "max_tokens": 3}
+QUICK = {"restart_backoff": 0.05}
+
+
+def ask(server: ServerProcess, **fields) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/chat/completions", json={**SHORT, **fields}, timeout=60)
+
+
+def is_ready(server: ServerProcess) -> bool:
+    return httpx.get(f"{server.url}/ready", timeout=60).status_code == 200
+
+
+def kill_engine(server: ServerProcess) -> psutil.Process:
+    """Kill the engine, and wait until the server knows."""
+    engine = server.engine()
+    engine.kill()
+    wait_until(lambda: not is_ready(server))
+    return engine
+
+
+def restarts(server: ServerProcess) -> float:
+    page = httpx.get(f"{server.url}/metrics", timeout=60).text
+    [line] = [line for line in page.splitlines() if line.startswith("vlmserve:engine_restarts_total{")]
+    return float(line.rsplit(" ", 1)[1])
+
+
+def killed_under_load(server: ServerProcess, number: int) -> tuple[list[tuple[int, str]], float]:
+    """What so many requests, streams and whole answers in turn, end with, and the seconds that took after the kill."""
+
+    async def one(client: httpx.AsyncClient, index: int) -> tuple[int, str]:
+        response = await client.post(f"{server.url}/v1/chat/completions", json={**LONG, "stream": index % 2 == 0})
+        last = response.text.strip().rsplit("data: ", 1)[-1]
+        return response.status_code, json.loads(last)["error"]["code"]
+
+    async def run() -> tuple[list[tuple[int, str]], float]:
+        limits = httpx.Limits(max_connections=number + 1)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+            tasks = [asyncio.ensure_future(one(client, index)) for index in range(number)]
+            while True:
+                page = (await client.get(f"{server.url}/metrics")).text
+                figures = {
+                    line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if "{" in line
+                }
+                if figures["vlmserve:num_requests_running"] + figures["vlmserve:num_requests_waiting"] == number:
+                    break
+                await asyncio.sleep(0.01)
+            killed = time.monotonic()
+            server.engine().kill()
+            ends = await asyncio.gather(*tasks)
+            return ends, time.monotonic() - killed
+
+    return asyncio.run(run())
+
+
+def test_under_load_every_request_ends_and_the_next_one_is_answered(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving(folder, mock_tpot=0.05, max_num_seqs=8, server=QUICK) as server:
+        first = server.engine().pid
+        ends, seconds = killed_under_load(server, 24)
+        print(f"24 requests ended {seconds:.2f} s after the engine was killed")
+        assert sorted(set(ends)) == [(200, "engine_dead"), (503, "engine_dead")]
+        wait_until(lambda: is_ready(server))
+        assert ask(server).status_code == 200
+        assert server.engine().pid != first
+        assert restarts(server) == 1
+        assert len(list(tmp_path.iterdir())) == 1, "the folder of the first engine's socket is gone"
+
+
+def test_a_real_engine_comes_back_and_says_the_same(tmp_path):
+    checkpoint = make_llava(tmp_path)
+    engine = {"engine": "real", "kv_cache_memory": "8MiB", "num_threads": 1, "dtype": "float32"}
+    with serving(checkpoint, server=QUICK, **engine) as server:
+        question = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+        before, pid = ask(server, **question).json()["choices"], server.engine().pid
+        ends, seconds = killed_under_load(server, 6)
+        print(f"6 requests ended {seconds:.2f} s after the engine was killed")
+        assert {code for _, code in ends} == {"engine_dead"}
+        wait_until(lambda: is_ready(server), 120)
+        assert ask(server, **question).json()["choices"] == before
+        assert server.engine().pid != pid
+
+
+def test_meanwhile_it_lives_is_not_ready_and_says_when_to_come_back(folder):
+    with serving(folder, server={"restart_backoff": 30}) as server:
+        kill_engine(server)
+        ready = httpx.get(f"{server.url}/ready", timeout=60)
+        assert (ready.status_code, ready.json()["status"]) == (503, "restarting")
+        assert "SIGKILL" in ready.json()["reason"]
+        assert 20 < int(ready.headers["retry-after"]) < 120
+        health = server.health()
+        assert (health.status_code, health.json()["status"]) == (200, "restarting")
+        refused = ask(server)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert 20 < int(refused.headers["retry-after"]) < 120
+        assert httpx.get(f"{server.url}/v1/models", timeout=60).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0, "a restart does not hold up the end"
+
+
+def test_an_engine_that_answers_in_between_may_die_again_and_again_and_leaves_nothing(folder):
+    with serving(folder, server={**QUICK, "max_restarts": 1}) as server:
+        process = psutil.Process(server.process.pid)
+        sizes = []
+        for round_number in (1, 2, 3):
+            kill_engine(server)
+            wait_until(lambda: is_ready(server))
+            assert ask(server).status_code == 200
+            assert restarts(server) == round_number
+            assert len(process.children()) == 1
+            sizes.append((process.num_fds(), process.num_threads()))
+        assert sizes[2] <= max(sizes[:2]), sizes
+
+
+def test_an_engine_that_runs_for_long_enough_may_die_again(folder):
+    with serving(folder, server={**QUICK, "max_restarts": 1, "restart_window": 0}) as server:
+        for _ in range(2):
+            kill_engine(server)
+            wait_until(lambda: is_ready(server))
+
+
+def last_line(server: ServerProcess) -> str:
+    assert server.process.wait(60) == 1
+    return server.process.stdout.read().splitlines()[-1]
+
+
+def test_a_loop_of_crashes_ends_with_a_clear_line(folder):
+    with serving(folder, server={**QUICK, "max_restarts": 2}) as server:
+        for _ in range(2):
+            kill_engine(server)
+            wait_until(lambda: is_ready(server))
+        engine = server.engine()
+        engine.kill()
+        line = last_line(server)
+    assert line == (
+        "EngineDeadError The engine process was killed by SIGKILL. The engine has died 3 times in a row "
+        "(--max-restarts); the server gives up"
+    )
+
+
+def test_an_exception_in_the_engine_is_named_to_who_asked_and_at_the_end(folder):
+    # No clock can sleep that long, so the engine's second step raises.
+    with serving(folder, mock_tpot=1e10, server={**QUICK, "max_restarts": 1}) as server:
+        first = ask(server)
+        assert (first.status_code, first.json()["error"]["code"]) == (503, "engine_dead")
+        assert "OverflowError" in first.json()["error"]["message"]
+        assert int(first.headers["retry-after"]) >= 1
+        wait_until(lambda: is_ready(server))
+        second = Asking(server.url, max_tokens=5)
+        second.join(60)
+        assert second.error["code"] == "engine_dead"
+        line = last_line(server)
+    assert "OverflowError" in line
+    assert line.endswith("died 2 times in a row (--max-restarts); the server gives up")
+
+
+def test_an_engine_that_cannot_load_again_is_given_up_with_the_reason(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with serving(tmp_path, server={**QUICK, "max_restarts": 2}) as server:
+        (tmp_path / "tokenizer.json").unlink()
+        server.engine().kill()
+        line = last_line(server)
+    assert "tokenizer.json" in line
+    assert "died 3 times in a row" in line
+
+
+def test_without_restarts_the_server_ends_with_its_engine(folder):
+    with serving(folder, mock_tpot=0.05, server={"max_restarts": 0}) as server:
+        asking = Asking(server.url, max_tokens=400)
+        server.engine().kill()
+        asking.join(60)
+        assert asking.error["code"] == "engine_dead"
+        assert "died once" in last_line(server)
+
+
+def test_an_engine_that_dies_while_the_server_closes_is_not_started_again(folder):
+    with serving(folder, mock_tpot=0.05, server=QUICK) as server:
+        asking = Asking(server.url, max_tokens=400)
+        engine = server.engine()
+        server.process.terminate()
+        wait_until(lambda: server.health().json()["status"] == "closing")
+        os.kill(engine.pid, signal.SIGKILL)
+        asking.join(60)
+        assert asking.error["code"] == "engine_dead"
+        assert server.process.wait(60) == 0

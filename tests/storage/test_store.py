@@ -1,0 +1,497 @@
+"""What is kept comes back, to its owner only, until it is deleted; the same in SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import func, inspect, select, text
+
+from tests.storage.conftest import item, texts
+from vlmserve.config import ServerConfig
+from vlmserve.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    StorageError,
+    StorageFullError,
+)
+from vlmserve.storage import store as store_module
+from vlmserve.storage.items import Page
+from vlmserve.storage.retention import stored_bytes
+from vlmserve.storage.store import Store
+from vlmserve.storage.store import open_store as open_configured_store
+from vlmserve.storage.tables import MIGRATIONS, blobs, items, metadata, migrate, schema_version
+
+MANY = 10**9
+ALL = Page(limit=1000, ascending=True)
+
+
+def picture(name: str, size: int = 1000) -> str:
+    data = name.encode() * (size // len(name))
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def count(store: Store, table) -> int:
+    with store._database.read() as connection:
+        return connection.execute(select(func.count()).select_from(table)).scalar_one()
+
+
+def total(store: Store) -> int:
+    with store._database.read() as connection:
+        return stored_bytes(connection)
+
+
+def answer(store: Store, name: str, previous: str | None = None, *, owner="", conversation=None, pictures=()) -> None:
+    inputs, outputs = [item(f"question {name}", *pictures)], [item(f"answer {name}")]
+    store.responses.save(owner, {"id": name, "status": "completed"}, inputs, outputs, conversation, previous)
+
+
+def history(store: Store, name: str, owner: str = "") -> list[str]:
+    return texts(store.responses.unpack(store.responses.history(owner, name)))
+
+
+def test_a_conversation_keeps_its_items_in_order_and_pages_through_them(store):
+    new = [item(f"item {number}") for number in range(7)]
+    made = store.conversations.create("", "conv", {"topic": "shapes"}, new[:3])
+    store.conversations.add("", "conv", new[3:])
+    assert store.conversations.get("", "conv") == made
+    assert made.metadata == {"topic": "shapes"}
+    for ascending in (True, False):
+        ids, page = [], Page(None, 3, ascending)
+        while True:
+            listed, has_more = store.conversations.items("", "conv", page, MANY)
+            ids += [entry["id"] for entry in listed]
+            if not has_more:
+                break
+            page = Page(ids[-1], 3, ascending)
+        assert ids == [entry.id for entry in (new if ascending else new[::-1])]
+
+
+def test_a_page_ends_early_when_its_pictures_are_large_but_always_moves_on(store):
+    new = [item(f"item {number}", picture(f"picture {number}", 3000)) for number in range(4)]
+    store.conversations.create("", "conv", {}, new)
+    listed, has_more = store.conversations.items("", "conv", ALL, 9000)
+    assert (len(listed), has_more) == (2, True)
+    listed, has_more = store.conversations.items("", "conv", Page(listed[-1]["id"], 100, True), 1)
+    assert (len(listed), has_more) == (1, True)
+    listed, has_more = store.conversations.items("", "conv", Page(listed[-1]["id"], 100, True), 1)
+    assert (len(listed), has_more) == (1, False)
+
+
+def test_a_cursor_that_is_not_in_the_list_is_the_clients_fault(store):
+    store.conversations.create("", "conv", {}, [item("one")])
+    store.conversations.create("", "other", {}, [other := item("two")])
+    for after in ("nothing", other.id, "nul\0"):
+        with pytest.raises(InvalidRequestError) as caught:
+            store.conversations.items("", "conv", Page(after), MANY)
+        assert caught.value.param == "after"
+    with pytest.raises(InvalidRequestError, match="after"):
+        store.files.list("", Page("nothing"), None)
+
+
+def test_responses_that_follow_each_other_have_one_history(store):
+    answer(store, "a", pictures=[picture("red")])
+    answer(store, "b", "a")
+    answer(store, "c", "b")
+    answer(store, "branch", "a")
+    said = ["question a", "answer a", "question b", "answer b", "question c", "answer c"]
+    assert history(store, "c") == said
+    assert history(store, "branch") == [*said[:2], "question branch", "answer branch"]
+    assert store.responses.get("", "b")["output"][0]["content"][0]["text"] == "answer b"
+    shown, _ = store.responses.inputs("", "a", ALL, MANY)
+    assert shown[0]["content"][0]["image_url"] == picture("red")
+
+
+def test_a_deleted_response_is_gone_and_named_to_those_who_follow_it(store):
+    answer(store, "a")
+    answer(store, "b", "a")
+    store.responses.delete("", "a")
+    with pytest.raises(NotFoundError, match="'a', which 'b' follows, was deleted"):
+        store.responses.history("", "b")
+    assert store.responses.get("", "b")["id"] == "b"
+    for method in (store.responses.get, store.responses.delete, store.responses.history):
+        with pytest.raises(NotFoundError):
+            method("", "a")
+
+
+def test_a_response_brings_its_turn_to_a_conversation_and_the_turn_outlives_it(store):
+    store.conversations.create("", "conv", {}, [item("hello")])
+    answer(store, "a", conversation="conv")
+    stored = store.conversations.all_items("", "conv")
+    assert texts(store.responses.unpack(stored)) == ["hello", "question a", "answer a"]
+    with pytest.raises(InvalidRequestError, match="'conv'"):
+        store.responses.history("", "a")
+    store.responses.delete("", "a")
+    assert len(store.conversations.all_items("", "conv")) == 3
+
+
+def test_a_conversation_goes_with_its_items_and_the_responses_made_in_it(store):
+    store.conversations.create("", "conv", {}, [item("hello", picture("red"))])
+    answer(store, "a", conversation="conv", pictures=[picture("blue")])
+    answer(store, "b", pictures=[picture("blue")])
+    store.conversations.delete("", "conv")
+    for gone in (lambda: store.conversations.get("", "conv"), lambda: store.responses.get("", "a")):
+        with pytest.raises(NotFoundError):
+            gone()
+    assert (count(store, items), count(store, blobs)) == (2, 1)
+    store.responses.delete("", "b")
+    assert (count(store, items), count(store, blobs), total(store)) == (0, 0, 0)
+
+
+def test_an_item_that_is_deleted_is_deleted_from_its_response_too(store):
+    store.conversations.create("", "conv", {}, [])
+    answer(store, "a", conversation="conv", pictures=[picture("red")])
+    question, reply = store.conversations.all_items("", "conv")
+    store.conversations.delete_item("", "conv", question.id)
+    assert count(store, blobs) == 0
+    assert store.responses.inputs("", "a", ALL, MANY) == ([], False)
+    assert store.conversations.item("", "conv", reply.id)["id"] == reply.id
+    for method in (store.conversations.item, store.conversations.delete_item):
+        with pytest.raises(NotFoundError):
+            method("", "conv", question.id)
+
+
+def test_nothing_of_a_turn_is_kept_when_its_conversation_is_gone(store):
+    with pytest.raises(NotFoundError):
+        answer(store, "a", conversation="gone", pictures=[picture("red")])
+    assert (count(store, items), count(store, blobs)) == (0, 0)
+    with pytest.raises(NotFoundError):
+        store.responses.get("", "a")
+
+
+def test_equal_content_is_stored_once_and_goes_with_the_last_that_has_it(store):
+    data = b"picture" * 100
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    store.files.create("me", "file-1", data, "a.png", "vision", "image/png", None)
+    store.files.create("you", "file-2", data, "b.png", "vision", "image/png", None)
+    answer(store, "a", pictures=[url, url])
+    assert count(store, blobs) == 1
+    store.files.delete("me", "file-1")
+    store.files.delete("you", "file-2")
+    assert store.responses.inputs("", "a", ALL, MANY)[0][0]["content"][0]["image_url"] == url
+    store.responses.delete("", "a")
+    assert count(store, blobs) == 0
+
+
+def test_files_come_back_and_are_listed_by_age(store, clock):
+    for number in range(5):
+        purpose = "vision" if number % 2 else "user_data"
+        store.files.create("", f"file-{number}", b"%d" % number, f"{number}.png", purpose, "image/png", None)
+        clock.now += number // 2  # some are equally old
+    assert store.files.content("", "file-3") == b"3"
+    assert store.files.get("", "file-3").filename == "3.png"
+    newest, _ = store.files.list("", Page(), None)
+    assert [file.id for file in newest] == [f"file-{number}" for number in (4, 3, 2, 1, 0)]
+    first, has_more = store.files.list("", Page(None, 2, True), None)
+    rest, no_more = store.files.list("", Page(first[-1].id, 10, True), None)
+    assert [file.id for file in first + rest] == [f"file-{number}" for number in range(5)]
+    assert (has_more, no_more) == (True, False)
+    assert [file.id for file in store.files.list("", Page(), "vision")[0]] == ["file-3", "file-1"]
+
+
+def test_nobody_sees_or_touches_what_is_somebody_elses(store):
+    store.conversations.create("me", "conv", {}, [mine := item("secret")])
+    answer(store, "a", owner="me")
+    store.files.create("me", "file-1", b"secret", "a.png", "vision", "image/png", None)
+    for attempt in (
+        lambda: store.conversations.get("you", "conv"),
+        lambda: store.conversations.update("you", "conv", {}),
+        lambda: store.conversations.delete("you", "conv"),
+        lambda: store.conversations.add("you", "conv", [item("x")]),
+        lambda: store.conversations.items("you", "conv", ALL, MANY),
+        lambda: store.conversations.all_items("you", "conv"),
+        lambda: store.conversations.item("you", "conv", mine.id),
+        lambda: store.conversations.delete_item("you", "conv", mine.id),
+        lambda: store.responses.get("you", "a"),
+        lambda: store.responses.delete("you", "a"),
+        lambda: store.responses.inputs("you", "a", ALL, MANY),
+        lambda: store.responses.history("you", "a"),
+        lambda: answer(store, "b", owner="you", conversation="conv"),
+        lambda: store.files.get("you", "file-1"),
+        lambda: store.files.content("you", "file-1"),
+        lambda: store.files.delete("you", "file-1"),
+    ):
+        with pytest.raises(NotFoundError):
+            attempt()
+    assert store.files.list("you", Page(), None) == ([], False)
+    answer(store, "c", "a", owner="you")  # its owner cannot see what it claims to follow
+    with pytest.raises(NotFoundError):
+        store.responses.history("you", "c")
+    assert len(store.conversations.all_items("me", "conv")) == 1
+
+
+def test_turns_that_end_at_the_same_time_are_all_kept_and_each_stands_together(store):
+    store.conversations.create("", "conv", {}, [])
+    start = threading.Barrier(4)
+
+    def write(writer: int) -> None:
+        start.wait()
+        for number in range(10):
+            answer(store, f"{writer}-{number}", conversation="conv")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    said = texts(store.responses.unpack(store.conversations.all_items("", "conv")))
+    turns = list(zip(said[::2], said[1::2], strict=True))
+    assert all(question.split()[1] == reply.split()[1] for question, reply in turns)
+    assert len(set(turns)) == 40
+    for writer in range(4):
+        own = [int(question.split("-")[1]) for question, _ in turns if question.startswith(f"question {writer}-")]
+        assert own == list(range(10))
+
+
+def test_equal_pictures_survive_others_that_are_deleted_at_the_same_time(store):
+    start = threading.Barrier(4)
+
+    def write_and_delete(writer: int) -> None:
+        start.wait()
+        for number in range(10):
+            answer(store, f"{writer}-{number}", pictures=[picture("red")])
+            shown, _ = store.responses.inputs("", f"{writer}-{number}", ALL, MANY)
+            assert shown[0]["content"][0]["image_url"] == picture("red")
+            store.responses.delete("", f"{writer}-{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write_and_delete, range(4)))
+    assert (count(store, items), count(store, blobs)) == (0, 0)
+
+
+def test_what_was_not_used_for_too_long_is_deleted(open_store, clock):
+    store = open_store(storage_max_age=100)
+    answer(store, "a")
+    answer(store, "old", pictures=[picture("red")])
+    store.conversations.create("", "conv", {}, [item("hello")])
+    store.conversations.create("", "old-conv", {}, [item("hello")])
+    store.files.create("", "file-old", b"1", "a.png", "vision", "image/png", None)
+    store.files.create("", "file-used", b"2", "a.png", "vision", "image/png", None)
+    clock.now += 60
+    store.responses.save("", {"id": "b"}, [item("question b")], [item("answer b")], None, "a", ["file-used"])
+    answer(store, "c", conversation="conv")
+    assert store.retention.sweep() == 0
+    clock.now += 60
+    assert store.retention.sweep() == 3
+    assert len(history(store, "b")) == 4
+    assert len(store.conversations.all_items("", "conv")) == 3
+    assert [file.id for file in store.files.list("", Page(), None)[0]] == ["file-used"]
+    for gone in (lambda: store.responses.get("", "old"), lambda: store.conversations.get("", "old-conv")):
+        with pytest.raises(NotFoundError):
+            gone()
+    clock.now += 1000
+    assert store.retention.sweep() == 3
+    assert total(store) == 0
+
+
+def test_a_file_that_expires_is_gone_at_once_and_deleted_later(store, clock):
+    store.files.create("", "file-1", b"1", "a.png", "vision", "image/png", 3600)
+    clock.now += 3599
+    assert store.files.get("", "file-1").expires_at == clock.now + 1
+    clock.now += 1
+    with pytest.raises(NotFoundError):
+        store.files.content("", "file-1")
+    assert store.files.list("", Page(), None) == ([], False)
+    assert count(store, blobs) == 1
+    assert store.retention.sweep() == 1
+    assert count(store, blobs) == 0
+
+
+def test_the_oldest_goes_first_when_there_is_too_much(open_store, clock):
+    store = open_store(storage_max_bytes=10_000)
+    for number in range(50):
+        answer(store, f"r{number}", pictures=[picture(f"picture {number}", 900)])
+        clock.now += 1
+    before = total(store)
+    deleted = store.retention.sweep()
+    assert deleted == -(-(before - 10_000) * 50 // before)
+    assert 8000 < total(store) <= 10_000
+    for number in range(50):
+        if number < deleted:
+            with pytest.raises(NotFoundError):
+                store.responses.get("", f"r{number}")
+        else:
+            store.responses.get("", f"r{number}")
+    assert store.retention.sweep() == 0
+
+
+def test_without_bounds_nothing_is_deleted(open_store, clock):
+    store = open_store(storage_max_bytes=0, storage_max_age=0)
+    answer(store, "a")
+    clock.now += 10**9
+    assert store.retention.sweep() == 0
+
+
+def test_what_finds_no_room_is_refused_and_leaves_nothing(open_store):
+    store = open_store(max_stored_bytes=2500)
+    store.files.create("", "file-1", b"1" * 2000, "a.png", "vision", "image/png", None)
+    for refused in (
+        lambda: store.files.create("", "file-2", b"2" * 1000, "a.png", "vision", "image/png", None),
+        lambda: answer(store, "a", pictures=[picture("red")]),
+        lambda: store.conversations.create("", "conv", {}, [item("hello", picture("red"))]),
+        lambda: store.responses.check_room([item("hello", picture("red"))]),
+    ):
+        with pytest.raises(StorageFullError, match="2,500 bytes"):
+            refused()
+    assert (count(store, items), count(store, blobs)) == (0, 1)
+    store.files.create("", "file-3", b"1" * 2000, "a.png", "vision", "image/png", None)  # the same once more
+    store.files.delete("", "file-1")
+    store.files.delete("", "file-3")
+    answer(store, "a", pictures=[picture("red")])
+
+
+def test_all_is_there_after_closing_and_opening_again(open_store):
+    first = open_store()
+    answer(first, "a", pictures=[picture("red")])
+    assert history(open_store(), "a") == ["question a", "answer a"]
+
+
+def test_an_older_database_is_brought_up_to_date_with_what_it_holds(store):
+    answer(store, "a")
+
+    def add_column(connection):
+        connection.execute(text("ALTER TABLE responses ADD COLUMN stars INTEGER"))
+        connection.execute(text("UPDATE responses SET stars = 5"))
+
+    steps = [*MIGRATIONS, add_column]
+    for _ in range(2):  # the second time there is nothing to do
+        store._database.write(lambda connection: migrate(connection, steps))
+    with store._database.read() as connection:
+        assert connection.execute(select(schema_version.c.version)).scalars().all() == [len(steps)]
+        assert connection.execute(text("SELECT stars FROM responses")).scalars().all() == [5]
+    assert history(store, "a") == ["question a", "answer a"]
+
+
+def test_a_migration_that_fails_changes_nothing(store):
+    def broken(connection):
+        connection.execute(text("ALTER TABLE responses ADD COLUMN stars INTEGER"))
+        connection.execute(text("UPDATE nothing SET stars = 5"))
+
+    with pytest.raises(StorageError):
+        store._database.write(lambda connection: migrate(connection, [*MIGRATIONS, broken]))
+    with store._database.read() as connection:
+        assert "stars" not in {column["name"] for column in inspect(connection).get_columns("responses")}
+        assert connection.execute(select(schema_version.c.version)).scalar_one() == len(MIGRATIONS)
+
+
+def test_a_database_of_a_later_version_is_refused(store, url, open_store):
+    with store._database._engine.begin() as connection:
+        connection.execute(schema_version.update().values(version=99))
+    with pytest.raises(ConfigurationError, match="later vlmserve"):
+        open_store()
+
+
+def test_several_servers_may_open_a_new_database_at_once(url, clock):
+    with ThreadPoolExecutor(3) as pool:
+        stores = list(pool.map(lambda _: Store(url, ServerConfig(), clock), range(3)))
+    answer(stores[0], "a")
+    assert history(stores[2], "a") == ["question a", "answer a"]
+    for store in stores:
+        store.close()
+
+
+def test_names_that_no_database_takes_are_names_of_nothing(store):
+    for name in ("nul\0", "\udc80", "x" * 5000, "'; DROP TABLE items; --"):
+        for find in (store.responses.get, store.conversations.get, store.files.get):
+            with pytest.raises(NotFoundError):
+                find("", name)
+
+
+async def test_work_that_is_too_much_is_refused_and_goes_on_later(store, monkeypatch):
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(store.run(gate.wait)) for _ in range(store_module._MAX_PENDING + 1)]
+    await asyncio.sleep(0)
+    gate.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[-1], OverloadedError)
+    assert results.count(True) == store_module._MAX_PENDING
+    assert await store.run(store.retention.sweep) == 0
+
+
+def test_the_sweeper_deletes_by_itself(open_store, clock):
+    store = open_store(storage_max_age=100, storage_sweep_interval=0.02)
+    answer(store, "a")
+    clock.now += 200
+    gone = threading.Event()
+    for _ in range(1000):
+        if count(store, items) == 0:
+            break
+        gone.wait(0.02)
+    assert count(store, items) == 0
+
+
+def test_what_is_deleted_leaves_no_trace_in_the_file(tmp_path, clock):
+    path = tmp_path / "history.db"
+    store = Store(f"sqlite:///{path}", ServerConfig(storage_max_age=10), clock)
+    secret = "a word that stands nowhere else"
+    store.responses.save("", {"id": "a"}, [item(secret * 500, picture("red", 500_000))], [item("answer")])
+    answer(store, "b")
+    large = sum(file.stat().st_size for file in tmp_path.iterdir())
+    clock.now += 5
+    answer(store, "c")
+    store.responses.delete("", "b")
+    clock.now += 6
+    assert store.retention.sweep() == 1
+    store.close()
+    left = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert secret.encode() not in left
+    assert b"redredred" not in left
+    assert b"question c" in left
+    assert len(left) < large / 2
+
+
+def test_memory_is_a_store_that_ends_with_the_server():
+    store = open_configured_store(ServerConfig(storage_url="memory"))
+    assert store is not None
+    answer(store, "a", pictures=[picture("red")])
+    assert history(store, "a") == ["question a", "answer a"]
+    store.close()
+
+
+def test_settings_choose_the_store(tmp_path, monkeypatch, caplog):
+    assert open_configured_store(ServerConfig(storage_url="none")) is None
+    path = tmp_path / "new" / "folder" / "mine.db"
+    store = open_configured_store(ServerConfig(storage_path=str(path)))
+    store.close()
+    assert path.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    open_configured_store(ServerConfig()).close()
+    assert (tmp_path / "data/vlmserve/history.db").is_file()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    assert open_configured_store(ServerConfig()) is None
+    assert "are not kept" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"storage_url": "nonsense"}, "no URL"),
+        ({"storage_url": "mysql://host/name"}, "SQLite or PostgreSQL"),
+        ({"storage_url": "postgresql://nobody:secret@127.0.0.1:1/none"}, "cannot be opened"),
+        ({"storage_path": "/proc/nothing/history.db"}, "cannot be made"),
+        ({"storage_path": "/tmp/a.db", "storage_url": "memory"}, "give one of them"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_a_wrong_setting(settings, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        open_configured_store(ServerConfig(**settings))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_a_wrong_setting(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("Dear diary, " * 1000)
+    with pytest.raises(ConfigurationError, match="cannot be opened"):
+        open_configured_store(ServerConfig(storage_path=str(path)))
+    assert path.read_text() == "Dear diary, " * 1000
+
+
+def test_every_table_of_the_first_version_is_made(store):
+    with store._database.read() as connection:
+        made = inspect(connection)
+        for table in metadata.tables.values():
+            columns = {column["name"] for column in made.get_columns(table.name)}
+            assert columns == {column.name for column in table.columns}
