@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlmserve.llm import LLM, Completion, Logprob, RequestResult
-    from vlmserve.types import SamplingParams
+    from vlmserve.types import Grammar, SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Completion", "Logprob", "RequestResult", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Grammar", "Logprob", "RequestResult", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "vlmserve.llm",
     "Completion": "vlmserve.llm",
     "Logprob": "vlmserve.llm",
     "RequestResult": "vlmserve.llm",
+    "Grammar": "vlmserve.types",
     "SamplingParams": "vlmserve.types",
 }
 

@@ -58,6 +58,7 @@ ByteSize = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
 
 
 def parse_list(text: str) -> list[Any]:
@@ -199,6 +200,11 @@ class EngineConfig(Settings):
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for embeddings of pictures seen before.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
     max_logprobs: int = Field(20, ge=0, description="Alternatives that a request may be told beside each token.")
+    max_grammar_bytes: ByteSize = Field(128 * 1024, description="Size of a schema, regular expression or grammar.")
+    grammar_cache: int = Field(64, ge=1, description="Compiled grammars to keep.")
+    tool_call_parser: ToolCallParser = Field(
+        "auto", description="How the model writes tool calls: hermes, llama3_json, mistral; auto looks at its template."
+    )
     seed: int = Field(0, ge=0, description="Where the seeds of requests without one come from.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the engine; default: by the number of cores."

@@ -172,7 +172,9 @@ class LLM:
         self.config = read_settings(EngineConfig, {"max_waiting": UNBOUNDED_QUEUE, **options, "model": model})
         folder = resolve_model(self.config.model, self.config.revision)
         self.default_sampling_params = default_sampling(folder)
-        self._preparer = RequestPreparer(folder, self._media, self.config.model_impl, self.config.chat_template)
+        self._preparer = RequestPreparer(
+            folder, self._media, self.config.model_impl, self.config.chat_template, engine=self.config
+        )
         self._folder = folder
         if self.config.load == "eager":
             self.load()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ KEY_BYTES = 32
 MAX_CACHE_SALT = 256
 """Characters of a cache salt."""
 MAX_SEED = 2**63 - 1
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 MAX_BIASES = 4096
 """Tokens that a request may have a bias for."""
 
@@ -165,6 +166,49 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         return len(self.images) + (self.cross is not None)
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer has to look like.
+
+    text: a JSON schema; nothing for "json_object"; a regular expression that fits the whole answer; a JSON list of
+    strings to choose from; a grammar in llguidance's dialect of Lark, or in GBNF.
+    strict: False follows a JSON schema as far as it can be followed, and ignores keywords that cannot be.
+    source: the field of a request that it came from, which errors name.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    strict: bool = True
+    source: str = "grammar"
+
+    @classmethod
+    def json(cls, schema: Any, *, strict: bool = True) -> Grammar:
+        """JSON that fits a schema: a dict, a text, or a pydantic model."""
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        return cls("json_schema", text, strict)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that the whole of a regular expression fits."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        return cls("choice", msgspec.json.encode(list(choices)).decode())
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Text that a grammar in llguidance's dialect of Lark, or in GBNF, derives."""
+        return cls("lark", text)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, what is told of the choice, and when generation ends.
 
@@ -179,6 +223,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: strings that end the answer and are not part of it. stop_token_ids: token ids that do the same.
     max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
     ignore_eos: keep going after the model's own end tokens.
+    grammar: what the answer has to look like. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`
+    only if nothing can follow there.
     Raises InvalidRequestError, naming the field, for a value out of range.
     """
 
@@ -199,6 +245,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     max_tokens: int | None = None
     min_tokens: int = 0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         def check(holds: bool, param: str, rule: str) -> None:

@@ -18,6 +18,17 @@ def live(folder):
         yield server
 
 
+@pytest.fixture(scope="session")
+def real(tmp_path_factory):
+    """A server with a random model, which by itself would write garbage."""
+    from tests.checkpoints import make_llama  # torch, which few of these tests need
+
+    folder = make_llama(tmp_path_factory.mktemp("llama"), max_position_embeddings=2048)
+    engine = {"engine": "real", "dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "num_threads": 1}
+    with LiveServer(folder, engine=engine) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
 def slow(folder):
     """A server whose answers take long: 20 ms a token."""

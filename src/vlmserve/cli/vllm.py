@@ -141,6 +141,9 @@ _RENAMED: Mapping[str, Renamed] = {
 _DETECTED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "None")
 _ONE = "vlmserve runs a model on one device; start several servers and balance between them."
 _UNUSED: Mapping[tuple[str, ...], Unused] = {
+    ("--enable-auto-tool-choice", "--exclude-tools-when-tool-choice-none"): Unused(
+        "Models may call a request's tools, and are not told of them with tool_choice none.", is_switch=True
+    ),
     ("--quantization", "-q"): Unused(
         "How a checkpoint is quantized is read from its files.",
         _DETECTED,
@@ -245,9 +248,11 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
         _LORA
     ),
     ("--speculative-config", "--speculative-model", "--num-speculative-tokens"): Missing(_SPECULATION),
-    ("--enable-auto-tool-choice", "--tool-call-parser", "--tool-parser-plugin", "--tool-server", "--reasoning-parser",
-     "--structured-outputs-config", "--guided-decoding-backend", "--exclude-tools-when-tool-choice-none"): Missing(
-        "There is no such setting; the documentation of the API says what requests may ask for."
+    ("--tool-parser-plugin", "--tool-server", "--reasoning-parser"): Missing(
+        "There is no such setting; --tool-call-parser says how models write calls."
+    ),
+    ("--structured-outputs-config", "--guided-decoding-backend"): Missing(
+        "Grammars are always llguidance's; the documentation of the API says what requests may ask for."
     ),
     ("--logits-processors", "--logits-processor-pattern"): Missing("Code from outside is never run."),
     ("--enable-log-outputs", "--max-log-len", "--log-config-file"): Missing(

@@ -20,6 +20,7 @@ from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
 from vlmserve.cores import engine_threads
 from vlmserve.engine.admission import check_request
+from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError, PromptTooLongError
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import free_memory, num_kv_blocks
@@ -62,7 +63,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
-        self._setup(config, load(config, folder))
+        self._setup(config, load(config, folder), folder)
 
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
@@ -71,7 +72,7 @@ class Engine:
         engine._setup(config, model)
         return engine
 
-    def _setup(self, config: EngineConfig, model: LoadedModel) -> None:
+    def _setup(self, config: EngineConfig, model: LoadedModel, folder: Path | None = None) -> None:
         language_model = model.language_model
         block_bytes = language_model.cache_bytes_per_block(config.block_size)
         max_model_len = _max_model_len(config, model)
@@ -83,6 +84,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
         )
         self._config = config
+        self._grammars = grammar_compiler(config, folder, language_model.vocab_size)
         self._fingerprint = f"{config.model} {config.revision} {model.architecture} {model.dtype}".encode()
         self._vision, self._cross = model.vision, model.cross
         self._end_token_ids = model.end_token_ids
@@ -144,7 +146,7 @@ class Engine:
             self._check_image(span.image, span.image.num_embeddings * self._image_token_bytes)
         self._check_times(request.prompt)
         self._check_cross(request.prompt)
-        seed = request.params.seed
+        seed, grammar = request.params.seed, request.params.grammar
         first_position = self._first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
         fingerprint = self._fingerprint + (b" from %d" % first_position if first_position else b"")
@@ -157,6 +159,7 @@ class Engine:
             max_short_len=self._max_short_len,
             first_position=first_position,
             sees_ahead=self._sees_ahead,
+            matcher=None if grammar is None else self._grammars.matcher(grammar),
         )
         sequence.arrived = time.perf_counter()
         self._scheduler.add(sequence)

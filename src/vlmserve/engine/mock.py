@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from blake3 import blake3
 
 from vlmserve.cache.keys import cross_key
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
+from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, OverloadedError
+from vlmserve.sampling.grammar import Matcher
 from vlmserve.types import (
     EngineRequest,
     EngineSnapshot,
@@ -43,13 +46,21 @@ class _Answer:
     """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
 
     __slots__ = (
-        "added", "due", "first", "length", "num_images", "produced", "request", "room", "started", "tokens",
-        "vocab_size",
+        "added", "closing", "digest", "due", "first", "length", "matcher", "num_images", "produced", "request", "room",
+        "started", "tokens", "vocab_size",
     )  # fmt: skip
 
     def __init__(
-        self, request: EngineRequest, words: list[list[int]], digest: bytes, room: int, vocab_size: int
+        self,
+        request: EngineRequest,
+        words: list[list[int]],
+        digest: bytes,
+        room: int,
+        vocab_size: int,
+        matcher: Matcher | None,
+        closing: list[int],
     ) -> None:
+        self.digest, self.matcher, self.closing = digest, matcher, closing
         walk = [words[byte % len(words)] for byte in digest]
         self.request = request
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
@@ -64,6 +75,8 @@ class _Answer:
 
     def advance(self, eos_token_ids: frozenset[int]) -> RequestOutput:
         """Produce one token, or end."""
+        if self.matcher is not None:
+            return self._advance_by(self.matcher, eos_token_ids)
         params = self.request.params
         if self.produced >= self.length and not params.ignore_eos and eos_token_ids:
             return self._output([], "stop", min(eos_token_ids))
@@ -102,6 +115,36 @@ class _Answer:
             _logprobs(token_id, count, self.vocab_size) if place and place not in pictured else None
             for place, token_id in enumerate(prompt.token_ids)
         ]
+
+    def _advance_by(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> RequestOutput:
+        """A word of its own where the grammar allows one, else mostly what closes JSON, else any token."""
+        params = self.request.params
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens)
+        possible = np.flatnonzero(allowed)
+        if matcher.error is not None:
+            return RequestOutput(
+                self.request.request_id, [], "error", error=matcher.error, images_encoded=self.num_images
+            )
+        end = next((id_ for id_ in sorted(ends) if id_ < len(allowed) and allowed[id_]), None)
+        token = next(self.tokens)
+        has_more = self.produced < self.length and allowed[token]
+        if not len(possible) or (end is not None and not has_more):
+            return self._output([], "stop", end)
+        if not has_more:
+            chance = blake3(self.digest + self.produced.to_bytes(4, "little")).digest(4)
+            closing = [id_ for id_ in self.closing if allowed[id_]]
+            token = (
+                closing[0]
+                if closing and chance[3] % 4
+                else int(possible[int.from_bytes(chance[:3], "little") % len(possible)])
+            )
+        matcher.advance(token)
+        self.produced += 1
+        finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
+        if matcher.finished:
+            finish_reason = "stop"
+        return self._output([token], finish_reason)
 
     def timings(self, now: float, *, ended: bool) -> RequestTimings:
         """What it spent its time on until `now`, when it had its first token or ended."""
@@ -143,9 +186,10 @@ class MockEngine:
 
             folder = resolve_model(config.model, config.revision)
         self._config = config
-        self._words, vocab_size = _read_tokenizer(folder)
+        self._words, self._closing, vocab_size = _read_tokenizer(folder)
         self._eos_token_ids = _eos_token_ids(folder)
         self._info = _model_info(config, folder, vocab_size, self._eos_token_ids)
+        self._grammars = grammar_compiler(config, folder, self._info.vocab_size)
         self._unfinished: dict[str, _Answer] = {}
         self._waiting: deque[_Answer] = deque()
         self._running: dict[str, _Answer] = {}
@@ -160,9 +204,16 @@ class MockEngine:
         check_request(request, self._info, self._unfinished, max_logprobs=self._config.max_logprobs)
         if len(self._waiting) >= self._config.max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
-        prompt_len = len(request.prompt.token_ids)
-        room = self._info.max_model_len - prompt_len
-        answer = _Answer(request, self._words, self._digest(request), room, self._info.vocab_size)
+        grammar = request.params.grammar
+        answer = _Answer(
+            request,
+            self._words,
+            self._digest(request),
+            self._info.max_model_len - len(request.prompt.token_ids),
+            self._info.vocab_size,
+            None if grammar is None else self._grammars.matcher(grammar),
+            self._closing,
+        )
         self._unfinished[request.request_id] = answer
         self._waiting.append(answer)
 
@@ -265,8 +316,8 @@ def _logprobs(token_id: int, count: int, vocab_size: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, math.log(0.75), 1, top)
 
 
-def _read_tokenizer(folder: Path) -> tuple[list[list[int]], int]:
-    """The words that answers are made of, as token ids, and the vocabulary's size."""
+def _read_tokenizer(folder: Path) -> tuple[list[list[int]], list[int], int]:
+    """The words that answers are made of, as token ids, the tokens that close JSON, and the vocabulary's size."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -280,7 +331,8 @@ def _read_tokenizer(folder: Path) -> tuple[list[list[int]], int]:
         if tokenizer.decode(token_ids).strip() == word:
             words.append(token_ids)
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-    return words or [[token_id] for token_id in range(vocab_size)], vocab_size
+    closing = [id_ for sign in ("}", "]", '"') if (id_ := tokenizer.token_to_id(sign)) is not None]
+    return words or [[token_id] for token_id in range(vocab_size)], closing, vocab_size
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -200,6 +200,9 @@ def _check_params(params: SamplingParams) -> None:
         "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "logprobs", "prompt_logprobs",
         "stop",
     )  # fmt: skip
+    if params.grammar is not None:
+        source = params.grammar.source
+        raise InvalidRequestError(f"{source} cannot be combined with use_beam_search; leave it out", param=source)
     for name in fields:
         if getattr(params, name) != getattr(neutral, name):
             raise InvalidRequestError(f"{name} cannot be combined with use_beam_search; leave it out", param=name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vlmserve.config import MAX_FPS
@@ -11,10 +12,16 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.media.processor import NO_LIMITS, PixelLimits
 from vlmserve.media.sources import ImageSource, is_url
 from vlmserve.media.videos import VideoSource
-from vlmserve.prompt.template import ImagePart, Message, Part, Role, VideoPart
+from vlmserve.prompt.template import ImagePart, Message, Part, Role, ToolCall, VideoPart
 from vlmserve.types import MAX_CACHE_SALT, MediaKind
 
-_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
 @dataclass(frozen=True)
@@ -40,20 +47,68 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
         raise InvalidRequestError("messages must not be empty", param="messages")
     parsed: list[Message] = []
     media: list[Medium] = []
+    names: dict[str, str] = {}
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise InvalidRequestError(f"{place} must be an object with role and content", param=place)
         role = _role(message, place)
         content = message.get("content")
+        calls = _tool_calls(message.get("tool_calls"), f"{place}.tool_calls") if role == "assistant" else ()
+        names |= {call.id: call.name for call in calls}
+        if calls and content is None:
+            content = ""
         if isinstance(content, str):
-            if not content and role != "assistant":
+            if not content and role not in ("assistant", "tool"):
                 raise InvalidRequestError(f"{place}.content must not be empty", param=f"{place}.content")
             check_unicode(content, f"{place}.content")
-            parsed.append(Message(role, (content,), is_string=True))
+            turn = Message(role, (content,), is_string=True, tool_calls=calls)
         else:
-            parsed.append(Message(role, _parts(content, f"{place}.content", media, allow_local)))
+            turn = Message(role, _parts(content, f"{place}.content", media, allow_local), tool_calls=calls)
+        parsed.append(turn if role != "tool" else _result(turn, message.get("tool_call_id"), names, place))
     return parsed, media
+
+
+def _tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
+    """Calls in OpenAI's form; their arguments may also be an object. Raises InvalidRequestError for anything else."""
+    if calls is None:
+        return ()
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise InvalidRequestError(f"{place} must be a list", param=place)
+    parsed = []
+    for index, call in enumerate(calls):
+        at = f"{place}[{index}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not all(
+            isinstance(x, str) for x in (call.get("id"), function.get("name"))
+        ):
+            raise InvalidRequestError(f"{at} must be an object with an id and a function with a name", param=at)
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(
+                f"{at}.function.arguments must be a JSON object", param=f"{at}.function.arguments"
+            )
+        for text in (call["id"], function["name"], json.dumps(arguments, ensure_ascii=False)):
+            check_unicode(text, at)
+        parsed.append(ToolCall(call["id"], function["name"], arguments))
+    return tuple(parsed)
+
+
+def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -> Message:
+    """The message of a call's result. names: of the functions called before, by the calls' ids."""
+    if not isinstance(call_id, str):
+        raise InvalidRequestError(
+            f"{place}.tool_call_id must name the call whose result this is", param=f"{place}.tool_call_id"
+        )
+    check_unicode(call_id, f"{place}.tool_call_id")
+    if any(not isinstance(part, str) for part in turn.parts):
+        raise InvalidRequestError(f"{place}.content: a function's result must be text", param=f"{place}.content")
+    return replace(turn, tool_call_id=call_id, name=names.get(call_id))
 
 
 def check_unicode(text: str, place: str) -> None:

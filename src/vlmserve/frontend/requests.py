@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmserve.config import MediaConfig, ModelImplementation
+from vlmserve.config import EngineConfig, MediaConfig, ModelImplementation
 from vlmserve.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -17,6 +17,7 @@ from vlmserve.errors import (
     UnsupportedModelError,
 )
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
+from vlmserve.frontend.tools import ToolUse, choose_form, with_instructions
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.crops import CropProcessor
@@ -29,17 +30,18 @@ from vlmserve.prompt.checkpoint import PromptFiles, read_json
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.one_picture import one_picture_prompts, only_text
-from vlmserve.prompt.template import ChatTemplate, Message, read_template
+from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
-from vlmserve.types import ImageInput, Prompt, SamplingParams
+from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.types import Grammar, ImageInput, Prompt, SamplingParams
 
 
 class RequestPreparer:
     """Makes prompts for the checkpoint in `folder`.
 
     implementation: of the model, which decides how pictures become pixels. chat_template: instead of the checkpoint's
-    own, the path of one or one itself.
+    own, the path of one or one itself. engine: what its settings say of grammars and tool calls.
 
     Raises ModelLoadError or UnsupportedModelError if the folder's tokenizer, template or image processor is unusable.
     """
@@ -50,6 +52,8 @@ class RequestPreparer:
         media: MediaConfig,
         implementation: ModelImplementation = "auto",
         chat_template: str | None = None,
+        *,
+        engine: EngineConfig | None = None,
     ) -> None:
         files = PromptFiles.read(folder)
         template = files.chat_template if chat_template is None else read_template(chat_template)
@@ -72,6 +76,11 @@ class RequestPreparer:
             if template is not None
             else None
         )
+        engine = engine or EngineConfig.model_validate({})
+        self.grammars = GrammarCompiler(
+            lambda: self.tokenizer, max_bytes=engine.max_grammar_bytes, cache_size=engine.grammar_cache
+        )
+        self.tool_form = choose_form(self._template, self.tokenizer, engine.tool_call_parser)
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
         sees_videos = self.tokenizer.video_token_id is not None
@@ -99,13 +108,14 @@ class RequestPreparer:
         add_generation_prompt: bool = True,
         allow_local: bool = False,
         cache_salt: str = "",
+        tools: ToolUse | None = None,
     ) -> Prompt:
         """The prompt of a conversation in OpenAI's form.
 
         Text in it is only ever text: a placeholder or another control token that somebody writes has no effect.
         allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, and videos of
         such frames; for callers in the same process, never for what came over HTTP. cache_salt: of the request;
-        pictures are only shared with requests of the same one.
+        pictures are only shared with requests of the same one. tools: what the model is told that it may call.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture.
         """
         parsed, media = parse_messages(messages, allow_local=allow_local)
@@ -114,6 +124,8 @@ class RequestPreparer:
         self._check_count(len(pictures), param="messages")
         self._check_videos(len(videos))
         if self._one_picture is not None:
+            if tools is not None:
+                raise InvalidRequestError("this model cannot call functions; leave tools out", param="tools")
             return self._with_one_picture(only_text(parsed), pictures, cache_salt, param="messages")
         if self._template is None:
             raise InvalidRequestError(
@@ -121,8 +133,15 @@ class RequestPreparer:
                 param="messages",
             )
         quotation = Quotation(self.tokenizer.control_tokens)
+        described = None
+        if not self.tool_form.native:
+            parsed = with_instructions(parsed, self.tool_form, tools, takes_system=self._template.takes_system)
+        elif tools is not None:
+            described = [_quoted_json(function.described(), quotation) for function in tools.functions]
         text = self._template.render(
-            [_quoted(message, quotation) for message in parsed], add_generation_prompt=add_generation_prompt
+            [_quoted(message, quotation) for message in parsed],
+            add_generation_prompt=add_generation_prompt,
+            tools=described,
         )
         _check_shown(text, self.tokenizer.picture_mark, len(pictures), "pictures")
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
@@ -179,9 +198,21 @@ class RequestPreparer:
             texts.append(text)
         return texts
 
-    def detokenizer(self, params: SamplingParams) -> Detokenizer:
-        """A new detokenizer for one answer, with the request's stop strings."""
-        return Detokenizer(self.tokenizer, params.stop)
+    def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """A new detokenizer for one answer, with the request's stop strings. shown_ids: control tokens to show."""
+        return Detokenizer(self.tokenizer, params.stop, shown_ids)
+
+    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
+        """Compile a grammar, as the engine will. tools: those that it holds calls to.
+
+        Raises InvalidRequestError that says what is wrong, and in which of the tools.
+        """
+        try:
+            self.grammars.matcher(grammar)
+        except InvalidRequestError:
+            for one in [] if tools is None else self.tool_form.blame(tools):
+                self.grammars.matcher(one)
+            raise
 
     def _with_one_picture(self, text: str, pictures: Sequence[Medium], salt: str, *, param: str) -> Prompt:
         assert self._one_picture is not None
@@ -249,7 +280,23 @@ def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:
 
 def _quoted(message: Message, quotation: Quotation) -> Message:
     parts = (quotation.quote(part) if isinstance(part, str) else part for part in message.parts)
-    return replace(message, parts=tuple(parts))
+    calls = [
+        ToolCall(*(_quoted_json(value, quotation) for value in (call.id, call.name, call.arguments)))
+        for call in message.tool_calls
+    ]
+    call_id, name = (value and quotation.quote(value) for value in (message.tool_call_id, message.name))
+    return replace(message, parts=tuple(parts), tool_calls=tuple(calls), tool_call_id=call_id, name=name)
+
+
+def _quoted_json(value: Any, quotation: Quotation) -> Any:
+    """A JSON value with all texts in it quoted."""
+    if isinstance(value, str):
+        return quotation.quote(value)
+    if isinstance(value, dict):
+        return {quotation.quote(key): _quoted_json(item, quotation) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_quoted_json(item, quotation) for item in value]
+    return value
 
 
 def _transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:

@@ -28,8 +28,9 @@ class Detokenizer:
     by the same character, the longest counts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._special_ids = tokenizer.special_ids
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown_ids: frozenset[int] = frozenset()) -> None:
+        """shown_ids: control tokens that are text here."""
+        self._special_ids = tokenizer.special_ids - shown_ids
         self._decoder = _make_decoder(tokenizer)
         self._stops = [_StopString(string) for string in stop]
         self._held: deque[str] = deque()
@@ -117,7 +118,7 @@ class _Decoder(Protocol):
 
 def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     """What tells the bytes that a token stands for behind others, control tokens included; none for an unknown id."""
-    rule = _byte_rule(tokenizer)
+    rule = byte_rule(tokenizer)
 
     def bytes_of(token_id: int) -> bytes:
         token = tokenizer.token(token_id)
@@ -133,28 +134,28 @@ def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 
 def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
-    rule = _byte_rule(tokenizer)
+    rule = byte_rule(tokenizer)
     return _WindowDecoder(tokenizer) if rule is None else _ByteDecoder(tokenizer, rule)
 
 
-class _ByteRule(NamedTuple):
+class ByteRule(NamedTuple):
     """How a tokenizer writes bytes. stripped: spaces that a text loses at its beginning."""
 
     to_bytes: Callable[[str], bytes]
     stripped: int = 0
 
 
-def _byte_rule(tokenizer: Tokenizer) -> _ByteRule | None:
+def byte_rule(tokenizer: Tokenizer) -> ByteRule | None:
     """None if what a token stands for depends on what stands beside it."""
     decoder = tokenizer.decoder_steps
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _ByteRule(_byte_level_bytes)
+        return ByteRule(_byte_level_bytes)
     if "ByteFallback" in kinds and _is_sentencepiece(steps):
         replaced = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
         stripped = sum(step["start"] for step in steps if step["type"] == "Strip")
-        return _ByteRule(lambda token: _sentencepiece_bytes(token, replaced), stripped)
+        return ByteRule(lambda token: _sentencepiece_bytes(token, replaced), stripped)
     return None
 
 
@@ -173,7 +174,7 @@ def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
 class _ByteDecoder:
     """For tokenizers whose every token stands for bytes of its own, whatever stands beside it."""
 
-    def __init__(self, tokenizer: Tokenizer, rule: _ByteRule) -> None:
+    def __init__(self, tokenizer: Tokenizer, rule: ByteRule) -> None:
         self._tokenizer = tokenizer
         self._to_bytes, self._spaces_to_strip = rule
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")

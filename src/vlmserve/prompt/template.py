@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 
 _PROBE = "vlmserveprobe"
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,27 @@ Part = str | ImagePart | VideoPart
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A function that the assistant has called, and its arguments as JSON has them."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Message:
-    """One turn. parts: texts, pictures and videos in order. is_string: the content came as one string, not as parts."""
+    """One turn. parts: texts, pictures and videos in order. is_string: the content came as one string, not as parts.
+
+    tool_calls: of the assistant. tool_call_id, name: the call whose result this is, and the function.
+    """
 
     role: Role
     parts: tuple[Part, ...]
     is_string: bool = False
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 def read_template(source: str) -> str:
@@ -75,12 +90,15 @@ class ChatTemplate:
         video_token: str | None = None,
     ) -> None:
         """image_token, video_token: what the template writes for a picture and for a video."""
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
             # Each rendering copies them, and jinja keeps them in layers that are slow to copy.
             self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
+        self.source = source
         self._variables = dict(special_tokens)
         self._image_token = image_token
         self._video_token = video_token
@@ -89,13 +107,23 @@ class ChatTemplate:
         self.takes_strings = self._probe(_PROBE) is not None
         self.takes_parts = self._probe([{"type": "text", "text": _PROBE}]) is not None
         with_image = self._probe([{"type": "image"}, {"type": "text", "text": _PROBE}])
+        self.takes_system = self._probe_system()
         self.takes_images = bool(self.takes_parts and image_token and with_image and with_image.count(image_token) == 1)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The prompt's text. Raises InvalidRequestError if the template refuses the messages."""
-        chat = [{"role": message.role, "content": self._content(message)} for message in messages]
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt's text. tools: functions, as OpenAI describes them, for a template that `knows_tools`.
+
+        Raises InvalidRequestError if the template refuses the messages.
+        """
+        chat = [{**_beside_content(message), "content": self._content(message)} for message in messages]
         try:
-            return self._render(chat, add_generation_prompt=add_generation_prompt)
+            return self._render(chat, add_generation_prompt=add_generation_prompt, tools=tools)
         except Exception as error:  # a template can fail with any error that its expressions can raise
             raise InvalidRequestError(
                 f"the model's chat template does not accept these messages: {error}", param="messages"
@@ -126,13 +154,29 @@ class ChatTemplate:
         shows_structure = not isinstance(content, str) and ("'type'" in text or '"type"' in text)
         return text if shows_it and not shows_structure else None
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    def _probe_system(self) -> bool:
+        """Whether a message of the system may come first."""
+        content: Any = _PROBE if self.takes_strings else [{"type": "text", "text": _PROBE}]
+        question: Any = "?" if self.takes_strings else [{"type": "text", "text": "?"}]
+        chat = [{"role": "system", "content": content}, {"role": "user", "content": question}]
+        try:
+            return _PROBE in self._render(chat, add_generation_prompt=True).casefold()
+        except Exception:  # whatever it raises, it does not take this role
+            return False
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         return self._template.render(
             **{
                 **self._variables,
                 "messages": messages,
                 "add_generation_prompt": add_generation_prompt,
-                "tools": None,
+                "tools": tools,
                 "documents": None,
             }
         )
@@ -142,6 +186,17 @@ def _typed(part: Part) -> dict[str, str]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {"type": "image" if isinstance(part, ImagePart) else "video"}
+
+
+def _beside_content(message: Message) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    named = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return fields | {name: value for name, value in named.items() if value is not None}
 
 
 class _GenerationBlocks(Extension):

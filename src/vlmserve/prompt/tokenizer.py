@@ -22,6 +22,9 @@ from vlmserve.prompt.convert import CONVERTERS
 from vlmserve.prompt.gguf import read_tokenizer
 from vlmserve.prompt.untrusted import ControlTokens, Quotation
 
+TOOL_MARKS = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"})
+"""What chat templates write around calls of functions and their results, which nobody else may."""
+
 
 class Tokenizer:
     """A checkpoint's tokenizer.
@@ -49,7 +52,9 @@ class Tokenizer:
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         media_ids = (files.image_token_id, files.video_token_id, *(files.picture_ends or ()))
-        self._control_ids = self.special_ids | {id_ for id_ in media_ids if id_ is not None}
+        # Some vocabularies have these as ordinary tokens, since they are to be seen in answers.
+        marks = {id_ for id_, token in added.items() if token.content in TOOL_MARKS}
+        self._control_ids = self.special_ids | marks | {id_ for id_ in media_ids if id_ is not None}
         self._added = {token.content: (id_, token) for id_, token in added.items()}
         # A tokenizer may write its unknown token for ordinary text; it means nothing to a model.
         self._forbidden_ids = self._control_ids - {_unknown_id(backend, files)}

@@ -173,5 +173,10 @@ def _sample(
 
 def _sampling_row(chunk: ScheduledChunk) -> SamplingRow:
     sequence = chunk.sequence
-    banned = _NOTHING_BANNED if sequence.may_end else sequence.end_token_ids
-    return SamplingRow(sequence.params, sequence.seed, sequence.num_generated, banned, sequence.adjustment)
+    if sequence.matcher is None:
+        banned, allowed = _NOTHING_BANNED if sequence.may_end else sequence.end_token_ids, None
+    else:
+        banned, allowed = _NOTHING_BANNED, sequence.matcher.allowed(sequence.end_token_ids, may_end=sequence.may_end)
+    return SamplingRow(
+        sequence.params, sequence.seed, sequence.num_generated, banned, sequence.adjustment, allowed=allowed
+    )

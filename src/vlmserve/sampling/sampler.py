@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vlmserve.kernels import cpu_sampling
 from vlmserve.sampling.adjustment import Adjustment
+from vlmserve.sampling.grammar import Allowed
 from vlmserve.types import SamplingParams
 
 _CDF_CHUNK = 256
@@ -26,13 +27,14 @@ _TOP_P_CANDIDATES = 256
 
 class SamplingRow(NamedTuple):
     """How to sample one row. num_generated: tokens so far. banned: token ids that must not come now. adjustment: what
-    changes its logits, if anything does."""
+    changes its logits, if anything does. allowed: ``[vocabulary]``, what a grammar leaves; None: all."""
 
     params: SamplingParams
     seed: int
     num_generated: int
     banned: frozenset[int] = frozenset()
     adjustment: Adjustment | None = None
+    allowed: Allowed | None = None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -50,10 +52,13 @@ def draw_seed(seed: int, number: int) -> int:
 def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> list[int | None]:
     """One token for each row of float32 ``[rows, vocabulary]`` logits; None where they hold a NaN or only -inf.
 
-    native: draw by the native kernel, which sorts nothing. Overwrites `logits`. Biases and penalties come first, then
-    filters in the order temperature, top-k, top-p, min-p, each on what the one before has left; tokens that tie with
-    the last one kept are kept, too.
+    native: draw by the native kernel, which sorts nothing. Overwrites `logits`. Grammars come first, then biases and
+    penalties, then filters in the order temperature, top-k, top-p, min-p, each on what the one before has left; tokens
+    that tie with the last one kept are kept, too.
     """
+    for number, row in enumerate(rows):
+        if row.allowed is not None:
+            _forbid(logits[number], ~row.allowed)
     adjusted = {number: row.adjustment for number, row in enumerate(rows) if row.adjustment is not None}
     if adjusted:
         adjust(logits, adjusted)
@@ -72,6 +77,14 @@ def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> 
             for number, token in zip(numbers, chosen, strict=True):
                 tokens[number] = token
     return tokens
+
+
+def _forbid(row: Tensor, forbidden: Allowed) -> None:
+    """Make tokens of a ``[vocabulary]`` row impossible, in place."""
+    if row.device.type == "cpu":
+        np.copyto(row.numpy(), -np.inf, where=forbidden)  # takes a quarter of torch's time
+    else:
+        row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)
 
 
 def adjust(logits: Tensor, adjustments: Mapping[int, Adjustment]) -> None:

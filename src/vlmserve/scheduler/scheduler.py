@@ -371,7 +371,11 @@ class Scheduler:
         new: list[int] = []
         reason: FinishReason | None = None
         end, error = None, None
-        if token is None:
+        matcher = sequence.matcher
+        if token is None and matcher is not None and (matcher.finished or matcher.error):
+            reason = "stop" if matcher.finished else "error"
+            error = matcher.error and f"the grammar cannot be followed any further: {matcher.error}"
+        elif token is None:
             self._spoil(sequence)
             reason, error = "error", "the model's output is not a number; try another dtype (--dtype float32)"
         elif token in sequence.end_token_ids:
@@ -380,6 +384,9 @@ class Scheduler:
             sequence.append(token)
             new = [token]
             reason = "length" if len(sequence.token_ids) >= sequence.max_len else None
+            if matcher is not None:
+                matcher.advance(token)
+                reason = "stop" if matcher.finished else reason
         return RequestOutput(
             sequence.request_id, new, reason, end, error, sequence.num_cached or 0, sequence.num_encoded
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 from vlmserve.cache.keys import block_key, cross_key, looking_root, touched_images
 from vlmserve.sampling.adjustment import Adjustment
@@ -15,6 +16,9 @@ from vlmserve.types import (
     TokenLogprobs,
     whole_ranges,
 )
+
+if TYPE_CHECKING:
+    from vlmserve.sampling.grammar import Matcher
 
 
 class Sequence:
@@ -29,6 +33,7 @@ class Sequence:
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
     first_position: where its positions begin, as the model wants it of a prompt of this length.
     max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
+    matcher: where its answer stands in the grammar that it has to obey, if there is one.
     adjustment: what it changes in its logits, if anything. prompt_logprobs: those of the prompt's leading tokens, while
     they are asked for and not yet told; as long as that is so, it reads no cached prefix.
     arrived, started, answered: when it was added, first ran and had its first token, on the clock of
@@ -49,6 +54,7 @@ class Sequence:
         "first_block",
         "first_position",
         "image_spans",
+        "matcher",
         "max_len",
         "max_short_len",
         "num_cached",
@@ -76,9 +82,11 @@ class Sequence:
         max_short_len: int | None = None,
         first_position: int = 0,
         sees_ahead: SeesAhead | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.params = request.params
+        self.matcher = matcher
         self.seed = seed
         self.token_ids = list(request.prompt.token_ids)
         self.num_prompt_tokens = len(self.token_ids)

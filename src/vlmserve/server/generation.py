@@ -15,6 +15,7 @@ import msgspec
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.beams import BeamSearch, first_request_id, start_beam_search
 from vlmserve.frontend.client import EngineClient
+from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
@@ -23,13 +24,17 @@ from vlmserve.types import MAX_SEED, EngineRequest, Prompt, RequestOutput, Sampl
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a request asks for: `num_answers` answers to each prompt, found by a search if there are beams."""
+    """What a request asks for: `num_answers` answers to each prompt, found by a search if there are beams.
+
+    tools: what they may call.
+    """
 
     prompts: Sequence[Prompt]
     params: SamplingParams
     num_answers: int = 1
     cache_salt: str = ""
     beams: BeamSearch | None = None
+    tools: ToolUse | None = None
 
 
 class Told(NamedTuple):
@@ -223,7 +228,12 @@ async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> N
 async def begin(
     service: Service, client: EngineClient, question: Question, generation_id: str, arrived: float
 ) -> Generation:
-    """Hand all answers to the engine, those to the first prompt first. Raises what `EngineClient.submit` does."""
+    """Hand all answers to the engine, those to the first prompt first. Raises what `EngineClient.submit` does, and
+    InvalidRequestError for a broken grammar."""
+    grammar, tools = question.params.grammar, question.tools
+    if grammar is not None:
+        await service.check_grammar(grammar, tools)
+    shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
     asked = [
         (prompt, _params_of(index, question.params))
         for prompt in question.prompts
@@ -246,7 +256,7 @@ async def begin(
         Answer(
             number,
             stream,
-            service.detokenizer(params),
+            service.detokenizer(params, shown_ids),
             AnswerRecord(service.metrics, arrived, len(prompt.token_ids)),
         )
         for number, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True))

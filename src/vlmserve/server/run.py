@@ -179,7 +179,7 @@ async def _load(wanted: asyncio.Event, launcher: _Launcher, media: MediaConfig) 
     def make_preparer() -> Preparer:
         from vlmserve.frontend.requests import RequestPreparer
 
-        return RequestPreparer(launcher.folder, media, engine.model_impl, engine.chat_template)
+        return RequestPreparer(launcher.folder, media, engine.model_impl, engine.chat_template, engine=engine)
 
     starting = asyncio.ensure_future(EngineClient.start(engine, process=launcher.take()))
     try:

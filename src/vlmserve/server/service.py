@@ -16,13 +16,14 @@ import msgspec
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.frontend.client import EngineClient
+from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import PictureCache, PictureCacheStats
 from vlmserve.server.accounts import KeyRing
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.storage.store import open_store
-from vlmserve.types import EngineStats, ModelInfo, Prompt, SamplingParams
+from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
 
 Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
@@ -49,10 +50,21 @@ class Preparer(Protocol):
 
     picture_cache: PictureCache
 
+    tool_form: ToolForm
+
     @property
     def sees_videos(self) -> bool: ...
 
-    def chat(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, cache_salt: str = "") -> Prompt: ...
+    def chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = True,
+        cache_salt: str = "",
+        tools: ToolUse | None = None,
+    ) -> Prompt: ...
+
+    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None: ...
 
     def text(self, text: str) -> Prompt: ...
 
@@ -66,7 +78,7 @@ class Preparer(Protocol):
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
-    def detokenizer(self, params: SamplingParams) -> TextStream: ...
+    def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream: ...
 
 
 class Service:
@@ -256,15 +268,26 @@ class Service:
             return make(self.preparer)
         return await asyncio.get_running_loop().run_in_executor(self._text_workers, make, self.preparer)
 
+    async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
+        """Compile a grammar in a worker thread, where one that takes long keeps nobody waiting, as it would in the
+        engine. Raises what the preparer does."""
+        check = functools.partial(self.preparer.check_grammar, grammar, tools)
+        await asyncio.get_running_loop().run_in_executor(self._text_workers, check)
+
     async def prepare(
-        self, messages: list[dict[str, Any]], cache_salt: str = "", *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        cache_salt: str = "",
+        *,
+        add_generation_prompt: bool = True,
+        tools: ToolUse | None = None,
     ) -> Prompt:
         """The prompt of a conversation, made in a worker thread. Raises what the preparer does."""
         assert self._preparer is not None
         urls = [
             url
             for message in messages
-            if isinstance(message["content"], list)
+            if isinstance(message.get("content"), list)
             for part in message["content"]
             for url in _urls(part)
         ]
@@ -273,7 +296,11 @@ class Service:
         remote = any(not url.startswith("data:") for url in urls)
         workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
         prepare = functools.partial(
-            self._preparer.chat, messages, add_generation_prompt=add_generation_prompt, cache_salt=cache_salt
+            self._preparer.chat,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            cache_salt=cache_salt,
+            tools=tools,
         )
         try:
             return await asyncio.get_running_loop().run_in_executor(workers, prepare)
@@ -282,10 +309,10 @@ class Service:
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these pictures", "out_of_memory"
             ) from None
 
-    def detokenizer(self, params: SamplingParams) -> TextStream:
-        """A new detokenizer for one answer."""
+    def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream:
+        """A new detokenizer for one answer. shown_ids: control tokens to show."""
         assert self._preparer is not None
-        return self._preparer.detokenizer(params)
+        return self._preparer.detokenizer(params, shown_ids)
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:

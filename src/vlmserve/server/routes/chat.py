@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
+from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said, ToolParser
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, Piece, Question
 from vlmserve.server.history import owner_of, with_files
@@ -26,18 +27,20 @@ from vlmserve.server.schema.chat import (
 )
 from vlmserve.server.schema.content import conversation
 from vlmserve.server.schema.logprobs import ChoiceLogprobs, choice_logprobs
+from vlmserve.server.schema.tools import AnswerToolCall, DeltaToolCall, FunctionCall
 from vlmserve.server.schema.usage import Usage
 from vlmserve.server.service import Service
 
 
 class ChatDialect(Dialect[ChatRequest]):
-    """OpenAI's chat completions."""
+    """OpenAI's chat completions. One for each request: it keeps what reads its answers' calls of functions."""
 
     kind = ChatRequest
     id_prefix = "chatcmpl-"
 
     def __init__(self, owner: str = "") -> None:
         self._owner = owner
+        self._parsers: list[ToolParser] = []
 
     def num_answers(self, body: ChatRequest) -> int:
         return body.num_running
@@ -47,21 +50,20 @@ class ChatDialect(Dialect[ChatRequest]):
             raise InvalidRequestError(f"top_logprobs must be at most {service.max_logprobs} here", param="top_logprobs")
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         cache_salt = body.cache_salt or ""
+        tools, form = body.tool_use, service.preparer.tool_form
+        if tools is not None:
+            self._parsers = [
+                ToolParser(form, tools, anywhere=tools.must_call is None and params.grammar is None)
+                for _ in range(body.n)
+            ]
+            params = msgspec.structs.replace(params, grammar=form.grammar(tools, params.grammar))
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
-            prompt = await service.prepare(messages, cache_salt)
-        return Question([prompt], params, body.n, cache_salt, body.beams)
+            prompt = await service.prepare(messages, cache_salt, tools=tools)
+        return Question([prompt], params, body.n, cache_salt, body.beams, tools)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
-        choices = [
-            AnswerChoice(
-                answer.index,
-                AnswerMessage(answer.text),
-                answer.finish_reason or "",
-                _logprobs(body, answer, generation),
-            )
-            for answer in await generation.finished()
-        ]
+        choices = [self._choice(answer, _logprobs(body, answer, generation)) for answer in await generation.finished()]
         return ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage)
 
     async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -72,22 +74,66 @@ class ChatDialect(Dialect[ChatRequest]):
             return event(ChatChunk(generation.id, generation.created, generation.model, choices, usage))
 
         try:
-            yield b"".join(chunk([ChunkChoice(answer.index, Delta("assistant", ""))]) for answer in generation.answers)
+            beginning = Delta("assistant", None if self._parsers else "")
+            yield b"".join(chunk([ChunkChoice(answer.index, beginning)]) for answer in generation.answers)
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     events = b""
-                    if piece.text or piece.told:
-                        logprobs = _logprobs(body, piece, generation)
-                        events += chunk([ChunkChoice(piece.index, Delta(content=piece.text), logprobs=logprobs)])
+                    deltas = [_delta(new) for new in self._events(piece)]
+                    if piece.told and not deltas:
+                        deltas = [Delta(content="")]
+                    for place, delta in enumerate(deltas):
+                        logprobs = _logprobs(body, piece, generation) if place == 0 else None
+                        events += chunk([ChunkChoice(piece.index, delta, logprobs=logprobs)])
                     if piece.finish_reason is not None:
-                        events += chunk([ChunkChoice(piece.index, Delta(), piece.finish_reason)])
-                    yield events
+                        events += chunk([ChunkChoice(piece.index, Delta(), self._finish_reason(piece))])
+                    if events:
+                        yield events
             if include_usage:
                 yield chunk([], generation.usage)
             yield DONE
         except VLMServeError as error:
             generation.failure = error
             yield event(error_body(error))
+
+    def _events(self, piece: Piece) -> list[Event]:
+        """What is new in a piece of an answer."""
+        if not self._parsers:
+            return [Said(piece.text)] if piece.text else []
+        parser = self._parsers[piece.index]
+        return parser.push(piece.text) + (parser.finish() if piece.finish_reason is not None else [])
+
+    def _finish_reason(self, piece: Piece) -> str:
+        called = bool(self._parsers) and self._parsers[piece.index].num_calls > 0
+        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason or ""
+
+    def _choice(self, answer: Piece, logprobs: ChoiceLogprobs | None) -> AnswerChoice:
+        """An answer as a whole."""
+        text: list[str] = []
+        calls: list[AnswerToolCall] = []
+        for new in self._events(answer):
+            match new:
+                case Said(said):
+                    text.append(said)
+                case CallBegun(_, id_, name):
+                    calls.append(AnswerToolCall(id_, FunctionCall("", name)))
+                case CallGoesOn(index, arguments):
+                    function = calls[index].function
+                    calls[index].function = FunctionCall(f"{function.arguments}{arguments}", function.name)
+        message = AnswerMessage("".join(text) if text or not calls else None)
+        if calls:
+            message.tool_calls = calls
+        return AnswerChoice(answer.index, message, self._finish_reason(answer), logprobs)
+
+
+def _delta(new: Event) -> Delta:
+    match new:
+        case Said(text):
+            return Delta(content=text)
+        case CallBegun(index, id_, name):
+            return Delta(tool_calls=[DeltaToolCall(index, FunctionCall("", name), id_, "function")])
+        case CallGoesOn(index, arguments):
+            return Delta(tool_calls=[DeltaToolCall(index, FunctionCall(arguments))])
 
 
 def _logprobs(body: ChatRequest, piece: Piece, generation: Generation) -> ChoiceLogprobs | None:

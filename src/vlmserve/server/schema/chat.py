@@ -12,19 +12,21 @@ import msgspec
 from pydantic import Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.content import Message
 from vlmserve.server.schema.logprobs import ChoiceLogprobs
 from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
 from vlmserve.server.schema.usage import Usage
 
 _IGNORED_FIELDS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
+        "guided_decoding_backend",
         "service_tier",
         "store",
         "user",
@@ -36,13 +38,9 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_json": (),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -58,6 +56,14 @@ class ChatRequest(SamplingRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS, description="Functions that the model may call.")
+    tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
+    parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     logprobs: bool = Field(False, description="Tell how likely each token was.")
     top_logprobs: int | None = Field(
@@ -81,11 +87,12 @@ class ChatRequest(SamplingRequest):
 
 
 class AnswerMessage(msgspec.Struct):
-    """What the model said."""
+    """What the model said, and which functions it wants to be called, left out if there are none."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnswerChoice(msgspec.Struct):
@@ -113,6 +120,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
 
 
 class ChunkChoice(msgspec.Struct):

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from vlmserve.config import MAX_FPS
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
+from vlmserve.server.schema.tools import SentToolCall
 
 
 class TextPart(RequestModel):
@@ -125,14 +126,15 @@ class Message(RequestModel):
     """One turn of a conversation. name, refusal and annotations are accepted and change nothing."""
 
     role: Annotated[
-        Literal["system", "user", "assistant"],
+        Literal["system", "user", "assistant", "tool"],
         BeforeValidator(lambda role: "system" if role == "developer" else role),
     ]
     content: Content = ""
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: list[SentToolCall] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -144,4 +146,5 @@ class Message(RequestModel):
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as `RequestPreparer.chat` takes them."""
-    return [message.model_dump(include={"role", "content"}, exclude_none=True) for message in messages]
+    fields = {"role", "content", "tool_calls", "tool_call_id"}
+    return [message.model_dump(include=fields, exclude_none=True) for message in messages]

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.beams import BeamSearch
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
-from vlmserve.types import MAX_CACHE_SALT, SamplingParams
+from vlmserve.server.schema.structured import Choices, ResponseFormat, Schema, StructuredOutputs, wanted_grammar
+from vlmserve.types import MAX_CACHE_SALT, Grammar, SamplingParams
 
 MAX_CHOICES = 16
 
@@ -92,6 +93,12 @@ class SamplingRequest(RequestModel):
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Beams that are searched. Default: n.")
     length_penalty: float = Field(1, ge=-10, le=10, description="More than 1 prefers longer answers of a search.")
     early_stopping: bool = Field(False, description="End a search as soon as enough answers have ended.")
+    response_format: ResponseFormat | None = Field(None, description="What the answer looks like: text or JSON.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
+    guided_json: Schema | None = Field(None, description="A JSON schema; vLLM's older form.")
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, description="In Lark or GBNF.")
     cache_salt: str | None = Field(
         None,
         min_length=1,
@@ -176,4 +183,15 @@ class SamplingRequest(RequestModel):
             ignore_eos=self.ignore_eos,
             max_tokens=max(default_limit, self.min_tokens) if limit is None else limit,
             min_tokens=self.min_tokens,
+            grammar=self.grammar(),
         )
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to look like. Raises InvalidRequestError, naming the field, for more than one grammar."""
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        return wanted_grammar(self.response_format, self.structured_outputs, guided)

@@ -1,0 +1,25 @@
+"""What an engine holds answers to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlmserve.config import EngineConfig
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.grammar import GrammarCompiler
+
+
+def grammar_compiler(config: EngineConfig, folder: Path | None, vocab_size: int) -> GrammarCompiler:
+    """Compiles for the settings' checkpoint, whose tokenizer is read when the first grammar comes.
+
+    folder: where the checkpoint is, if that is known.
+    """
+
+    def read() -> Tokenizer:
+        from vlmserve.models.hub import resolve_model
+
+        return Tokenizer.from_folder(resolve_model(config.model, config.revision) if folder is None else folder)
+
+    return GrammarCompiler(
+        read, vocab_size=vocab_size, max_bytes=config.max_grammar_bytes, cache_size=config.grammar_cache
+    )

@@ -1,0 +1,160 @@
+"""Calls of functions in an answer's text, as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+from uuid import uuid4
+
+from vlmserve.frontend.tools import ToolForm, ToolUse
+
+
+@dataclass(frozen=True)
+class Said:
+    """A piece of text that is no call."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegun:
+    """A call of a function begins; its arguments follow."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallGoesOn:
+    """A piece of a call's arguments, which are JSON."""
+
+    index: int
+    arguments: str
+
+
+Event = Said | CallBegun | CallGoesOn
+
+
+class ToolParser:
+    """Reads one answer, which obeys a `ToolForm`'s grammar and may be cut off anywhere.
+
+    anywhere: whether text may stand before the first call. Space there, and nothing else, is no text.
+    num_calls: how many have begun.
+    """
+
+    def __init__(self, form: ToolForm, use: ToolUse, *, anywhere: bool) -> None:
+        self._heads = {form.head(function): function.name for function in use.callable}
+        self._trigger = form.trigger
+        self._id_length = form.call_id_length
+        self._anywhere = anywhere and bool(form.trigger)
+        self._state: Literal["text", "plain", "between", "head", "arguments"] = "text"
+        self._held = ""
+        self._said = False
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[Event]:
+        """What is new."""
+        events: list[Event] = []
+        self._held += text
+        while self._held:
+            state, held = self._state, self._held
+            events += _STATES[state](self)
+            if (self._state, self._held) == (state, held):
+                break
+        return events
+
+    def finish(self) -> list[Event]:
+        """What was held back as it might have been the beginning of a call."""
+        rest, self._held = self._held, ""
+        return [Said(rest)] if rest and self._state == "text" else []
+
+    def _read_text(self) -> list[Event]:
+        if not self._anywhere:
+            return self._read_beginning()
+        place = self._held.find(self._trigger)
+        if place >= 0:
+            text, self._held = self._held[:place], self._held[place + len(self._trigger) :]
+            self._state = "between"
+            return self._say(text) if self._said or text.strip() else []
+        sure = len(self._held) - _overlap(self._held, self._trigger)
+        if not self._said and not self._held[:sure].strip():
+            return []
+        text, self._held = self._held[:sure], self._held[sure:]
+        return self._say(text)
+
+    def _read_beginning(self) -> list[Event]:
+        """Only the first characters tell whether these are calls."""
+        beginnings = [self._trigger] if self._trigger else list(self._heads)
+        for beginning in beginnings:
+            if self._held.startswith(beginning):
+                self._state = "between" if self._trigger else "head"
+                self._held = self._held.removeprefix(self._trigger)
+                return []
+        if not any(beginning.startswith(self._held) for beginning in beginnings):
+            self._state = "plain"
+        return []
+
+    def _read_plain(self) -> list[Event]:
+        text, self._held = self._held, ""
+        return self._say(text)
+
+    def _read_between(self) -> list[Event]:
+        """Up to the next call there is nothing but what the form puts there, in which no brace is."""
+        place = self._held.find("{")
+        self._held = self._held[place:] if place >= 0 else ""
+        self._state = "head" if place >= 0 else "between"
+        return []
+
+    def _read_head(self) -> list[Event]:
+        for head, name in self._heads.items():
+            if self._held.startswith(head):
+                self._held = self._held[len(head) :]
+                self._state, self._depth = "arguments", 0
+                self.num_calls += 1
+                return [CallBegun(self.num_calls - 1, self._call_id(), name)]
+        return []
+
+    def _read_arguments(self) -> list[Event]:
+        end = next((place for place, character in enumerate(self._held, 1) if self._ends_with(character)), None)
+        text, self._held = self._held[:end], "" if end is None else self._held[end:]
+        self._state = "arguments" if end is None else "between"
+        return [CallGoesOn(self.num_calls - 1, text)]
+
+    def _ends_with(self, character: str) -> bool:
+        """Whether a character is the last of a JSON object."""
+        if self._escaped:
+            self._escaped = False
+        elif self._in_string:
+            self._escaped = character == "\\"
+            self._in_string = character != '"'
+        elif character == '"':
+            self._in_string = True
+        else:
+            self._depth += (character in "{[") - (character in "}]")
+            return character == "}" and self._depth == 0
+        return False
+
+    def _say(self, text: str) -> list[Event]:
+        self._said = self._said or bool(text)
+        return [Said(text)] if text else []
+
+    def _call_id(self) -> str:
+        return uuid4().hex[: self._id_length] if self._id_length else f"call_{uuid4().hex}"
+
+
+_STATES: dict[str, Callable[[ToolParser], list[Event]]] = {
+    "text": ToolParser._read_text,
+    "plain": ToolParser._read_plain,
+    "between": ToolParser._read_between,
+    "head": ToolParser._read_head,
+    "arguments": ToolParser._read_arguments,
+}
+
+
+def _overlap(text: str, beginning: str) -> int:
+    """How many characters at the end of `text` are the first ones of `beginning`."""
+    return next((n for n in range(min(len(text), len(beginning)), 0, -1) if text.endswith(beginning[:n])), 0)

@@ -1,0 +1,265 @@
+"""Tools that a model may call: what it is told of them, how it writes calls, and the grammar that holds it to that."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vlmserve.config import ToolCallParser
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.template import ChatTemplate, Message, Role
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.grammar import json_options
+from vlmserve.types import Grammar
+
+
+@dataclass(frozen=True)
+class Function:
+    """What can be called. parameters: a JSON schema of its arguments, None for none. strict: keywords in it that cannot
+    be followed are refused instead of ignored."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of its arguments, which are an object whatever else it says."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {**self.parameters, "type": "object"}
+
+    def described(self) -> dict[str, Any]:
+        """As OpenAI and chat templates write it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": {**function, "parameters": self.schema}}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What an answer may do with functions.
+
+    must_call: the function that it has to call, "required" for any; None if it may do without. parallel: whether it may
+    call more than one.
+    """
+
+    functions: tuple[Function, ...]
+    must_call: str | None = None
+    parallel: bool = True
+
+    @property
+    def callable(self) -> Sequence[Function]:
+        """Those that the answer may call."""
+        named = [function for function in self.functions if function.name == self.must_call]
+        return named or self.functions
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """How a model writes calls of functions: each is JSON with `name` and the arguments under `key`.
+
+    trigger: what the first call begins with; nothing where only an answer's first character tells. opening, closing:
+    around all calls, behind the trigger. prefix, suffix: around each. separator: between two. trigger_id: the control
+    token that the trigger is. native: whether the chat template describes functions and writes calls itself.
+    call_id_length: of the ids of calls that the template accepts.
+    """
+
+    name: str
+    key: str
+    trigger: str = ""
+    opening: str = ""
+    closing: str = ""
+    prefix: str = ""
+    suffix: str = ""
+    separator: str = ""
+    trigger_id: int | None = None
+    native: bool = True
+    call_id_length: int | None = None
+
+    def head(self, function: Function) -> str:
+        """What stands before a function's arguments."""
+        return f'{{"name": {json.dumps(function.name)}, "{self.key}": '
+
+    def wrapped(self, call: str) -> str:
+        """A call as the only one of an answer."""
+        return f"{self.trigger}{self.opening}{self.prefix}{call}{self.suffix}{self.closing}"
+
+    def written(self, name: str, arguments: dict[str, Any]) -> str:
+        """A call as the only one of an answer."""
+        return self.wrapped(json.dumps({"name": name, self.key: arguments}, ensure_ascii=False))
+
+    @property
+    def shown_ids(self) -> frozenset[int]:
+        """Control tokens that have to be seen in an answer's text."""
+        return frozenset() if self.trigger_id is None else frozenset({self.trigger_id})
+
+    def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar:
+        """What an answer looks like that may call functions, and else obeys `answer`.
+
+        Raises InvalidRequestError if `answer` cannot be combined with calls.
+        """
+        calls = use.callable
+        rules = ["%llguidance {}", f"start: {self._start(use, answer)}"]
+        again = f"({_text(self.separator + self.prefix)} call {_text(self.suffix)})*" if use.parallel else ""
+        rules.append(
+            f"calls: {_text(self.opening + self.prefix)} call {_text(self.suffix)} {again} {_text(self.closing)}"
+        )
+        rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
+        for index, function in enumerate(calls):
+            schema = {**function.schema, "x-guidance": json_options(function.strict)}
+            rules.append(f'call_{index}: {_text(self.head(function))} arguments_{index} "}}"')
+            rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
+        rules.append(r"TEXT: /(.|\n)*/")
+        rules.append(r"PLAIN: /([^{](.|\n)*)?/")
+        if self.trigger:
+            rules.append(f"trigger: {_text(self.trigger)}{self._trigger_token()}")
+            rules.append(f"begun[lazy]: TEXT {_text(self.trigger)}")
+        if answer is not None:
+            rules.append(f"answer: {_embedded(answer)}")
+        return Grammar("lark", "\n".join(rules), source="tools")
+
+    def _trigger_token(self) -> str:
+        return "" if self.trigger_id is None else f" | <[{self.trigger_id}]>"
+
+    def _start(self, use: ToolUse, answer: Grammar | None) -> str:
+        begun = "trigger calls" if self.trigger else "calls"
+        if use.must_call is not None:
+            return begun
+        if answer is not None:
+            return f"{begun} | answer"
+        if not self.trigger:
+            return "calls | PLAIN"
+        token = "" if self.trigger_id is None else f" | TEXT <[{self.trigger_id}]> calls"
+        return f"TEXT | begun calls{token}"
+
+    def blame(self, use: ToolUse) -> list[Grammar]:
+        """A grammar for each function's arguments, which names where they came from."""
+        return [
+            Grammar("json_schema", json.dumps(function.schema), function.strict, f"tools[{index}].function.parameters")
+            for index, function in enumerate(use.functions)
+        ]
+
+
+_HERMES = ToolForm(
+    "hermes", "arguments", trigger="<tool_call>", prefix="\n", suffix="\n</tool_call>", separator="\n<tool_call>"
+)
+"""Of Hermes and Qwen: https://github.com/NousResearch/Hermes-Function-Calling"""
+_LLAMA3 = ToolForm("llama3_json", "parameters", separator="; ")
+"""Of Llama 3.1 and 3.2: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/"""
+_MISTRAL = ToolForm(
+    "mistral",
+    "arguments",
+    trigger="[TOOL_CALLS]",
+    opening=" [",
+    closing="]",
+    separator=", ",
+    call_id_length=9,
+)
+"""Of Mistral: https://docs.mistral.ai/capabilities/function_calling"""
+_FORMS = {form.name: form for form in (_HERMES, _LLAMA3, _MISTRAL)}
+
+
+def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ToolCallParser) -> ToolForm:
+    """How a model writes calls: as `wanted`, or else as its chat template does. Where the template knows no functions,
+    or writes calls in another way, the model is told of them, and how to call them, in the system's message."""
+    source = "" if template is None or not template.knows_tools else template.source
+    if wanted != "auto":
+        form, native = _FORMS[wanted], bool(source)
+    else:
+        detected = _detect(source)
+        form, native = detected or _HERMES, detected is not None
+    if form is _MISTRAL:
+        opening = "[" if "[TOOL_CALLS][" in source else " ["
+        id_ = tokenizer.token_id(form.trigger)
+        return replace(form, native=native, opening=opening, trigger_id=id_ if id_ in tokenizer.special_ids else None)
+    return replace(form, native=native)
+
+
+def _detect(source: str) -> ToolForm | None:
+    if "<tool_call>" in source and "arguments" in source and not re.search("<function=|arg_key", source):
+        return _HERMES
+    if "[TOOL_CALLS]" in source and "[ARGS]" not in source and "name" in source:
+        return _MISTRAL
+    if "parameters" in source and ("python_tag" in source or "ipython" in source):
+        return _LLAMA3
+    return None
+
+
+def with_instructions(
+    messages: Sequence[Message], form: ToolForm, use: ToolUse | None, *, takes_system: bool
+) -> list[Message]:
+    """Messages for a chat template that knows no functions: calls, results and instructions as ordinary text.
+
+    takes_system: whether the template takes a message of the system; else the user says how to call.
+    """
+    turns: list[Message] = []
+    for message in messages:
+        if message.tool_calls:
+            calls = (form.written(call.name, call.arguments) for call in message.tool_calls)
+            text = "\n".join([*(part for part in message.parts if isinstance(part, str) and part), *calls])
+            turns.append(Message("assistant", (text,), is_string=True))
+        elif message.role == "tool":
+            result = "".join(part for part in message.parts if isinstance(part, str))
+            text = f"<tool_response>\n{result}\n</tool_response>"
+            # Several results of one turn are one message: many templates want the roles to alternate.
+            if turns and turns[-1].name == "tool":
+                text = f"{turns.pop().parts[0]}\n{text}"
+            turns.append(Message("user", (text,), is_string=True, name="tool"))
+        else:
+            turns.append(message)
+    turns = [replace(turn, name=None) if turn.name == "tool" else turn for turn in turns]
+    if use is None:
+        return turns
+    return _instructed(turns, _instructions(form, use), "system" if takes_system else "user")
+
+
+def _instructions(form: ToolForm, use: ToolUse) -> str:
+    described = "\n".join(
+        json.dumps(function.described()["function"], ensure_ascii=False) for function in use.functions
+    )
+    call = f'{{"name": <function>, "{form.key}": <object>}}'
+    return (
+        f"You can call functions. Each line describes one, its arguments as a JSON schema:\n{described}\n\n"
+        f"To call one, answer in exactly this form and wait for its result:\n{form.wrapped(call)}"
+    )
+
+
+def _instructed(turns: list[Message], text: str, role: Role) -> list[Message]:
+    """The turns with instructions at the end of the first one, if it is of that role, or before them all."""
+    first = turns[0]
+    if first.role != role:
+        return [Message(role, (text,), is_string=True), *turns]
+    if first.is_string:
+        return [replace(first, parts=("\n\n".join([*map(str, first.parts), text]),)), *turns[1:]]
+    return [replace(first, parts=(*first.parts, f"\n\n{text}")), *turns[1:]]
+
+
+def _text(text: str) -> str:
+    """A literal in Lark."""
+    return json.dumps(text) if text else ""
+
+
+def _embedded(answer: Grammar) -> str:
+    """A grammar as part of another one."""
+    if answer.kind == "json_object":
+        return "%json " + json.dumps({"type": "object", "x-guidance": json_options(True)})
+    if answer.kind == "json_schema":
+        try:
+            schema = json.loads(answer.text)
+        except ValueError as error:
+            raise InvalidRequestError(f"{answer.source}: {error}", param=answer.source) from None
+        schema = schema if isinstance(schema, dict) else {}
+        return "%json " + json.dumps({**schema, "x-guidance": json_options(answer.strict)})
+    if answer.kind == "choice":
+        return " | ".join(map(json.dumps, json.loads(answer.text)))
+    raise InvalidRequestError(
+        f"{answer.source} does not go together with tools that the model may but need not call; use a JSON schema, or "
+        "set tool_choice to none or required",
+        param=answer.source,
+    )

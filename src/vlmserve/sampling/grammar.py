@@ -1,0 +1,281 @@
+"""Grammars that answers have to obey, through llguidance (https://github.com/guidance-ai/llguidance).
+
+llguidance sees a vocabulary as the bytes that each token stands for, which here are those that the `Detokenizer` makes
+text of: what a grammar allows and what a client reads are the same. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.detokenize import byte_rule
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.types import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
+"""Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
+_LIMITS: dict[str, Any] = {
+    # A mask takes at most some tens of milliseconds with these; where counted repetitions are nested so that they come
+    # to millions, it takes a few hundred once and ends the answer. llguidance's own limits allow seconds.
+    "initial_lexer_fuel": 50_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+_LONGEST_MESSAGE = 600
+"""Characters of llguidance's that an error repeats."""
+
+Allowed = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as llguidance sees it, and as a model of `size` token ids does.
+
+    Where a text's first space is left out, a token that begins with one stands at the beginning for what follows it:
+    spaced: such tokens. bare: for each of them the token without the space, `size` for none. spaces: a space alone.
+    """
+
+    tokenizer: LLTokenizer
+    size: int
+    spaced: npt.NDArray[np.int64]
+    bare: npt.NDArray[np.int64]
+    spaces: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, size: int) -> Vocabulary:
+        """Raises InvalidRequestError for a tokenizer whose tokens stand for different text beside different ones."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        rule = byte_rule(tokenizer)
+        if rule is None or rule.stripped > 1:
+            raise InvalidRequestError("this model's tokenizer cannot be held to a grammar", param="grammar")
+        texts = [tokenizer.token(id_) for id_ in range(min(size, tokenizer.vocab_size))]
+        special = sorted(id_ for id_ in tokenizer.special_ids if id_ < len(texts))
+        tokens = [b"" if text is None else rule.to_bytes(text) for text in texts]
+        for id_ in special:
+            tokens[id_] = (texts[id_] or "").encode()
+        # One more, which no model knows: when an answer may end is decided here, not there.
+        tokens += [b""] * (size - len(tokens)) + [b"<end of answer>"]
+        source = _Tokens(tokens, [*special, size], size)
+        ordinary = {token: id_ for id_, token in enumerate(tokens) if token and id_ not in {*special, size}}
+        spaced = [id_ for token, id_ in ordinary.items() if token.startswith(b" ") and len(token) > 1]
+        spaces = [id_ for id_, token in enumerate(tokens) if token == b" "]
+        if not rule.stripped:
+            spaced, spaces = [], []
+        return cls(
+            tokenizer=LLTokenizer(TokenizerWrapper(source), n_vocab=size + 1, eos_token=[size]),
+            size=size,
+            spaced=np.asarray(spaced, np.int64),
+            bare=np.asarray([ordinary.get(tokens[id_][1:], size) for id_ in spaced], np.int64),
+            spaces=np.asarray(spaces, np.int64),
+        )
+
+
+class _Tokens:
+    """What llguidance wants to know of a vocabulary."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special
+        self.eos_token_id = end
+        self._ids = {token: id_ for id_, token in enumerate(tokens) if token}
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Token ids of a text, the longest tokens first; used for messages only."""
+        ids = []
+        while text:
+            length = next((n for n in range(min(len(text), 32), 0, -1) if text[:n] in self._ids), 1)
+            ids.append(self._ids.get(text[:length], 0))
+            text = text[length:]
+        return ids
+
+
+class Matcher:
+    """Where one answer stands in its grammar.
+
+    finished: nothing can follow. error: why the grammar cannot be followed any further.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._begins = len(vocabulary.spaces) + len(vocabulary.spaced) > 0
+        self._over = False
+        self.error: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer so far is one that the grammar wants."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def finished(self) -> bool:
+        return self.error is None and (self._over or bool(self._matcher.is_stopped()))
+
+    def allowed(self, end_token_ids: frozenset[int], *, may_end: bool) -> Allowed:
+        """``[vocabulary]``: the tokens that may come next; none if that is the end, or there is an `error` from now on.
+
+        end_token_ids: may come only where the answer is complete, and `may_end` or nothing else may come.
+        """
+        vocabulary = self._vocabulary
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bits = np.unpackbits(packed, count=vocabulary.size + 1, bitorder="little").view(np.bool_)
+        if self._matcher.is_error():
+            self.error = _message(self._matcher.get_error())
+            bits[:] = False
+            return bits[: vocabulary.size]
+        bits[vocabulary.size] = False
+        if self._begins:
+            bits[vocabulary.spaced] = bits[vocabulary.bare]
+            bits[vocabulary.spaces] = True
+        ends = [id_ for id_ in end_token_ids if id_ < vocabulary.size]
+        wanted = bits[ends]
+        bits[ends] = False
+        goes_on = bool(bits.any())
+        if self.complete and (may_end or not goes_on):
+            bits[ends] = True
+        elif not goes_on:
+            # The only way on is by a token that the request wants to end with.
+            bits[ends] = wanted
+        if not bits.any():
+            self._over = self.complete
+            self.error = None if self._over else "no token of the model goes on from here"
+        return bits[: vocabulary.size]
+
+    def advance(self, token_id: int) -> None:
+        """Enter a token that was allowed."""
+        if self._begins:
+            self._begins = False
+            if token_id in self._vocabulary.spaces:
+                return
+            place = np.flatnonzero(self._vocabulary.spaced == token_id)
+            token_id = int(self._vocabulary.bare[place[0]]) if len(place) else token_id
+        if not self._matcher.consume_token(token_id):
+            self.error = _message(self._matcher.get_error())
+
+
+class GrammarCompiler:
+    """Makes matchers, and keeps the `cache_size` grammars used last. Thread-safe; reads the tokenizer when first used.
+
+    vocab_size: of the model; None: of the tokenizer. max_bytes: of a grammar's text.
+    """
+
+    def __init__(
+        self, tokenizer: Callable[[], Tokenizer], *, max_bytes: int, cache_size: int, vocab_size: int | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
+        self._cache_size = cache_size
+        self._vocab_size = vocab_size
+        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of an answer. Raises InvalidRequestError, naming the grammar's source, if it is
+        broken, too large or too complex."""
+        if len(grammar.text.encode(errors="replace")) > self._max_bytes:
+            raise InvalidRequestError(
+                f"{grammar.source} is longer than {self._max_bytes:,} bytes, the server's limit", param=grammar.source
+            )
+        key = (grammar.kind, grammar.text, grammar.strict)
+        with self._lock:
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                compiled = self._compiled[key] = self._compile(grammar)
+                if len(self._compiled) > self._cache_size:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+            return Matcher(compiled.deep_copy(), self._vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        tokenizer = self._tokenizer()
+        return Vocabulary.of(tokenizer, self._vocab_size or tokenizer.vocab_size)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            vocabulary = self._vocabulary
+            text = source_text(grammar)
+            limits = LLParserLimits(**_LIMITS)
+            compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+            if not compiled.is_error():
+                # What is too complex from the beginning on shows only here.
+                probe = compiled.deep_copy()
+                probe.compute_bitmask()
+                compiled = probe if probe.is_error() else compiled
+        except InvalidRequestError as error:
+            error.param = grammar.source
+            raise
+        except ValueError as error:
+            raise InvalidRequestError(f"{grammar.source}: {_message(str(error))}", param=grammar.source) from None
+        if compiled.is_error():
+            raise InvalidRequestError(f"{grammar.source}: {_message(compiled.get_error())}", param=grammar.source)
+        return compiled
+
+
+def source_text(grammar: Grammar) -> str:
+    """A grammar as llguidance writes it. Raises ValueError for what is none."""
+    from llguidance import LLMatcher, regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    match grammar.kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides={"whitespace_pattern": WHITESPACE})
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(read_schema(grammar.text), overrides=json_options(grammar.strict))
+        case "regex":
+            # As in JavaScript and JSON schemas, a digit is one of ten.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
+        case "choice":
+            choices = json.loads(grammar.text)
+            if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+                raise ValueError("choices must be a list of at least one text")
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+        case "lark":
+            try:
+                return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+            except RecursionError:
+                raise ValueError("the grammar is nested too deeply") from None
+
+
+def json_options(strict: bool) -> Any:
+    """How JSON schemas are read. Not strictly: keywords that cannot be followed are ignored."""
+    return {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The JSON schema that a text is. Raises ValueError for any other text, and for one that nothing fits."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the schema is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError("a JSON schema is an object or a boolean")
+    if schema is False:
+        raise ValueError("no value fits the schema false")
+    return {} if schema is True else schema
+
+
+def _message(text: str) -> str:
+    text = text.replace("<non-verbose/>", "").strip()
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"

@@ -1,0 +1,133 @@
+"""What an answer has to look like, as OpenAI writes it (``response_format``) and vLLM (``structured_outputs``).
+
+https://platform.openai.com/docs/guides/structured-outputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.server.schema.base import RequestModel
+from vlmserve.types import Grammar, GrammarKind
+
+
+def _check_schema(value: Any) -> Any:
+    if not isinstance(value, dict | str | bool):
+        raise ValueError("Input should be a JSON schema")
+    return value
+
+
+Schema = Annotated[Any, BeforeValidator(_check_schema)]
+Choices = Annotated[list[str], Field(min_length=1)]
+
+
+class TextFormat(RequestModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(RequestModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(RequestModel):
+    """A JSON schema. name and description are accepted and change nothing. strict: keywords that cannot be followed are
+    refused instead of ignored."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool = False
+
+
+class SchemaFormat(RequestModel):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def _format(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in _FORMATS else None
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[ObjectFormat, Tag("<json_object>")]
+    | Annotated[SchemaFormat, Tag("<json_schema>")],
+    Discriminator(
+        _format,
+        custom_error_type="format",
+        custom_error_message=f"Input should be an object with a type out of {', '.join(map(repr, _FORMATS))}",
+    ),
+]
+
+
+class StructuredOutputs(RequestModel):
+    """One way to say what an answer looks like, as vLLM does."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+def wanted_grammar(
+    response_format: TextFormat | ObjectFormat | SchemaFormat | None,
+    structured: StructuredOutputs | None,
+    guided: Mapping[str, Any],
+) -> Grammar | None:
+    """The grammar of a request. guided: by name, the older fields that vLLM has for each kind; None for those that were
+    not sent. Raises InvalidRequestError for more than one grammar, naming the second."""
+    found: list[Grammar] = []
+    if isinstance(response_format, ObjectFormat):
+        found.append(Grammar("json_object", source="response_format"))
+    elif isinstance(response_format, SchemaFormat):
+        wanted = response_format.json_schema
+        source = "response_format.json_schema.schema"
+        if wanted.schema_ is None:
+            found.append(Grammar("json_object", source=source))
+        else:
+            found.append(_grammar("json_schema", wanted.schema_, source, wanted.strict))
+    fields = {f"guided_{name}": value for name, value in guided.items()}
+    if structured is not None:
+        if structured.json_object:
+            found.append(Grammar("json_object", source="structured_outputs.json_object"))
+        fields |= {
+            "structured_outputs.json": structured.json_,
+            "structured_outputs.regex": structured.regex,
+            "structured_outputs.choice": structured.choice,
+            "structured_outputs.grammar": structured.grammar,
+        }
+    kinds: dict[str, GrammarKind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+    for field, value in fields.items():
+        if value is not None:
+            found.append(_grammar(kinds[field.replace(".", "_").rpartition("_")[2]], value, field))
+    if structured is not None and not any(one.source.startswith("structured_outputs") for one in found):
+        raise InvalidRequestError(
+            "structured_outputs must have one of json, json_object, regex, choice and grammar",
+            param="structured_outputs",
+        )
+    if len(found) > 1:
+        raise InvalidRequestError(
+            f"an answer cannot obey both {found[0].source} and {found[1].source}; leave one out", param=found[1].source
+        )
+    return found[0] if found else None
+
+
+def _grammar(kind: GrammarKind, value: Any, source: str, strict: bool = True) -> Grammar:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return Grammar(kind, text, strict, source)

@@ -1,0 +1,123 @@
+"""Tools and calls of them, as OpenAI writes them: https://platform.openai.com/docs/guides/function-calling"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Discriminator, Field, Tag
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.tools import Function, ToolUse
+from vlmserve.server.schema.base import RequestModel
+
+MAX_TOOLS = 128
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class FunctionDefinition(RequestModel):
+    """What can be called. parameters: a JSON schema of its arguments; default: it has none."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class Tool(RequestModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(RequestModel):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(RequestModel):
+    """The one function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _choice_kind(value: Any) -> str | None:
+    return "<word>" if isinstance(value, str) else "<named>" if isinstance(value, dict | NamedTool) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<named>")],
+    Discriminator(
+        _choice_kind,
+        custom_error_type="tool_choice",
+        custom_error_message="Input should be 'none', 'auto', 'required', or an object that names a function",
+    ),
+]
+
+
+class CalledFunction(RequestModel):
+    """What was called. arguments: JSON."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str = "{}"
+
+
+class SentToolCall(RequestModel):
+    """A call in a message of the assistant."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+def tool_use(tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool) -> ToolUse | None:
+    """How an answer may use tools; None if it may not. Raises InvalidRequestError for tools that contradict each other
+    or the choice."""
+    if not tools:
+        if isinstance(choice, NamedTool) or choice == "required":
+            raise InvalidRequestError("tool_choice wants a call, but there are no tools", param="tool_choice")
+        return None
+    functions: dict[str, Function] = {}
+    for index, tool in enumerate(tools):
+        function = tool.function
+        if function.name in functions:
+            raise InvalidRequestError(f"two tools have the name {function.name}", param=f"tools[{index}].function.name")
+        functions[function.name] = Function(function.name, function.description, function.parameters, function.strict)
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in functions:
+            raise InvalidRequestError(
+                f"tool_choice names {choice.function.name!r:.100}, which is not among the tools", param="tool_choice"
+            )
+        return ToolUse(tuple(functions.values()), choice.function.name, parallel=False)
+    if choice == "none":
+        return None
+    return ToolUse(tuple(functions.values()), "required" if choice == "required" else None, parallel=parallel)
+
+
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    """A function and its arguments as JSON, or what is new of them in a stream."""
+
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | None = None
+
+
+class AnswerToolCall(msgspec.Struct):
+    """A call that the model wants."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class DeltaToolCall(msgspec.Struct, omit_defaults=True):
+    """What is new in a call of a stream; id, type and name come once, first."""
+
+    index: int
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None

@@ -1,0 +1,202 @@
+"""Answers of a random model, which by itself would write garbage, obey what their requests ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.checkpoints import make_llama
+from tests.gguf_files import write_gguf
+from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve.config import EngineConfig
+from vlmserve.engine.engine import Engine
+from vlmserve.errors import InvalidRequestError
+from vlmserve.llm import LLM
+from vlmserve.types import EngineRequest, Grammar, Prompt, RequestOutput, SamplingParams
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+POINTS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
+SETTINGS = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "4MiB", "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder) -> LLM:
+    return LLM(str(folder), **SETTINGS)
+
+
+def engine_of(folder: Path, **settings: Any) -> Engine:
+    return Engine(EngineConfig(model=str(folder), **{**SETTINGS, **settings}), folder)
+
+
+def request_of(name: str, grammar: Grammar | None, seed: int = 0, **params: Any) -> EngineRequest:
+    params = {"temperature": 1.5, "max_tokens": 120, "seed": seed, **params}
+    tokens = [5 + (len(name) * 7 + seed * 3 + i) % 200 for i in range(20)]
+    return EngineRequest(name, Prompt(tokens), SamplingParams(grammar=grammar, **params))
+
+
+def run(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def mixed() -> list[EngineRequest]:
+    """Requests with and without grammars side by side, greedy ones among them."""
+    grammars = [None, Grammar.json(PERSON), Grammar.regex("[a-z]{1,30}!"), None, Grammar.choice(["left", "right"])]
+    return [
+        request_of(f"r{seed}-{index}", grammar, seed, temperature=0.0 if seed == 0 else 1.5)
+        for seed in range(3)
+        for index, grammar in enumerate(grammars)
+    ]
+
+
+def test_random_answers_fit_their_schemas(llm):
+    grammars = [Grammar.json(PERSON), Grammar.json(POINTS), Grammar.json_object()] * 8
+    params = [
+        SamplingParams(temperature=1.5, seed=seed, max_tokens=200, grammar=grammar)
+        for seed, grammar in enumerate(grammars)
+    ]
+    ended = 0
+    for result, grammar in zip(llm.generate(["hello world"] * len(params), params, False), grammars, strict=True):
+        [answer] = result.outputs
+        assert answer.finish_reason in ("stop", "length")
+        if answer.finish_reason == "stop":
+            ended += 1
+            jsonschema.validate(json.loads(answer.text), json.loads(grammar.text or '{"type": "object"}'))
+    assert ended >= 16
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_regular_expressions_and_choices_hold_at_any_temperature(llm, temperature):
+    patterns = [r"\d{3}-[a-z]{2,5}", r"(yes|no), because [a-z ]{1,20}\."]
+    choices = ["red", "green and blue", "jaune"]
+    for seed in range(6):
+        sampling = {"temperature": temperature, "seed": seed}
+        for pattern in patterns:
+            params = SamplingParams(grammar=Grammar.regex(pattern), **sampling)
+            [result] = llm.generate("hello", params, False)
+            assert re.fullmatch(pattern, result.outputs[0].text)
+        [result] = llm.generate("hello", SamplingParams(grammar=Grammar.choice(choices), **sampling), False)
+        assert result.outputs[0].text in choices
+        assert result.outputs[0].finish_reason == "stop"
+
+
+def test_a_pydantic_model_is_a_schema(llm):
+    class Point(BaseModel, extra="forbid"):
+        x: int = Field(ge=0, le=9)
+        y: bool
+
+    [result] = llm.generate("hello", SamplingParams(grammar=Grammar.json(Point), seed=1), False)
+    assert 0 <= Point.model_validate_json(result.outputs[0].text).x <= 9
+
+
+def test_a_gguf_model_obeys_too(folder, tmp_path):
+    llm = LLM(str(write_gguf(folder, tmp_path / "model.gguf")), **SETTINGS)
+    for seed in range(4):
+        params = SamplingParams(temperature=1.5, seed=seed, grammar=Grammar.choice(["one way", "or another"]))
+        [result] = llm.generate("hello", params, False)
+        assert result.outputs[0].text in ("one way", "or another")
+
+
+def test_tokens_are_those_of_each_request_alone(folder, kernels):
+    together = run(engine_of(folder), mixed())
+    one_by_one = engine_of(folder, enable_prefix_caching=False)
+    for request in mixed():
+        alone = run(one_by_one, [request])[request.request_id]
+        assert tokens(together[request.request_id]) == tokens(alone)
+        assert together[request.request_id][-1].finish_reason == alone[-1].finish_reason
+
+
+@pytest.mark.parametrize("swap", [0, "1MiB"])
+def test_preempted_requests_go_on_where_they_were(folder, swap, saving_pays):
+    expected = run(engine_of(folder), mixed())
+    block = engine_of(folder).info.kv_cache_bytes // engine_of(folder).stats().kv_blocks_total
+    tight = engine_of(folder, kv_cache_memory=14 * block, max_model_len=160, swap_memory=swap)
+    outputs = run(tight, mixed())
+    assert tight.stats().preemptions > 0
+    assert {name: tokens(answer) for name, answer in outputs.items()} == {
+        name: tokens(answer) for name, answer in expected.items()
+    }
+
+
+def test_an_answer_that_is_cut_ends_with_length(folder):
+    [outputs] = run(engine_of(folder), [request_of("a", Grammar.json(PERSON), max_tokens=4)]).values()
+    assert len(tokens(outputs)) == 4
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_an_answer_that_can_only_stop_stops_at_its_last_token(folder):
+    [outputs] = run(engine_of(folder), [request_of("a", Grammar.choice(["ab"]), max_tokens=2)]).values()
+    assert outputs[-1].finish_reason == "stop"
+    assert outputs[-1].token_ids
+    assert outputs[-1].stop_token_id is None
+
+
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 60}])
+def test_whoever_wants_more_gets_it_as_far_as_the_grammar_goes(folder, params):
+    requests = [
+        request_of("open", Grammar.regex("[a-z]*"), **params),
+        request_of("shut", Grammar.choice(["ab"]), **params),
+    ]
+    outputs = run(engine_of(folder), requests)
+    assert len(tokens(outputs["open"])) >= 60
+    assert outputs["shut"][-1].finish_reason == "stop"
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(folder):
+    bad = request_of("bad", Grammar.regex(r"x(((a{100}){100}){100}){100}"))
+    outputs = run(engine_of(folder), [bad, request_of("good", Grammar.choice(["left"]))])
+    assert outputs["bad"][-1].finish_reason == "error"
+    assert "grammar" in outputs["bad"][-1].error
+    assert outputs["good"][-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("kind", ["real", "mock"])
+def test_a_broken_grammar_is_refused_and_a_good_request_afterwards_works(folder, tmp_path, kind):
+    llm = LLM(str(folder), **SETTINGS) if kind == "real" else LLM(str(make_mock_checkpoint(tmp_path)), engine="mock")
+    with pytest.raises(InvalidRequestError, match="unclosed") as refusal:
+        llm.generate("hello", SamplingParams(grammar=Grammar.regex("(")), False)
+    assert refusal.value.param == "grammar"
+    assert not llm.engine.has_work()
+    [result] = llm.generate("hello", SamplingParams(grammar=Grammar.choice(["fine"])), False)
+    assert result.outputs[0].text == "fine"
+
+
+def test_the_mock_engine_obeys_and_comes_to_an_end(tmp_path):
+    llm = LLM(str(make_mock_checkpoint(tmp_path)), engine="mock")
+    params = [SamplingParams(grammar=Grammar.json(PERSON), temperature=1.0, seed=seed) for seed in range(10)]
+    for result in llm.generate(["hello"] * 10, params, False):
+        jsonschema.validate(json.loads(result.outputs[0].text), PERSON)
+
+
+def test_the_large_vocabulary_of_a_padded_model_is_masked_to_its_end(folder):
+    [outputs] = run(engine_of(folder), [request_of("a", Grammar.regex("[a-z]{40}"), temperature=100.0)]).values()
+    assert outputs[-1].finish_reason == "stop"

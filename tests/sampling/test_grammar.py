@@ -1,0 +1,258 @@
+"""Grammars over every kind of tokenizer: whatever is chosen among the tokens that are allowed fits."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoints import make_llama
+from tests.gguf_files import write_gguf
+from tests.prompt.tokenizers_for_tests import byte_level, sentencepiece, word_level, write_checkpoint
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.detokenize import Detokenizer
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.types import Grammar
+
+END = frozenset({2})
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+    {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "boolean"}}, "required": ["y"]},
+    {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 2, "maxItems": 4},
+    {"type": "string", "minLength": 3, "maxLength": 8},
+    {"type": "string", "pattern": "^[a-z]{2,4}-[0-9]+$"},
+    {"type": "integer", "minimum": -5, "maximum": 120},
+    {"anyOf": [{"type": "null"}, {"const": {"k": [1, 2]}}]},
+    {"type": "string", "format": "date"},
+    {
+        "$defs": {"node": {
+            "type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "required": ["next"], "additionalProperties": False,
+        }},
+        "$ref": "#/$defs/node",
+    },
+]  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module", params=["byte level", "sentencepiece", "sentencepiece, legacy", "sentencepiece, never", "gguf"]
+)
+def tokenizer(request, tmp_path_factory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "gguf":
+        return Tokenizer.from_folder(write_gguf(make_llama(folder / "llama"), folder / "model.gguf"))
+    kinds = {
+        "byte level": byte_level,
+        "sentencepiece": sentencepiece,
+        "sentencepiece, legacy": lambda: sentencepiece(legacy=True),
+        "sentencepiece, never": lambda: sentencepiece("never"),
+    }
+    return Tokenizer.from_folder(write_checkpoint(folder / "model", kinds[request.param]()))
+
+
+def compiler(tokenizer: Tokenizer, **options: Any) -> GrammarCompiler:
+    # Models have more rows than their tokenizers have tokens.
+    options = {"max_bytes": 10_000, "cache_size": 4, "vocab_size": tokenizer.vocab_size + 7, **options}
+    return GrammarCompiler(lambda: tokenizer, **options)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer) -> GrammarCompiler:
+    return compiler(tokenizer)
+
+
+def walk(grammars: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, seed: int, limit: int = 400) -> str | None:
+    """A random text of the grammar; None if it has not ended after so many tokens."""
+    matcher, chance = grammars.matcher(grammar), random.Random(seed)
+    detokenizer = Detokenizer(tokenizer)
+    text = ""
+    for _ in range(limit):
+        allowed = matcher.allowed(END, may_end=True)
+        possible = np.flatnonzero(allowed).tolist()
+        assert len(allowed) == tokenizer.vocab_size + 7
+        assert max(possible) < tokenizer.vocab_size
+        if 2 in possible and (len(possible) == 1 or chance.random() < 0.3):
+            return text + detokenizer.finish()
+        token = chance.choice([id_ for id_ in possible if id_ != 2])
+        assert token not in tokenizer.special_ids
+        text += detokenizer.push([token])
+        matcher.advance(token)
+        assert matcher.error is None
+        if matcher.finished:
+            return text + detokenizer.finish()
+    return None
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: str(next(iter(schema))))
+def test_json_fits_its_schema(grammars, tokenizer, schema):
+    texts = [walk(grammars, tokenizer, Grammar.json(schema), seed) for seed in range(8)]
+    ended = [text for text in texts if text is not None]
+    assert len(ended) >= 4
+    for text in ended:
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_any_object_is_json(grammars, tokenizer):
+    ended = [text for seed in range(12) if (text := walk(grammars, tokenizer, Grammar.json_object(), seed)) is not None]
+    assert ended
+    assert all(isinstance(json.loads(text), dict) for text in ended)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[a-z]{2,5}\d", r" ?x( y)*", r"  two", r"(a|bc)*é?", r"\w+@\w+\.(com|org)", "日本|😀"]
+)
+def test_texts_fit_the_whole_of_a_regular_expression(grammars, tokenizer, pattern):
+    ended = [t for seed in range(10) if (t := walk(grammars, tokenizer, Grammar.regex(pattern), seed)) is not None]
+    assert ended
+    assert all(re.fullmatch(pattern, text) for text in ended)
+
+
+def test_every_choice_comes_and_nothing_else(grammars, tokenizer):
+    choices = ["yes", " no", 'a "quoted" \\ one', "two\nlines/", "naïve 😀"]
+    assert {walk(grammars, tokenizer, Grammar.choice(choices), seed) for seed in range(60)} == set(choices)
+
+
+def test_grammars_in_lark_and_in_gbnf(grammars, tokenizer):
+    lark = Grammar.lark('start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/')
+    gbnf = Grammar.lark('root ::= "(" root ")" | [0-9] [0-9]?')
+    for grammar in (lark, gbnf):
+        ended = [t for seed in range(10) if (t := walk(grammars, tokenizer, grammar, seed)) is not None]
+        assert ended
+        assert all(re.fullmatch(r"(\(*)\d{1,3}(\)*)", t) and t.count("(") == t.count(")") for t in ended)
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=8)
+leaves = st.one_of(
+    st.just({"type": "boolean"}),
+    st.builds(lambda low, span: {"type": "integer", "minimum": low, "maximum": low + span},
+              st.integers(-999, 999), st.integers(0, 50)),
+    st.builds(lambda values: {"enum": values},
+              st.lists(names | st.integers(-9, 9), min_size=1, max_size=4, unique=True)),
+    st.just({"type": "string", "maxLength": 5}),
+)  # fmt: skip
+schemas = st.recursive(
+    leaves,
+    lambda inner: (
+        st.builds(lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 2}, inner)
+        | st.builds(
+            lambda properties: {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            },
+            st.dictionaries(names, inner, max_size=3),
+        )
+    ),
+    max_leaves=5,
+)
+
+
+@given(schema=schemas, seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=60)
+def test_made_up_schemas(byte_tokenizer, byte_grammars, schema, seed):
+    text = walk(byte_grammars, byte_tokenizer, Grammar.json(schema), seed)
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory) -> Tokenizer:
+    return Tokenizer.from_folder(write_checkpoint(tmp_path_factory.mktemp("bytes"), byte_level()))
+
+
+@pytest.fixture(scope="module")
+def byte_grammars(byte_tokenizer) -> GrammarCompiler:
+    return compiler(byte_tokenizer)
+
+
+BROKEN = [
+    (Grammar.json({"type": "foo"}), "foo"),
+    (Grammar.json("{"), "not JSON"),
+    (Grammar.json("[1]"), "object or a boolean"),
+    (Grammar.json("false"), "no value fits"),
+    (Grammar.json({"$ref": "#/$defs/missing"}), "missing"),
+    (Grammar.json({"$ref": "https://example.com/schema.json"}), "example.com"),
+    (Grammar.json({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    (Grammar.json('{"items":' * 900 + "{}" + "}" * 900), "recursion limit"),
+    (Grammar.regex("("), "unclosed group"),
+    (Grammar.regex("(?=a)b"), "look-around"),
+    (Grammar.regex("(" * 2000 + ")" * 2000), "regex"),
+    (Grammar.regex("a" * 10_001), "10,000 bytes"),
+    (Grammar.choice([]), "at least one"),
+    (Grammar("choice", "no list"), "Expecting value"),
+    (Grammar.lark("start: missing"), "missing"),
+    (Grammar.lark("root ::= " + "(" * 4000), "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "message"), BROKEN, ids=lambda value: getattr(value, "text", value)[:20])
+def test_a_broken_grammar_is_refused_with_what_is_wrong(byte_grammars, grammar, message):
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as refusal:
+        byte_grammars.matcher(grammar)
+    assert refusal.value.param == "grammar"
+    assert len(str(refusal.value)) < 1000
+
+
+def test_what_a_schema_asks_too_much_may_be_ignored(byte_grammars, byte_tokenizer):
+    schema = {"type": "array", "uniqueItems": True, "items": {"oneOf": [{"type": "integer"}, {"const": 1}]}}
+    text = walk(byte_grammars, byte_tokenizer, Grammar.json(schema, strict=False), 0)
+    assert all(isinstance(item, int) for item in json.loads(text))
+
+
+def test_a_grammar_that_grows_too_complex_fails_late_with_a_message(byte_grammars, byte_tokenizer):
+    matcher = byte_grammars.matcher(Grammar.regex(r"x(((a{100}){100}){100}){100}"))
+    for character in "xaaaa":
+        if not matcher.allowed(END, may_end=True).any():
+            break
+        matcher.advance(byte_tokenizer.token_id(character))
+    assert "too many" in matcher.error
+    assert not matcher.finished
+
+
+def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused(tmp_path):
+    tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path, word_level()))
+    with pytest.raises(InvalidRequestError, match="cannot be held to a grammar"):
+        compiler(tokenizer).matcher(Grammar.json_object())
+
+
+def test_compiled_grammars_are_kept_up_to_a_limit(byte_tokenizer):
+    grammars = compiler(byte_tokenizer, cache_size=2)
+    compiled = []
+    compile_ = grammars._compile
+    grammars._compile = lambda grammar: compiled.append(grammar.text) or compile_(grammar)
+    for pattern in ("a", "b", "a", "c", "a", "b"):
+        grammars.matcher(Grammar.regex(pattern))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def test_matchers_of_one_grammar_know_nothing_of_each_other(byte_grammars, byte_tokenizer):
+    first, second = (byte_grammars.matcher(Grammar.choice(["ab", "cd"])) for _ in range(2))
+    first.advance(byte_tokenizer.token_id("a"))
+    assert second.allowed(END, may_end=True)[byte_tokenizer.token_id("c")]
+    assert not first.allowed(END, may_end=True)[byte_tokenizer.token_id("c")]
+
+
+def test_an_answer_may_end_only_where_it_is_complete(byte_grammars, byte_tokenizer):
+    a, b = byte_tokenizer.token_id("a"), byte_tokenizer.token_id("b")
+    matcher = byte_grammars.matcher(Grammar.regex("ab*c?"))
+    assert not matcher.allowed(END | {b}, may_end=True)[2]
+    matcher.advance(a)
+    assert matcher.allowed(END, may_end=True)[2]
+    # Before min_tokens it goes on, unless nothing can follow.
+    assert not matcher.allowed(END, may_end=False)[2]
+    only = byte_grammars.matcher(Grammar.choice(["", "a"]))
+    assert only.allowed(END, may_end=True)[[2, a]].all()
+    empty = byte_grammars.matcher(Grammar.choice([""]))
+    assert np.flatnonzero(empty.allowed(END, may_end=False)).tolist() == [2]
+    assert not empty.allowed(frozenset(), may_end=True).any()
+    assert empty.finished

@@ -1,0 +1,156 @@
+"""What clients ask answers to look like, mostly through the real openai client."""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import StrEnum
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.server.live import QUESTION, LiveServer
+from tests.server.test_bad_input import refused
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 9}, "color": {"enum": ["red", "blue"]}},
+    "required": ["count", "color"],
+    "additionalProperties": False,
+}
+
+
+class Size(StrEnum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+class Shape(BaseModel):
+    size: Size
+    round: bool
+    sides: list[int]
+
+
+@pytest.fixture(scope="module", params=["mock", "real"])
+def either(request, live, real):
+    return {"mock": live, "real": real}[request.param]
+
+
+def text_of(server: LiveServer, **fields) -> str:
+    answer = server.ask(**{"temperature": 1.2, "max_tokens": 300, **fields})
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"]
+
+
+def test_the_client_parses_a_pydantic_model(either):
+    for seed in range(3):
+        answer = either.openai.chat.completions.parse(
+            model="tiny", messages=QUESTION, response_format=Shape, seed=seed, temperature=1.2, max_tokens=400
+        )
+        assert isinstance(answer.choices[0].message.parsed, Shape)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+    ],
+)
+def test_every_spelling_of_a_schema_holds(either, fields):
+    for seed in range(3):
+        jsonschema.validate(json.loads(text_of(either, seed=seed, **fields)), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": r"\d{4}-\d\d"}, r"[0-9]{4}-[0-9]{2}"),
+        ({"structured_outputs": {"regex": r"[ab]{3}"}}, r"[ab]{3}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_grammar": 'start: "<" /[a-z]{2}/ ">"'}, "<[a-z]{2}>"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]'}}, "x[0-9]"),
+    ],
+)
+def test_regular_expressions_choices_and_grammars_hold(either, fields, pattern):
+    for seed in range(3):
+        assert re.fullmatch(pattern, text_of(either, seed=seed, **fields))
+
+
+def test_completions_obey_too(live):
+    answer = live.openai.completions.create(
+        model="tiny", prompt="one", max_tokens=50, n=3, extra_body={"guided_choice": ["left", "right"]}
+    )
+    assert {choice.text for choice in answer.choices} <= {"left", "right"}
+
+
+def test_a_stream_says_the_same_as_the_whole_answer(either):
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, "seed": 5}
+    stream = either.openai.chat.completions.create(
+        model="tiny", messages=QUESTION, stream=True, temperature=1.2, max_tokens=300, **fields
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text_of(either, **fields)
+
+
+def test_any_object_comes_with_json_object(live):
+    assert isinstance(json.loads(text_of(live, response_format={"type": "json_object"}, seed=1)), dict)
+
+
+def test_an_answer_that_is_cut_says_length_and_the_client_notices(live):
+    with pytest.raises(openai.LengthFinishReasonError):
+        live.openai.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Shape, max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"guided_json": {"type": "foo"}}, "foo", "guided_json"),
+        ({"guided_json": "{"}, "not JSON", "guided_json"),
+        ({"guided_json": 5}, "JSON schema", "guided_json"),
+        ({"guided_json": {"uniqueItems": True}}, "uniqueItems", "guided_json"),
+        ({"guided_regex": "("}, "unclosed group", "guided_regex"),
+        ({"guided_choice": []}, "empty", "guided_choice"),
+        ({"guided_grammar": "start: missing"}, "missing", "guided_grammar"),
+        ({"structured_outputs": {}}, "one of", "structured_outputs"),
+        ({"structured_outputs": {"regex": "["}}, "regex", "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "no such field", "structured_outputs.structural_tag"),
+        ({"guided_regex": "a", "use_beam_search": True, "temperature": 0}, "beam", "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "both", "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "both", "guided_regex"),
+        ({"response_format": {"type": "json_schema"}}, "missing", "response_format.json_schema"),
+        ({"guided_regex": "a" * 140_000}, "longer", "guided_regex"),
+    ],
+)
+def test_a_broken_grammar_is_refused_by_name(live, fields, message, param):
+    refused(live.ask(**fields), 400, message, param=param, code="invalid_request")
+    assert text_of(live, guided_choice=["fine"]) == "fine"
+
+
+def test_a_strict_schema_is_refused_where_a_loose_one_is_followed_as_far_as_it_goes(live):
+    schema = {"type": "array", "uniqueItems": True, "items": {"const": 1}, "maxItems": 2}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert set(json.loads(text_of(live, response_format=wanted))) <= {1}
+    wanted["json_schema"]["strict"] = True
+    param = "response_format.json_schema.schema"
+    refused(live.ask(response_format=wanted), 400, "uniqueItems", param=param, code="invalid_request")
+
+
+def test_log_probabilities_come_with_every_token_and_the_answer_still_fits(real):
+    fields = {"logprobs": True, "top_logprobs": 2, "seed": 3, "guided_choice": ["left", "right"]}
+    [choice] = real.ask(**fields).json()["choices"]
+    told = choice["logprobs"]["content"]
+    assert "".join(one["token"] for one in told) == choice["message"]["content"]
+    assert choice["message"]["content"] in ("left", "right")
+
+
+def test_biases_and_penalties_do_not_make_possible_what_a_grammar_forbids(real):
+    fields = {"guided_regex": "[ab]{20}", "logit_bias": {"60": 100}, "frequency_penalty": 2, "repetition_penalty": 1.5}
+    assert re.fullmatch("[ab]{20}", text_of(real, **fields))
