@@ -10,9 +10,8 @@ from collections.abc import Generator
 from http import HTTPStatus
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vlmserve.server.app import create_app
 from vlmserve.server.errors import RefusedError, error_response, head_too_large
@@ -36,7 +35,9 @@ class WebServer:
         config = uvicorn.Config(
             create_app(service),
             # uvicorn takes any callable that makes a protocol.
-            http=functools.partial(_Protocol, head_timeout=service.config.head_timeout),  # type: ignore[arg-type]
+            http=functools.partial(  # type: ignore[arg-type]
+                _Protocol, head_timeout=service.config.head_timeout, max_head=service.config.max_header_bytes
+            ),
             ws="none",
             log_config=None,
             access_log=False,
@@ -44,7 +45,6 @@ class WebServer:
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=_LAST_BYTES,
-            h11_max_incomplete_event_size=service.config.max_header_bytes,
         )
         self._server = _Uvicorn(config)
 
@@ -59,12 +59,17 @@ class WebServer:
             await self._task
 
 
-class _Protocol(H11Protocol):
-    """A connection on which a request's head must arrive in time, and whose errors have the form of all others."""
+class _Protocol(HttpToolsProtocol):
+    """A connection on which a request's head must be short and arrive in time, and whose errors have the form of all
+    others."""
 
-    def __init__(self, *arguments: Any, head_timeout: float, **more: Any) -> None:
+    def __init__(self, *arguments: Any, head_timeout: float, max_head: int, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._head_timeout = head_timeout
+        self._max_head = max_head
+        self._in_body = False
+        self._head_bytes = 0
+        """Of a head that is not yet complete."""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -76,12 +81,24 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not self._in_body:
+            self._head_bytes += len(data)
         super().data_received(data)
-        # What comes after a response is the next head, or the rest of a body that nobody reads any more.
-        if self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE:
-            self._expect_head()
-        else:
+        if self._in_body or not self._head_bytes:
             self._expect_nothing()
+            return
+        self._expect_head()
+        if self._head_bytes > self._max_head:
+            self._refuse(head_too_large(self._max_head))
+
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
 
     def _expect_head(self) -> None:
         if self._deadline is None and not self.transport.is_closing():
@@ -93,29 +110,27 @@ class _Protocol(H11Protocol):
             self._deadline = None
 
     def _too_late(self) -> None:
-        begun, _ = self.conn.trailing_data
-        if begun and self.conn.our_state is h11.IDLE:
+        if self._head_bytes:
             message = f"The request did not arrive within {self._head_timeout:g} s"
             self._refuse(RefusedError(HTTPStatus.REQUEST_TIMEOUT, message, "head_timeout"))
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP, of which a head that is too long is one kind."""
-        limit = self.config.h11_max_incomplete_event_size or 0
-        if len(self.conn.trailing_data[0]) > limit:
-            error = head_too_large(limit)
-        else:
-            error = RefusedError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request", "invalid_http")
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._refuse(error)
-        self.transport.close()
+        """uvicorn's answer to what is no HTTP."""
+        self._refuse(RefusedError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request", "invalid_http"))
 
     def _refuse(self, error: RefusedError) -> None:
-        response = error_response(error)
-        headers = [*response.raw_headers, (b"connection", b"close")]
-        head = h11.Response(status_code=error.status, headers=headers, reason=error.status.phrase.encode())
-        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        """The last response on this connection, unless there is one on its way."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if (cycle is None or cycle.response_complete or not cycle.response_started) and not self.transport.is_closing():
+            response = error_response(error)
+            head = [
+                f"HTTP/1.1 {error.status.value} {error.status.phrase}".encode(),
+                *(name + b": " + value for name, value in response.raw_headers),
+                b"connection: close",
+            ]
+            self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + response.body)
+        self.transport.close()
 
 
 class _Uvicorn(uvicorn.Server):
