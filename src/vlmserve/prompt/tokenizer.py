@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
-    @property
+    @cached_property
     def decoder_steps(self) -> dict[str, Any] | None:
         """How the tokenizer turns tokens into text, as written in ``tokenizer.json``."""
         decoder = self._backend.decoder

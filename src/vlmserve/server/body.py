@@ -90,17 +90,18 @@ async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: f
     spare = 2 * max_bytes
     refusal = _too_large(max_bytes) if declared.isdecimal() and int(declared) > max_bytes else None
     body = bytearray()
-    chunks = request.stream()
+    more = True
     latest, received = time.monotonic() + pause, 0
     # Many clients read no answer before they have sent everything: up to as much again is read and dropped.
-    while spare >= 0 and not (refusal and expects_continue):
+    while more and spare >= 0 and not (refusal and expects_continue):
         try:
             async with asyncio.timeout(min(pause, latest + received / MIN_RATE - time.monotonic())):
-                chunk = await anext(chunks, None)
+                message = await request.receive()
         except TimeoutError:
             raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "The body stopped arriving", "body_timeout") from None
-        if chunk is None:
-            break
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, more = message.get("body", b""), message.get("more_body", False)
         received += len(chunk)
         spare -= len(chunk)
         if refusal is None:

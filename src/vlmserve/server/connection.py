@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _NOTES = "vlmserve.notes"
 _REQUEST_ID_KEY = "vlmserve.request_id"
+_WATCH_AFTER = 0.02
+"""Seconds that a client may have left before it is noticed."""
 _PROBES = ("/health", "/ready", "/metrics")
 """Paths that machines ask all the time."""
 
@@ -49,7 +51,14 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
             left = True
             worker.cancel()
 
-    watcher = asyncio.ensure_future(watch())
+    watcher: asyncio.Future[None] | None = None
+
+    def begin() -> None:
+        nonlocal watcher
+        watcher = asyncio.ensure_future(watch())
+
+    # What is done at once is not worth watching.
+    starting = asyncio.get_running_loop().call_later(_WATCH_AFTER, begin)
     try:
         return await work
     except asyncio.CancelledError:
@@ -59,7 +68,9 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
         raise
     finally:
         working = False
-        watcher.cancel()
+        starting.cancel()
+        if watcher is not None:
+            watcher.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -139,7 +150,7 @@ class RequestLog:
             return
         started = time.monotonic()
         wanted_id = Headers(scope=scope).get("x-request-id", "")
-        request_id = wanted_id if _REQUEST_ID.fullmatch(wanted_id) else f"req-{uuid.uuid4().hex}"
+        request_id = wanted_id if _REQUEST_ID.fullmatch(wanted_id) else f"req-{secrets.token_hex(16)}"
         notes: list[str] = []
         scope[_NOTES] = notes
         scope[_REQUEST_ID_KEY] = request_id

@@ -46,6 +46,8 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
     Raises ConfigurationError if the address cannot be had, ModelLoadError if the model cannot be loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    # Nothing in a line asks for these, and each of them costs every line something.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     _raise_file_limit()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
@@ -102,7 +102,7 @@ async def _begin(
     try:
         question = _bounded(await dialect.ask(service, body), body, service.config.max_output_tokens)
         service.metrics.media.observe(time.monotonic() - started)
-        return await begin(service, client, question, f"{dialect.id_prefix}{uuid.uuid4().hex}", arrived)
+        return await begin(service, client, question, f"{dialect.id_prefix}{secrets.token_hex(16)}", arrived)
     except InvalidRequestError as error:
         if error.param in (None, "messages"):
             error.param = dialect.content_field

@@ -56,7 +56,9 @@ class ChatRequest(SamplingRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
-    tools: list[Tool] = Field([], max_length=MAX_TOOLS, description="Functions that the model may call.")
+    tools: list[Tool] = Field(
+        default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
+    )
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
     parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
 

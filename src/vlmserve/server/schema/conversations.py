@@ -19,14 +19,14 @@ NewItems = Annotated[list[InputItem], Field(max_length=MAX_NEW_ITEMS)]
 class ConversationRequest(RequestModel):
     """The body of ``POST /v1/conversations``."""
 
-    items: NewItems = Field([])
-    metadata: Metadata = Field({})
+    items: NewItems = Field(default_factory=list)
+    metadata: Metadata = Field(default_factory=dict)
 
 
 class ConversationUpdate(RequestModel):
     """The body of ``POST /v1/conversations/{id}``."""
 
-    metadata: Metadata = Field({})
+    metadata: Metadata = Field(default_factory=dict)
 
 
 class ItemsRequest(RequestModel):

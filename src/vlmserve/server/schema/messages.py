@@ -127,7 +127,7 @@ class MessagesRequest(SamplingRequest):
     messages: Annotated[list[Turn], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     system: Annotated[Annotated[str, Tag("<string>")] | Annotated[list[TextBlock], Tag("<blocks>")], _CONTENT] = ""
-    stop_sequences: list[str] = Field([], description="Up to 16.")
+    stop_sequences: list[str] = Field(default_factory=list, description="Up to 16.")
 
     @model_validator(mode="after")
     def _ends_with_a_question(self) -> Self:

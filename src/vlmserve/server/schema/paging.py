@@ -26,7 +26,7 @@ class ItemsQuery(Query):
     after: str | None = Field(None, description="The id of the last item of the page before.")
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
-    include: list[Literal["message.input_image.image_url"]] = Field([], description="Always is.")
+    include: list[Literal["message.input_image.image_url"]] = Field(default_factory=list, description="Always is.")
 
     @property
     def page(self) -> Page:
@@ -36,7 +36,7 @@ class ItemsQuery(Query):
 class ItemQuery(Query):
     """How to show an item."""
 
-    include: list[Literal["message.input_image.image_url"]] = Field([], description="Always is.")
+    include: list[Literal["message.input_image.image_url"]] = Field(default_factory=list, description="Always is.")
 
 
 class ResponseQuery(ItemQuery):

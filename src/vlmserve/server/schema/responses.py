@@ -80,7 +80,7 @@ class ResponsesRequest(SamplingRequest):
     ignored_fields: ClassVar[frozenset[str]] = _IGNORED_FIELDS
     content_fields: ClassVar[tuple[str, ...]] = ("input",)
 
-    input: Input = Field([], description="A text, or items.")
+    input: Input = Field(default_factory=list, description="A text, or items.")
     instructions: str | None = Field(None, description="What the system says first, in this response only.")
     previous_response_id: str | None = Field(None, description="The response that this one follows.")
     conversation: Annotated[
@@ -90,7 +90,7 @@ class ResponsesRequest(SamplingRequest):
     max_output_tokens: int | None = Field(
         None, ge=1, le=MAX_COUNT, description="Default: up to the end of the context."
     )
-    metadata: Metadata = Field({})
+    metadata: Metadata = Field(default_factory=dict)
     text: TextConfig = TextConfig()
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: the oldest turns are left out if the context is too short for all."

@@ -70,7 +70,7 @@ class SamplingRequest(RequestModel):
     )
     min_p: float | None = Field(None, description="Default: the model's, else 0.")
     logit_bias: Annotated[dict[int, float], BeforeValidator(_by_token_id)] = Field(
-        {}, description="Added to the logits of tokens, by their ids: -100 to 100."
+        default_factory=dict, description="Added to the logits of tokens, by their ids: -100 to 100."
     )
     presence_penalty: float = Field(0, description="-2 to 2, for tokens that the answer has.")
     frequency_penalty: float = Field(0, description="-2 to 2, for each time that the answer has a token.")
@@ -84,8 +84,10 @@ class SamplingRequest(RequestModel):
         description="Latest tokens that penalties look at. Default: the model's, else all (-1).",
     )
     seed: int | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_list)] = Field([], description="A string or up to 16.")
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] = Field([], max_length=256)
+    stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        default_factory=list, description="A string or up to 16."
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] = Field(default_factory=list, max_length=256)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")

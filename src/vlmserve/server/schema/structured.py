@@ -102,6 +102,8 @@ def wanted_grammar(
             found.append(Grammar("json_object", source=source))
         else:
             found.append(_grammar("json_schema", wanted.schema_, source, wanted.strict))
+    if structured is None and not found and not any(value is not None for value in guided.values()):
+        return None
     fields = {f"guided_{name}": value for name, value in guided.items()}
     if structured is not None:
         if structured.json_object:
