@@ -119,6 +119,7 @@ def test_an_answer_that_is_cut_says_length_and_the_client_notices(live):
         ({"guided_regex": "("}, "unclosed group", "guided_regex"),
         ({"guided_choice": []}, "empty", "guided_choice"),
         ({"guided_grammar": "start: missing"}, "missing", "guided_grammar"),
+        ({"guided_grammar": "\U0006e179 root"}, "GBNF", "guided_grammar"),
         ({"structured_outputs": {}}, "one of", "structured_outputs"),
         ({"structured_outputs": {"regex": "["}}, "regex", "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "x"}}, "no such field", "structured_outputs.structural_tag"),

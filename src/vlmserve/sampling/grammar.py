@@ -251,9 +251,12 @@ def source_text(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
         case "lark":
             try:
-                return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+                lark = any_to_lark(grammar.text)
             except RecursionError:
                 raise ValueError("the grammar is nested too deeply") from None
+            except Exception as error:  # its reader of GBNF has errors of its own, and stumbles over some texts
+                raise ValueError(f"the grammar cannot be read as GBNF: {error}") from None
+            return LLMatcher.grammar_from_lark(lark)
 
 
 def json_options(strict: bool) -> Any:

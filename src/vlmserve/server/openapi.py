@@ -83,7 +83,7 @@ def _described(one: Operation, components: dict[str, Schema]) -> Schema:
     elif one.answer is not None:
         content["application/json"] = {"schema": _answer_schema(one.answer, components)}
     if one.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {"description": "Events with the same in pieces."}}
     error = {"application/json": {"schema": _answer_schema(one.errors, components)}}
     described: Schema = {
         "operationId": one.endpoint.__name__,

@@ -1,0 +1,67 @@
+"""The OpenAPI document tells the truth: whatever it lets a client send, the answer is one that it describes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections import Counter
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.server.live import LiveServer, wait_until
+
+CASES = int(os.environ.get("OPENAPI_CASES", "150"))
+"""Of all operations together."""
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
+    response_schema_conformance,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with LiveServer(folder, server={"storage_url": "memory"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def schema(server):
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+def test_every_answer_is_one_that_the_document_describes(server, schema) -> None:
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) > 20
+    statuses: Counter[int] = Counter()
+    for operation, mode in itertools.product(operations, schemathesis.GenerationMode):
+
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        @hypothesis.settings(
+            max_examples=max(2, CASES // len(operations) // 2), deadline=None, database=None, derandomize=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )  # fmt: skip
+        def answers_as_described(case) -> None:
+            if isinstance(case.body, dict) and "max_tokens" in case.body:
+                case.body["max_tokens"] = 4
+            response = case.call(timeout=60)
+            statuses[response.status_code] += 1
+            case.validate_response(response, checks=CHECKS)
+
+        # Where there is nothing to say, there is nothing wrong to say.
+        silent = [Unsatisfiable] if mode is schemathesis.GenerationMode.NEGATIVE else []
+        with contextlib.suppress(*silent):
+            answers_as_described()
+    assert statuses.keys() >= {200, 400, 404}
+    assert statuses[200] > len(operations)
+    wait_until(lambda: server.client.num_unfinished == 0)
