@@ -346,3 +346,31 @@ def test_a_refusal_is_a_metric(guarded):
     guarded.post({"messages": QUESTION}, headers=bearer("wrong"))
     page = httpx.get(f"{guarded.url}/metrics").text
     assert 'code="invalid_api_key"' in page
+
+
+def test_keys_see_nothing_of_each_others_history(folder):
+    keys = ["alices", "bobs"]
+    with LiveServer(folder, server={"api_key": tuple(keys), "storage_url": "memory"}) as live:
+        alice, bob = (live.openai.with_options(api_key=key) for key in keys)
+        conversation = alice.conversations.create(items=[{"type": "message", "role": "user", "content": "Mine"}])
+        response = alice.responses.create(model="tiny", input="What?", conversation=conversation.id)
+        file = alice.files.create(file=("shape.png", png()), purpose="vision")
+        assert alice.responses.retrieve(response.id).output_text == response.output_text
+        for see in (
+            lambda: bob.responses.retrieve(response.id),
+            lambda: bob.responses.input_items.list(response.id),
+            lambda: bob.responses.create(model="tiny", input="And?", previous_response_id=response.id),
+            lambda: bob.responses.create(model="tiny", input="And?", conversation=conversation.id),
+            lambda: bob.conversations.retrieve(conversation.id),
+            lambda: bob.conversations.items.list(conversation.id),
+            lambda: bob.files.retrieve(file.id),
+            lambda: bob.files.content(file.id),
+            lambda: bob.responses.delete(response.id),
+            lambda: bob.conversations.delete(conversation.id),
+            lambda: bob.files.delete(file.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                see()
+        assert bob.files.list().data == []
+        assert [own.id for own in alice.files.list().data] == [file.id]
+        assert alice.conversations.retrieve(conversation.id).id == conversation.id

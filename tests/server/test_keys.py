@@ -278,3 +278,15 @@ def test_the_file_is_lines_of_json(tmp_path):
     [line] = path.read_text().splitlines()
     assert set(json.loads(line)) == {"name", "salt", "hash", "created", "tokens_per_minute"}
     assert len(bytes.fromhex(json.loads(line)["hash"])) == 32
+
+
+def test_a_history_belongs_to_a_name_or_to_a_key_without_one(tmp_path, clock):
+    path = tmp_path / "keys"
+    first = add_key(path, "api-key-1")
+    ring = KeyRing(["one", "two"], path, clock)
+    owners = [ring.find(key).owner for key in ("one", "two", first)]
+    assert len(set(owners)) == 3
+    assert KeyRing(["two"], None, clock).find("two").owner == owners[1], "whatever other keys there are"
+    remove_key(path, "api-key-1")
+    again = add_key(path, "api-key-1")
+    assert KeyRing([], path, clock).find(again).owner == owners[2]

@@ -83,7 +83,7 @@ class Guard:
             headers = {"WWW-Authenticate": "Bearer"}
             raise RefusedError(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key", headers=headers)
         scope[_ACCOUNT] = account
-        scope[OWNER] = account.name
+        scope[OWNER] = account.owner
         add_note(scope, f"key {account.name}")
         return account
 
