@@ -54,6 +54,18 @@ def test_the_client_parses_a_pydantic_model(either):
         assert isinstance(answer.choices[0].message.parsed, Shape)
 
 
+def test_responses_are_parsed_as_well(either):
+    fields = {"model": "tiny", "input": "Which?", "temperature": 1.2, "max_output_tokens": 400}
+    parsed = either.openai.responses.parse(text_format=Shape, extra_body={"seed": 2}, **fields)
+    assert isinstance(parsed.output_parsed, Shape)
+    assert parsed.text.format.type == "json_schema"
+    schema = {**Shape.model_json_schema(), "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "shape", "schema": schema}}
+    stream = either.openai.responses.create(text=form, stream=True, extra_body={"seed": 2}, **fields)
+    text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert Shape.model_validate_json(text)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

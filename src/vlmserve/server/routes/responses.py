@@ -169,6 +169,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             model=generation.model,
             previous_response_id=body.previous_response_id,
             store=self._keeps(body),
+            text={"format": _shown_format(body), "verbosity": "medium"},
             temperature=self._params.temperature,
             top_p=self._params.top_p,
             truncation=body.truncation,
@@ -185,6 +186,12 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             response.incomplete_details = {"reason": "max_output_tokens"}
         response.output = [message("assistant", [output_text(text)], response.status, item_id)]
         response.usage = ResponseUsage.of(generation.usage)
+
+
+def _shown_format(body: ResponsesRequest) -> dict[str, Any]:
+    if body.text.format is None:
+        return {"type": "text"}
+    return body.text.format.model_dump(by_alias=True, exclude_none=True)
 
 
 class _Events:

@@ -12,7 +12,9 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.items import Input, Metadata
 from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.structured import OutputFormat, output_grammar
 from vlmserve.server.schema.usage import Usage
+from vlmserve.types import Grammar
 
 _IGNORED_FIELDS = frozenset(
     {
@@ -46,24 +48,10 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class TextFormat(RequestModel):
-    """What the answer is written in."""
-
-    type: Literal["text"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if kind in ("json_schema", "json_object", "grammar"):
-            raise ValueError(f"The format {kind} is not supported here; leave it out")
-        return value
-
-
 class TextConfig(RequestModel):
     """How the answer is written. verbosity: only as much as the model says by itself."""
 
-    format: TextFormat | None = None
+    format: OutputFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -95,6 +83,17 @@ class ResponsesRequest(SamplingRequest):
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: the oldest turns are left out if the context is too short for all."
     )
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to look like, in this API's words or in vLLM's."""
+        if self.response_format is not None:
+            raise InvalidRequestError("response_format is called text.format here", param="response_format")
+        own, other = output_grammar(self.text.format), super().grammar()
+        if own is not None and other is not None:
+            raise InvalidRequestError(
+                f"an answer cannot obey both {own.source} and {other.source}; leave one out", param=other.source
+            )
+        return own or other
 
     @model_validator(mode="after")
     def _has_a_question(self) -> ResponsesRequest:

@@ -6,10 +6,10 @@ https://platform.openai.com/docs/guides/structured-outputs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.server.schema.base import RequestModel
@@ -63,15 +63,16 @@ def _format(value: Any) -> str | None:
     return f"<{kind}>" if kind in _FORMATS else None
 
 
+_FORMAT = Discriminator(
+    _format,
+    custom_error_type="format",
+    custom_error_message=f"Input should be an object with a type out of {', '.join(map(repr, _FORMATS))}",
+)
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[ObjectFormat, Tag("<json_object>")]
     | Annotated[SchemaFormat, Tag("<json_schema>")],
-    Discriminator(
-        _format,
-        custom_error_type="format",
-        custom_error_message=f"Input should be an object with a type out of {', '.join(map(repr, _FORMATS))}",
-    ),
+    _FORMAT,
 ]
 
 
@@ -83,6 +84,35 @@ class StructuredOutputs(RequestModel):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
+
+
+class FlatSchemaFormat(NamedSchema):
+    """The same in the Responses API."""
+
+    type: Literal["json_schema"]
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> Self:
+        if self.schema_ is None:
+            raise ValueError("schema is missing")
+        return self
+
+
+OutputFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[ObjectFormat, Tag("<json_object>")]
+    | Annotated[FlatSchemaFormat, Tag("<json_schema>")],
+    _FORMAT,
+]
+
+
+def output_grammar(output: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> Grammar | None:
+    """The grammar of a ``text.format``."""
+    if isinstance(output, ObjectFormat):
+        return Grammar("json_object", source="text.format")
+    if isinstance(output, FlatSchemaFormat):
+        return _grammar("json_schema", output.schema_, "text.format.schema", output.strict)
+    return None
 
 
 def wanted_grammar(
