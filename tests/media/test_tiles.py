@@ -17,6 +17,7 @@ from vlmserve.config import MediaConfig
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.pictures import Picture, decode_picture
+from vlmserve.media.processor import PixelLimits
 from vlmserve.media.sources import prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.types import Tiling
@@ -148,6 +149,21 @@ def test_pixels_and_words_of_split_pictures_are_those_of_transformers(
         assert written(ours, placeholders.num_tokens, placeholders.text) == get_image_prompt_string(
             rows, columns, tile_tokens, WORDS.around, WORDS.image_token, WORDS.whole
         )
+
+
+def test_a_picture_of_low_detail_is_not_cut() -> None:
+    settings = {**SPLIT_SETTINGS["published"], "do_image_splitting": True}
+    processor = split_processor(settings)
+    low = processor.within(PixelLimits(whole=True))
+    uncut = split_processor({**settings, "do_image_splitting": False})
+    picture = Picture.whole(noise(90, 20))
+    (pixels, placeholders), (expected, expected_placeholders) = low.prepare(picture), uncut.prepare(picture)
+    np.testing.assert_array_equal(pixels, expected)
+    assert placeholders == expected_placeholders
+    assert len(pixels) < len(processor.prepare(picture)[0])
+    assert low.fingerprint == uncut.fingerprint != processor.fingerprint
+    assert processor.within(PixelLimits()) is processor
+    assert uncut.within(PixelLimits(whole=True)) is uncut
 
 
 def test_the_defaults_of_split_pictures_are_those_of_transformers() -> None:

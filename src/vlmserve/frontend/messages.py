@@ -222,7 +222,8 @@ def _pixel_limits(part: Mapping[str, Any], place: str) -> PixelLimits:
             raise InvalidRequestError(
                 f"{place}.{name} must be a positive whole number, not {value!r:.100}", param=f"{place}.{name}"
             )
-    return PixelLimits(**values)
+    url = part.get("image_url")
+    return PixelLimits(**values, whole=isinstance(url, Mapping) and url.get("detail") == "low")
 
 
 def _fps(part: Mapping[str, Any], place: str) -> float | None:

@@ -17,7 +17,6 @@ from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import (
-    NO_LIMITS,
     PixelLimits,
     PixelProcessor,
     Placeholders,
@@ -74,10 +73,10 @@ class AnySizeProcessor(PixelProcessor):
 
     def within(self, limits: PixelLimits) -> Self:
         """The same for pictures within narrower bounds. Raises InvalidRequestError for wider ones."""
-        if limits == NO_LIMITS:
+        if limits.min_pixels is None and limits.max_pixels is None:
             return self
         most = self._recipe.max_pixels
-        for name, value in asdict(limits).items():
+        for name, value in (("min_pixels", limits.min_pixels), ("max_pixels", limits.max_pixels)):
             if value is not None and not 1 <= value <= most:
                 raise InvalidRequestError(
                     f"{name} is {value:,}; it must lie between 1 and this server's max_pixels, {most:,}"

@@ -89,10 +89,12 @@ def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PixelLimits:
-    """Bounds that a request sets to the area of a picture once it is resized, in pixels; None: those of the server."""
+    """Bounds that a request sets to the area of a picture once it is resized, in pixels; None: those of the server.
+    whole: it need not be cut into tiles, which counts for models that can do without."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
+    whole: bool = False
 
 
 NO_LIMITS = PixelLimits()
@@ -100,7 +102,7 @@ NO_LIMITS = PixelLimits()
 
 def refuse_limits(limits: PixelLimits) -> None:
     """Raises InvalidRequestError for any bounds, on behalf of models that choose the sizes of pictures themselves."""
-    if limits != NO_LIMITS:
+    if limits.min_pixels is not None or limits.max_pixels is not None:
         raise InvalidRequestError("this model chooses the sizes of pictures; leave min_pixels and max_pixels out")
 
 

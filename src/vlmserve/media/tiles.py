@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -162,15 +163,25 @@ class SplitProcessor(PixelProcessor):
             )
         self._words = words
         self._exact_pixels = exact_pixels
-        described = json.dumps(["split v1", exact_pixels, asdict(self._recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
+        self._set_recipe(self._recipe)
         self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
         self._written = lru_cache(256)(self._write)
 
     def within(self, limits: PixelLimits) -> Self:
-        """This one: the checkpoint decides sizes. Raises InvalidRequestError for any bounds."""
+        """The same for pictures that are not cut, or this one. Raises InvalidRequestError for any bounds."""
         refuse_limits(limits)
-        return self
+        return self._uncut if limits.whole and self._recipe.split else self
+
+    @cached_property
+    def _uncut(self) -> Self:
+        uncut = copy(self)
+        uncut._set_recipe(replace(self._recipe, split=False))
+        return uncut
+
+    def _set_recipe(self, recipe: SplitRecipe) -> None:
+        self._recipe = recipe
+        described = json.dumps(["split v1", self._exact_pixels, asdict(recipe)], sort_keys=True)
+        self.fingerprint = blake3(described.encode()).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if

@@ -27,7 +27,7 @@ class InputText(RequestModel):
 
 
 class InputImage(MediumPart):
-    """A picture: a data URL, an http(s) URL or a file that was uploaded. detail is kept and changes nothing."""
+    """A picture: a data URL, an http(s) URL or a file that was uploaded. detail: as in chat completions."""
 
     type: Literal["input_image"]
     image_url: str | None = None
@@ -188,4 +188,5 @@ def _chat_part(part: dict[str, Any]) -> dict[str, Any]:
     limits: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if name in part}
     if "file_id" in part:
         return {"type": "file", "file": {"file_id": part["file_id"]}, **limits}
-    return {"type": "image_url", "image_url": {"url": part["image_url"]}, **limits}
+    detail = {"detail": part["detail"]} if "detail" in part else {}
+    return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}, **limits}
