@@ -73,6 +73,8 @@ def test_a_stop_sequence_is_named(client):
         ({"messages": [*ASK, {"role": "assistant", "content": "It"}]}, 400, "invalid_request_error", "continued"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error", "thinking"),
         ({"temperature": -1}, 400, "invalid_request_error", "temperature"),
+        ({"n": 2}, 400, "invalid_request_error", "n is not supported"),
+        ({"use_beam_search": True}, 400, "invalid_request_error", "use_beam_search is not supported"),
         ({"model": "other"}, 404, "not_found_error", "other"),
         ({"messages": shown("data:image/png;base64," + base64.b64encode(b"no").decode())}, 400,
          "invalid_request_error", "picture"),

@@ -113,6 +113,15 @@ def test_the_clients_own_stream_puts_calls_together(live):
     check_calls(message.tool_calls)
 
 
+def test_the_model_is_told_of_its_tools_however_short_the_question(either):
+    def num_prompt_tokens(**fields):
+        return ask(either, max_tokens=1, **fields).usage.prompt_tokens
+
+    without = num_prompt_tokens(tools=[])
+    assert num_prompt_tokens(tool_choice="none") == without
+    assert num_prompt_tokens() > num_prompt_tokens(tools=TOOLS[:1]) > without
+
+
 def test_a_call_that_is_cut_says_length(live):
     [answer] = ask(live, tool_choice=NAMED, max_tokens=50).choices
     assert answer.finish_reason == "length"

@@ -87,10 +87,9 @@ class Beams:
 
 
 class BeamStream:
-    """One of a search's answers as a stream of outputs, of which there is one. Closing all of them ends the search."""
+    """One of a search's answers as a stream of outputs, of which there is one. Closing any of them ends the search."""
 
-    def __init__(self, request_id: str, search: asyncio.Task[list[RequestOutput]], place: int) -> None:
-        self.request_id = request_id
+    def __init__(self, search: asyncio.Task[list[RequestOutput]], place: int) -> None:
         self._search = search
         self._place = place
         self._ended = False
@@ -140,7 +139,7 @@ def start_beam_search(
     task = asyncio.ensure_future(_search(client, request, beams, num_answers))
     # Whoever closed the streams does not ask what became of it.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return [BeamStream(f"{request.request_id}-{place}", task, place) for place in range(num_answers)]
+    return [BeamStream(task, place) for place in range(num_answers)]
 
 
 async def _search(client: EngineClient, request: EngineRequest, beams: Beams, num_answers: int) -> list[RequestOutput]:

@@ -96,8 +96,8 @@ def _attention(
             sinks=None if s_aux is None else tuple(s_aux.tolist()),
         )
 
-    # Values of latent attention are narrower than its keys.
-    value = nn.functional.pad(value, (0, head_size - value_size))
+    if value_size < head_size:  # as in latent attention
+        value = nn.functional.pad(value, (0, head_size - value_size))
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     output = attend(query, key, value, spec).view(1, -1, num_heads, head_size)
     return output[..., :value_size], None
@@ -219,7 +219,9 @@ class TransformersModel:
     def embed(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` int64 to ``[tokens, hidden_size]``, not yet scaled where the model scales them; zeros where
         pictures have something for its layers."""
-        return nn.functional.pad(self._embeddings(token_ids), (0, self.hidden_size - self._width))
+        embeddings: Tensor = self._embeddings(token_ids)
+        rest = self.hidden_size - self._width
+        return nn.functional.pad(embeddings, (0, rest)) if rest else embeddings
 
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""

@@ -59,8 +59,6 @@ class Piece:
 class OutputStream(Protocol):
     """Where the outputs of an answer come from, in order. Closing it aborts the answer."""
 
-    request_id: str
-
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
     def close(self) -> None: ...

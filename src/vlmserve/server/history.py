@@ -67,7 +67,8 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
                 raise
         kind, url = urls[file_id]
         limits = {name: value for name, value in part.items() if name in ("min_pixels", "max_pixels")}
-        return {"type": kind, kind: {"url": url}, **limits}
+        others = {name: value for name, value in part["file"].items() if name != "file_id"}
+        return {"type": kind, kind: {"url": url, **others}, **limits}
 
     shown: list[Message] = []
     for index, message in enumerate(messages):

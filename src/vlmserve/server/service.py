@@ -291,10 +291,6 @@ class Service:
             for part in message["content"]
             for url in _urls(part)
         ]
-        if not urls and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
-            return self._preparer.chat(messages, add_generation_prompt=add_generation_prompt, cache_salt=cache_salt)
-        remote = any(not url.startswith("data:") for url in urls)
-        workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
         prepare = functools.partial(
             self._preparer.chat,
             messages,
@@ -302,6 +298,10 @@ class Service:
             cache_salt=cache_salt,
             tools=tools,
         )
+        if not urls and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
+            return prepare()
+        remote = any(not url.startswith("data:") for url in urls)
+        workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
         try:
             return await asyncio.get_running_loop().run_in_executor(workers, prepare)
         except MemoryError:

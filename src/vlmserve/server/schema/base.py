@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError, model_validator
 
 from vlmserve.errors import InvalidRequestError
 
@@ -22,6 +22,28 @@ class RequestModel(BaseModel):
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
         return {key: field for key, field in value.items() if field is not None} if isinstance(value, dict) else value
+
+
+# Tags in angle brackets never reach a client: `_path` leaves them out.
+def by_type(*kinds: str) -> Discriminator:
+    """Of objects that say in their field ``type`` which of several they are; their tags are ``<type>``."""
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return f"<{kind}>" if kind in kinds else None
+
+    message = f"Input should be an object with a type out of {', '.join(map(repr, kinds))}"
+    return Discriminator(tag, custom_error_type="type", custom_error_message=message)
+
+
+def text_or_list(items: str) -> Discriminator:
+    """Of a string, whose tag is ``<text>``, and a list of such items, whose tag is ``<list>``."""
+
+    def tag(value: Any) -> str | None:
+        return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+    message = f"Input should be a string or a list of {items}"
+    return Discriminator(tag, custom_error_type="text_or_list", custom_error_message=message)
 
 
 Body = TypeVar("Body", bound=RequestModel)

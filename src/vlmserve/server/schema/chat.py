@@ -16,7 +16,7 @@ from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.content import Message
 from vlmserve.server.schema.logprobs import ChoiceLogprobs
-from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.sampling import ChoicesRequest
 from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
 from vlmserve.server.schema.usage import Usage
 
@@ -46,7 +46,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class ChatRequest(SamplingRequest):
+class ChatRequest(ChoicesRequest):
     """The body of ``POST /v1/chat/completions``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
@@ -62,11 +62,6 @@ class ChatRequest(SamplingRequest):
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
     parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
 
-    @property
-    def tool_use(self) -> ToolUse | None:
-        """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-
     logprobs: bool = Field(False, description="Tell how likely each token was.")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_COUNT, description="With logprobs: likeliest tokens to tell at each place."
@@ -77,6 +72,11 @@ class ChatRequest(SamplingRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def wanted_logprobs(self) -> int | None:

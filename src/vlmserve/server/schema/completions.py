@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.logprobs import CompletionLogprobs
-from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.sampling import ChoicesRequest
 from vlmserve.server.schema.usage import Usage
 
 MAX_PROMPTS = 128
@@ -48,7 +48,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(SamplingRequest):
+class CompletionRequest(ChoicesRequest):
     """The body of ``POST /v1/completions``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES

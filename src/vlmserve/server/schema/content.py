@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from vlmserve.config import MAX_FPS
-from vlmserve.server.schema.base import MAX_COUNT, RequestModel
+from vlmserve.server.schema.base import MAX_COUNT, RequestModel, by_type, text_or_list
 from vlmserve.server.schema.tools import SentToolCall
 
 
@@ -90,36 +90,17 @@ class FilePart(MediumPart):
     file: FileRef
 
 
-PARTS = ("text", "image_url", "video_url", "video", "file")
-
-
-# Tags in angle brackets never reach a client: `_path` leaves them out.
-def _content_kind(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
-
-
-def _part_kind(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in PARTS else None
-
-
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[ImagePart, Tag("<image_url>")]
     | Annotated[VideoURLPart, Tag("<video_url>")]
     | Annotated[VideoPart, Tag("<video>")]
     | Annotated[FilePart, Tag("<file>")],
-    Discriminator(
-        _part_kind,
-        custom_error_type="part",
-        custom_error_message=f"Input should be an object with a type out of {', '.join(map(repr, PARTS))}",
-    ),
+    by_type("text", "image_url", "video_url", "video", "file"),
 ]
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
-    Discriminator(
-        _content_kind, custom_error_type="content", custom_error_message="Input should be a string or a list of parts"
-    ),
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],
+    text_or_list("parts"),
 ]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from vlmserve.server.schema.base import RequestModel
+from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
 from vlmserve.server.schema.content import MediumPart
 
 MAX_ITEMS = 4096
@@ -72,30 +72,13 @@ class Refusal(RequestModel):
     refusal: str
 
 
-PARTS = ("input_text", "input_image", "input_file", "output_text", "refusal")
-
-
-# Tags in angle brackets never reach a client: `_path` leaves them out.
-def _content_kind(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
-
-
-def _part_kind(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in PARTS else None
-
-
 Part = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[InputFile, Tag("<input_file>")]
     | Annotated[OutputText, Tag("<output_text>")]
     | Annotated[Refusal, Tag("<refusal>")],
-    Discriminator(
-        _part_kind,
-        custom_error_type="part",
-        custom_error_message=f"Input should be an object with a type out of {', '.join(map(repr, PARTS))}",
-    ),
+    by_type("input_text", "input_image", "input_file", "output_text", "refusal"),
 ]
 
 
@@ -105,12 +88,8 @@ class InputItem(RequestModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
-        Discriminator(
-            _content_kind,
-            custom_error_type="content",
-            custom_error_message="Input should be a string or a list of parts",
-        ),
+        Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<list>")],
+        text_or_list("parts"),
     ]
     id: str | None = None
     status: str | None = None
@@ -186,7 +165,7 @@ def _chat_part(part: dict[str, Any]) -> dict[str, Any]:
         case "refusal":
             return {"type": "text", "text": part["refusal"]}
     limits: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if name in part}
-    if "file_id" in part:
-        return {"type": "file", "file": {"file_id": part["file_id"]}, **limits}
     detail = {"detail": part["detail"]} if "detail" in part else {}
+    if "file_id" in part:
+        return {"type": "file", "file": {"file_id": part["file_id"], **detail}, **limits}
     return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}, **limits}

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from vlmserve.server.schema.base import MAX_COUNT, RequestModel
+from vlmserve.server.schema.base import MAX_COUNT, RequestModel, by_type, text_or_list
 from vlmserve.server.schema.sampling import SamplingRequest
 
 _IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier"})
@@ -52,20 +52,13 @@ class URLSource(RequestModel):
     url: str
 
 
-def _kind(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>"
-
-
 class ImageBlock(Block):
     """A picture."""
 
     type: Literal["image"]
     source: Annotated[
         Annotated[Base64Source, Tag("<base64>")] | Annotated[URLSource, Tag("<url>")],
-        Discriminator(
-            _kind, custom_error_type="source", custom_error_message="Input should be of type 'base64' or 'url'"
-        ),
+        by_type("base64", "url"),
     ]
 
     def part(self) -> dict[str, Any]:
@@ -79,19 +72,12 @@ class ImageBlock(Block):
 
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
-    Discriminator(
-        _kind, custom_error_type="block", custom_error_message="Input should be a block of type 'text' or 'image'"
-    ),
+    by_type("text", "image"),
 ]
 
 
-def _content_kind(value: Any) -> str | None:
-    return "<string>" if isinstance(value, str) else "<blocks>" if isinstance(value, list) else None
-
-
-_CONTENT = Discriminator(
-    _content_kind, custom_error_type="content", custom_error_message="Input should be a string or a list of blocks"
-)
+System = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<list>")], text_or_list("blocks")]
+"""What is said before the conversation."""
 
 
 class Turn(RequestModel):
@@ -99,9 +85,8 @@ class Turn(RequestModel):
 
     role: Literal["user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag("<string>")]
-        | Annotated[Annotated[list[ContentBlock], Field(min_length=1)], Tag("<blocks>")],
-        _CONTENT,
+        Annotated[str, Tag("<text>")] | Annotated[list[ContentBlock], Field(min_length=1), Tag("<list>")],
+        text_or_list("blocks"),
     ]
 
 
@@ -110,7 +95,7 @@ class CountRequest(RequestModel):
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     model: str | None = None
-    system: Annotated[Annotated[str, Tag("<string>")] | Annotated[list[TextBlock], Tag("<blocks>")], _CONTENT] = ""
+    system: System = ""
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as `RequestPreparer.chat` takes them."""
@@ -126,7 +111,7 @@ class MessagesRequest(SamplingRequest):
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
-    system: Annotated[Annotated[str, Tag("<string>")] | Annotated[list[TextBlock], Tag("<blocks>")], _CONTENT] = ""
+    system: System = ""
     stop_sequences: list[str] = Field(default_factory=list, description="Up to 16.")
 
     @model_validator(mode="after")

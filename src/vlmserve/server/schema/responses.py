@@ -99,9 +99,6 @@ class ResponsesRequest(SamplingRequest):
     def _has_a_question(self) -> ResponsesRequest:
         if self.previous_response_id is not None and self.conversation is not None:
             raise ValueError("previous_response_id and conversation cannot be given together")
-        for name, neutral in (("n", 1), ("use_beam_search", False)):
-            if getattr(self, name) != neutral:
-                raise InvalidRequestError(f"{name} is not supported here; leave it out", param=name)
         if not (self.input or self.previous_response_id or self.conversation):
             raise ValueError("input is missing or empty")
         return self

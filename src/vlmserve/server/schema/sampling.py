@@ -18,15 +18,20 @@ MAX_CHOICES = 16
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
+    "best_of": (1,),
+    "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "n": (1,),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
-"""Of vLLM's fields, whatever the API."""
+"""Of vLLM's fields, whatever the API; those that an API does have are its own."""
 
 
 class StreamOptions(RequestModel):
@@ -90,11 +95,6 @@ class SamplingRequest(RequestModel):
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] = Field(default_factory=list, max_length=256)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
-    use_beam_search: bool = Field(False, description="The likeliest answers as a whole, instead of sampled ones.")
-    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Beams that are searched. Default: n.")
-    length_penalty: float = Field(1, ge=-10, le=10, description="More than 1 prefers longer answers of a search.")
-    early_stopping: bool = Field(False, description="End a search as soon as enough answers have ended.")
     response_format: ResponseFormat | None = Field(None, description="What the answer looks like: text or JSON.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
     guided_json: Schema | None = Field(None, description="A JSON schema; vLLM's older form.")
@@ -125,28 +125,6 @@ class SamplingRequest(RequestModel):
             elif name not in cls.ignored_fields:
                 raise InvalidRequestError(f"{name} is not a field of this request; is it misspelt?", param=name)
         return kept
-
-    @model_validator(mode="after")
-    def _searches_if_it_says_so(self) -> Self:
-        if not self.use_beam_search:
-            for name, neutral in (("best_of", (None, self.n)), ("length_penalty", (1,)), ("early_stopping", (False,))):
-                if getattr(self, name) not in neutral:
-                    raise InvalidRequestError(f"{name} needs use_beam_search", param=name)
-        elif self.best_of is not None and self.best_of < self.n:
-            raise InvalidRequestError(f"best_of must be at least n, which is {self.n}", param="best_of")
-        return self
-
-    @property
-    def num_running(self) -> int:
-        """How many answers to one prompt run at once."""
-        return (self.best_of or self.n) if self.use_beam_search else self.n
-
-    @property
-    def beams(self) -> BeamSearch | None:
-        """What to search for, if anything."""
-        if not self.use_beam_search:
-            return None
-        return BeamSearch(self.best_of or self.n, self.length_penalty, self.early_stopping)
 
     def without_content(self) -> Self:
         """The same without what the request shows and says, which may be large."""
@@ -197,3 +175,35 @@ class SamplingRequest(RequestModel):
             "grammar": self.guided_grammar,
         }
         return wanted_grammar(self.response_format, self.structured_outputs, guided)
+
+
+class ChoicesRequest(SamplingRequest):
+    """One that may ask for several answers to each prompt, and for a search."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
+    use_beam_search: bool = Field(False, description="The likeliest answers as a whole, instead of sampled ones.")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Beams that are searched. Default: n.")
+    length_penalty: float = Field(1, ge=-10, le=10, description="More than 1 prefers longer answers of a search.")
+    early_stopping: bool = Field(False, description="End a search as soon as enough answers have ended.")
+
+    @model_validator(mode="after")
+    def _searches_if_it_says_so(self) -> Self:
+        if not self.use_beam_search:
+            for name, neutral in (("best_of", (None, self.n)), ("length_penalty", (1,)), ("early_stopping", (False,))):
+                if getattr(self, name) not in neutral:
+                    raise InvalidRequestError(f"{name} needs use_beam_search", param=name)
+        elif self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequestError(f"best_of must be at least n, which is {self.n}", param="best_of")
+        return self
+
+    @property
+    def num_running(self) -> int:
+        """How many answers to one prompt run at once."""
+        return (self.best_of or self.n) if self.use_beam_search else self.n
+
+    @property
+    def beams(self) -> BeamSearch | None:
+        """What to search for, if anything."""
+        if not self.use_beam_search:
+            return None
+        return BeamSearch(self.best_of or self.n, self.length_penalty, self.early_stopping)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.server.schema.base import RequestModel
+from vlmserve.server.schema.base import RequestModel, by_type
 from vlmserve.types import Grammar, GrammarKind
 
 
@@ -55,19 +55,7 @@ class SchemaFormat(RequestModel):
     json_schema: NamedSchema
 
 
-_FORMATS = ("text", "json_object", "json_schema")
-
-
-def _format(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in _FORMATS else None
-
-
-_FORMAT = Discriminator(
-    _format,
-    custom_error_type="format",
-    custom_error_message=f"Input should be an object with a type out of {', '.join(map(repr, _FORMATS))}",
-)
+_FORMAT = by_type("text", "json_object", "json_schema")
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[ObjectFormat, Tag("<json_object>")]
