@@ -20,8 +20,8 @@ class TextPart(RequestModel):
 
 
 class ImageURL(RequestModel):
-    """Where a picture is: a data URL or an http(s) URL. detail: with "low", models that can do without tiles see the
-    picture as one; others see it as always."""
+    """Where a picture is: a data URL or an http(s) URL. detail: with "low", models that cut pictures see it as one, and
+    models of any size see it small; others see it as always."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
