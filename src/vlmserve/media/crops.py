@@ -100,7 +100,8 @@ class CropProcessor(PixelProcessor):
 
 
 def tiling(height: int, width: int, step: int, most: int) -> tuple[int, int]:
-    """How many rows and columns of tiles, at most so many in all, a picture is cut into."""
+    """How many rows and columns of tiles a picture is cut into: at most so many in all, but for a single row or column
+    of a picture that is dozens of times as long as wide."""
     if most == 1 or height <= step or width <= step:
         return 1, 1
     least = math.ceil(height / step), math.ceil(width / step)
