@@ -209,6 +209,43 @@ def test_what_a_schema_asks_too_much_may_be_ignored(byte_grammars, byte_tokenize
     assert all(isinstance(item, int) for item in json.loads(text))
 
 
+def fits(grammars: GrammarCompiler, tokenizer: Tokenizer, schema: dict[str, Any], text: str) -> bool:
+    """Whether a text, without spaces, is an answer that a schema wants."""
+    matcher = grammars.matcher(Grammar.json(schema))
+    for character in text:
+        token = tokenizer.token_id(character)
+        if not matcher.allowed(END, may_end=True)[token]:
+            return False
+        matcher.advance(token)
+    return matcher.complete
+
+
+A, B = ({"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]} for name in "ab")
+
+
+@pytest.mark.parametrize(
+    ("schema", "fitting", "unfitting"),
+    [
+        (A, '{"a":1}', '{"a":1,"b":2}'),
+        ({"type": "object", "properties": {}}, "{}", '{"a":1}'),
+        ({"type": "array", "items": A}, '[{"a":1}]', '[{"a":1,"b":2}]'),
+        ({"anyOf": [A, B]}, '{"b":2}', '{"a":1,"b":2}'),
+        ({"$defs": {"a": A}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}}, '{"x":{"a":1}}',
+         '{"x":{"a":1,"b":2}}'),
+        ({"type": "object", "properties": {"if": A}}, '{"if":{"a":1}}', '{"if":{"a":1,"b":2}}'),
+        ({"allOf": [A]}, '{"a":1}', '{"a":1,"b":2}'),
+        ({**A, "additionalProperties": {"type": "integer"}}, '{"a":1,"b":2}', '{"a":1,"b":true}'),
+        ({"type": "object"}, '{"a":1,"b":[]}', "[]"),
+        ({"allOf": [A, B]}, '{"a":1,"b":2}', '{"a":1}'),
+        ({**A, "anyOf": [B, {"required": ["c"]}]}, '{"a":1,"b":2}', '{"b":2}'),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_objects_have_the_properties_that_their_schema_names(byte_grammars, byte_tokenizer, schema, fitting, unfitting):
+    assert fits(byte_grammars, byte_tokenizer, schema, fitting)
+    assert not fits(byte_grammars, byte_tokenizer, schema, unfitting)
+
+
 def test_a_grammar_that_grows_too_complex_fails_late_with_a_message(byte_grammars, byte_tokenizer):
     matcher = byte_grammars.matcher(Grammar.regex(r"x(((a{100}){100}){100}){100}"))
     for character in "xaaaa":

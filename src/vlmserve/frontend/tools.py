@@ -12,7 +12,7 @@ from vlmserve.config import ToolCallParser
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.template import ChatTemplate, Message, Role
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.sampling.grammar import json_options
+from vlmserve.sampling.grammar import guided_schema
 from vlmserve.types import Grammar
 
 
@@ -112,7 +112,7 @@ class ToolForm:
         )
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
         for index, function in enumerate(calls):
-            schema = {**function.schema, "x-guidance": json_options(function.strict)}
+            schema = _guided(function.schema, function.strict, "tools")
             rules.append(f'call_{index}: {_text(self.head(function))} arguments_{index} "}}"')
             rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
         rules.append(r"TEXT: /(.|\n)*/")
@@ -245,17 +245,24 @@ def _text(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
+def _guided(schema: dict[str, Any], strict: bool, source: str) -> dict[str, Any]:
+    try:
+        return guided_schema(schema, strict=strict)
+    except ValueError as error:
+        raise InvalidRequestError(f"{source}: {error}", param=source) from None
+
+
 def _embedded(answer: Grammar) -> str:
     """A grammar as part of another one."""
     if answer.kind == "json_object":
-        return "%json " + json.dumps({"type": "object", "x-guidance": json_options(True)})
+        return "%json " + json.dumps(guided_schema({"type": "object"}, strict=True))
     if answer.kind == "json_schema":
         try:
             schema = json.loads(answer.text)
         except ValueError as error:
             raise InvalidRequestError(f"{answer.source}: {error}", param=answer.source) from None
         schema = schema if isinstance(schema, dict) else {}
-        return "%json " + json.dumps({**schema, "x-guidance": json_options(answer.strict)})
+        return "%json " + json.dumps(_guided(schema, answer.strict, answer.source))
     if answer.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(answer.text)))
     raise InvalidRequestError(

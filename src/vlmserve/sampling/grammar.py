@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -238,9 +238,9 @@ def source_text(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_object":
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides={"whitespace_pattern": WHITESPACE})
+            return LLMatcher.grammar_from_json_schema(guided_schema({"type": "object"}, strict=True))
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(read_schema(grammar.text), overrides=json_options(grammar.strict))
+            return LLMatcher.grammar_from_json_schema(guided_schema(read_schema(grammar.text), strict=grammar.strict))
         case "regex":
             # As in JavaScript and JSON schemas, a digit is one of ten.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
@@ -259,9 +259,68 @@ def source_text(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(lark)
 
 
-def json_options(strict: bool) -> Any:
-    """How JSON schemas are read. Not strictly: keywords that cannot be followed are ignored."""
-    return {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
+def guided_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A JSON schema as llguidance is to follow it. strict: keywords that cannot be followed are refused, not ignored.
+
+    Objects have the properties that the schema names, and others only where it speaks of them: else a model that has
+    said all could go on with properties that it makes up. Schemas that are put together from several for one object
+    mean what they say, since each of them alone knows only some of the properties.
+    Raises ValueError for one that is nested too deeply.
+    """
+    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
+    try:
+        combines = any(map(_combines, _schemas(schema)))
+        return {**(schema if combines else _closed(schema)), "x-guidance": options}
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+
+
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+_LISTED_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames", "if", "then", "else")
+_OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+_MORE_OF_THE_SAME = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas")
+
+
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """A schema and all that are in it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for name in _NAMED_SCHEMAS:
+        for inner in schema[name].values() if isinstance(schema.get(name), dict) else ():
+            yield from _schemas(inner)
+    for name in _LISTED_SCHEMAS:
+        for inner in schema[name] if isinstance(schema.get(name), list) else ():
+            yield from _schemas(inner)
+    for name in _SCHEMAS:
+        yield from _schemas(schema.get(name))
+
+
+def _combines(schema: Mapping[str, Any]) -> bool:
+    """Whether several schemas speak of one object."""
+    parts = schema.get("allOf")
+    several = isinstance(parts, list) and len(parts) > 1
+    return several or "if" in schema or ("properties" in schema and any(name in schema for name in _MORE_OF_THE_SAME))
+
+
+def _closed(schema: Any) -> Any:
+    """The same without properties that it does not name."""
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for name in _NAMED_SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            closed[name] = {key: _closed(inner) for key, inner in schema[name].items()}
+    for name in _LISTED_SCHEMAS:
+        if isinstance(schema.get(name), list):
+            closed[name] = [_closed(inner) for inner in schema[name]]
+    for name in _SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            closed[name] = _closed(schema[name])
+    if "properties" in schema and not any(name in schema for name in _OTHER_PROPERTIES):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def read_schema(text: str) -> dict[str, Any]:
