@@ -199,6 +199,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestResult]:
         """Answer one conversation (a list of messages) or many (a list of lists); results are in the same order.
@@ -206,7 +207,8 @@ class LLM:
         Messages have OpenAI's form; a picture is a part ``{"type": "image", "image": x}`` where x is a
         `PIL.Image.Image`, a path, a file's bytes or a URL, or a part ``{"type": "image_url", …}``. A video is a part
         ``{"type": "video", "video": x}`` where x is a file or a list of such pictures, or ``{"type": "video_url", …}``.
-        sampling_params: one for all, or one each. use_tqdm: whether to show a progress bar. cache_salt: nothing that is
+        sampling_params: one for all, or one each. use_tqdm: whether to show a progress bar. chat_template_kwargs:
+        values that the model's chat template may know by name, such as ``enable_thinking``. cache_salt: nothing that is
         cached is shared with requests of another salt, or of none.
 
         All requests are checked before the first one runs. Raises InvalidRequestError for one that cannot be
@@ -220,7 +222,11 @@ class LLM:
 
         def prepare(conversation: Any) -> _Prepared:
             prompt = self._preparer.chat(
-                conversation, add_generation_prompt=add_generation_prompt, allow_local=True, cache_salt=salt
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                allow_local=True,
+                cache_salt=salt,
+                template_settings=chat_template_kwargs,
             )
             return _Prepared(prompt, salt)
 

@@ -81,6 +81,25 @@ def test_in_part_templates_that_know_no_pictures_a_picture_is_its_placeholder() 
     assert text == "[<image>][Hi]"
 
 
+SETTABLE = "{% if enable_thinking is not defined or enable_thinking %}Think. {% endif %}" + CHATML_STRINGS
+
+
+def test_settings_that_a_template_knows_render_as_in_transformers() -> None:
+    template = ChatTemplate(SETTABLE, SPECIAL, None)
+    assert template.settings == {"enable_thinking"}
+    question = [Message("user", ("Hi",), is_string=True)]
+    for settings in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        chat = [{"role": "user", "content": "Hi"}]
+        theirs, _ = render_jinja_template([chat], chat_template=SETTABLE, add_generation_prompt=True, **settings)
+        assert template.render(question, settings={**settings, "unknown": 1}) == theirs[0]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token"])
+def test_settings_cannot_replace_what_is_the_requests(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"cannot set {name}"):
+        ChatTemplate(CHATML_STRINGS, SPECIAL, None).render(CONVERSATION[:1], settings={name: "x"})
+
+
 def test_a_template_that_raises_refuses_the_request() -> None:
     source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     template = ChatTemplate(source + "{{ m.content }}{% endfor %}", SPECIAL, None)

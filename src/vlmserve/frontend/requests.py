@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -101,6 +101,11 @@ class RequestPreparer:
         """Whether there is a way to write a conversation as a prompt."""
         return self._template is not None or self._one_picture is not None
 
+    @property
+    def template_settings(self) -> frozenset[str]:
+        """Names of values that the chat template knows beside the conversation."""
+        return frozenset() if self._template is None else self._template.settings
+
     def chat(
         self,
         messages: Sequence[Any],
@@ -109,6 +114,7 @@ class RequestPreparer:
         allow_local: bool = False,
         cache_salt: str = "",
         tools: ToolUse | None = None,
+        template_settings: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt of a conversation in OpenAI's form.
 
@@ -116,6 +122,7 @@ class RequestPreparer:
         allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, and videos of
         such frames; for callers in the same process, never for what came over HTTP. cache_salt: of the request;
         pictures are only shared with requests of the same one. tools: what the model is told that it may call.
+        template_settings: values that the chat template may know by name.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture.
         """
         parsed, media = parse_messages(messages, allow_local=allow_local)
@@ -142,6 +149,7 @@ class RequestPreparer:
             [_quoted(message, quotation) for message in parsed],
             add_generation_prompt=add_generation_prompt,
             tools=described,
+            settings=template_settings and _quoted_json(template_settings, quotation),
         )
         _check_shown(text, self.tokenizer.picture_mark, len(pictures), "pictures")
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jinja2
@@ -21,6 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 
 _PROBE = "vlmserveprobe"
+_OURS = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables that only the request itself sets."""
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -93,13 +96,16 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            known = meta.find_undeclared_variables(environment.parse(source))
+            self.knows_tools = "tools" in known
             # Each rendering copies them, and jinja keeps them in layers that are slow to copy.
             self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
         self.source = source
         self._variables = dict(special_tokens)
+        self.settings = frozenset(known - {*_OURS, *environment.globals, *special_tokens, "image_token"})
+        """Names of what a request may set, such as ``enable_thinking``."""
         self._image_token = image_token
         self._video_token = video_token
         if image_token is not None:
@@ -116,14 +122,22 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. tools: functions, as OpenAI describes them, for a template that `knows_tools`.
+        """The prompt's text. tools: functions, as OpenAI describes them, for a template that `knows_tools`. settings:
+        values by name; those that are not among the template's `settings` have no effect.
 
-        Raises InvalidRequestError if the template refuses the messages.
+        Raises InvalidRequestError if the template refuses the messages, and for settings of what is not theirs to set.
         """
+        for name in settings or ():
+            if name in _OURS or name in self._variables:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs cannot set {name}, which the request itself sets",
+                    param="chat_template_kwargs",
+                )
         chat = [{**_beside_content(message), "content": self._content(message)} for message in messages]
         try:
-            return self._render(chat, add_generation_prompt=add_generation_prompt, tools=tools)
+            return self._render(chat, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings or {})
         except Exception as error:  # a template can fail with any error that its expressions can raise
             raise InvalidRequestError(
                 f"the model's chat template does not accept these messages: {error}", param="messages"
@@ -170,9 +184,11 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         return self._template.render(
             **{
+                **{name: value for name, value in settings.items() if name in self.settings},
                 **self._variables,
                 "messages": messages,
                 "add_generation_prompt": add_generation_prompt,

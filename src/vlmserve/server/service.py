@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Literal, Protocol, TypeVar
@@ -55,6 +55,9 @@ class Preparer(Protocol):
     @property
     def sees_videos(self) -> bool: ...
 
+    @property
+    def template_settings(self) -> Collection[str]: ...
+
     def chat(
         self,
         messages: Sequence[Any],
@@ -62,6 +65,7 @@ class Preparer(Protocol):
         add_generation_prompt: bool = True,
         cache_salt: str = "",
         tools: ToolUse | None = None,
+        template_settings: Mapping[str, Any] | None = None,
     ) -> Prompt: ...
 
     def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None: ...
@@ -281,8 +285,9 @@ class Service:
         *,
         add_generation_prompt: bool = True,
         tools: ToolUse | None = None,
+        template_settings: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt of a conversation, made in a worker thread. Raises what the preparer does."""
+        """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does."""
         assert self._preparer is not None
         urls = [
             url
@@ -297,6 +302,7 @@ class Service:
             add_generation_prompt=add_generation_prompt,
             cache_salt=cache_salt,
             tools=tools,
+            template_settings=template_settings,
         )
         if not urls and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
             return prepare()

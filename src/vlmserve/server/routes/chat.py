@@ -59,7 +59,8 @@ class ChatDialect(Dialect[ChatRequest]):
             params = msgspec.structs.replace(params, grammar=form.grammar(tools, params.grammar))
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
-            prompt = await service.prepare(messages, cache_salt, tools=tools)
+            settings = body.template_settings(service.preparer.template_settings)
+            prompt = await service.prepare(messages, cache_salt, tools=tools, template_settings=settings)
         return Question([prompt], params, body.n, cache_salt, body.beams, tools, body.num_samples)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:

@@ -23,7 +23,10 @@ async def tokenize(request: Request) -> Response:
             with service.bodies.share() as share:
                 messages = await with_files(service, owner_of(request), conversation(body.messages), share)
                 prompt = await service.prepare(
-                    messages, salt_of(request, None), add_generation_prompt=body.add_generation_prompt
+                    messages,
+                    salt_of(request, None),
+                    add_generation_prompt=body.add_generation_prompt,
+                    template_settings=body.chat_template_kwargs,
                 )
             tokens = prompt.token_ids
         else:

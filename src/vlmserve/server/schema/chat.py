@@ -5,8 +5,8 @@ Responses are msgspec structs: one is encoded for every token of every stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import Field, model_validator
@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
-from vlmserve.server.schema.content import Message
+from vlmserve.server.schema.content import Message, TemplateSettings
 from vlmserve.server.schema.logprobs import ChoiceLogprobs
 from vlmserve.server.schema.sampling import ChoicesRequest
 from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
@@ -40,7 +40,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -62,6 +61,11 @@ class ChatRequest(ChoicesRequest):
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
     parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
 
+    chat_template_kwargs: TemplateSettings = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For models whose chat template knows it; for others only none is accepted."
+    )
+
     logprobs: bool = Field(False, description="Tell how likely each token was.")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_COUNT, description="With logprobs: likeliest tokens to tell at each place."
@@ -77,6 +81,14 @@ class ChatRequest(ChoicesRequest):
     def tool_use(self) -> ToolUse | None:
         """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def template_settings(self, known: Collection[str]) -> dict[str, Any]:
+        """What the chat template is told by name. known: names that it knows. Raises InvalidRequestError for an effort
+        of which it knows nothing."""
+        effort, name = self.reasoning_effort, "reasoning_effort"
+        if effort not in (None, "none") and name not in known:
+            raise InvalidRequestError(f"this model knows no {name}; leave it out", param=name)
+        return ({name: effort} if effort and name in known else {}) | (self.chat_template_kwargs or {})
 
     @property
     def wanted_logprobs(self) -> int | None:

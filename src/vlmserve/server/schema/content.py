@@ -18,6 +18,12 @@ class ChatPart(RequestModel):
     cache_control: dict[str, Any] | None = Field(None, exclude=True)
 
 
+TemplateSettings = Annotated[
+    dict[str, Any] | None,
+    Field(description="Values that the model's chat template may know by name, such as enable_thinking."),
+]
+
+
 class TextPart(ChatPart):
     """A piece of text."""
 

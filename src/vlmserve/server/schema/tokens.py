@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
-from vlmserve.server.schema.content import Message
+from vlmserve.server.schema.content import Message, TemplateSettings
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
@@ -21,6 +21,7 @@ class TokenizeRequest(RequestModel):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateSettings = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")

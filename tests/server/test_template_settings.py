@@ -1,0 +1,69 @@
+"""What a request may tell the model's chat template by name."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from tests.mock_checkpoint import make_mock_checkpoint
+from tests.server.live import QUESTION, LiveServer
+
+TEMPLATE = (
+    "{% if enable_thinking is not defined or enable_thinking %}Think first. {% endif %}"
+    "{% if reasoning_effort is defined %}Effort: {{ reasoning_effort }}. {% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    folder = make_mock_checkpoint(tmp_path_factory.mktemp("thinking"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with LiveServer(folder) as server:
+        yield server
+
+
+def num_prompt_tokens(server: LiveServer, **fields) -> int:
+    create = server.openai.chat.completions.create
+    return create(model="tiny", messages=QUESTION, max_tokens=1, **fields).usage.prompt_tokens
+
+
+def prompt(server: LiveServer, **fields) -> str:
+    tokens = httpx.post(f"{server.url}/tokenize", json={"messages": QUESTION, **fields}).json()["tokens"]
+    return httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+
+
+def test_settings_reach_the_template_and_unknown_ones_change_nothing(thinking):
+    def tokens(**kwargs):
+        return num_prompt_tokens(thinking, extra_body={"chat_template_kwargs": kwargs})
+
+    assert tokens() == tokens(enable_thinking=True) == tokens(unknown=1) > tokens(enable_thinking=False)
+    assert "Think first" in prompt(thinking)
+    assert "Think first" not in prompt(thinking, chat_template_kwargs={"enable_thinking": False})
+
+
+def test_an_effort_is_for_templates_that_know_it(thinking, live):
+    assert num_prompt_tokens(thinking, reasoning_effort="low") > num_prompt_tokens(thinking)
+    assert num_prompt_tokens(live, reasoning_effort="none") == num_prompt_tokens(live)
+    with pytest.raises(openai.BadRequestError, match="knows no reasoning_effort"):
+        num_prompt_tokens(live, reasoning_effort="low")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"messages": []}, "cannot set messages"), ("low", "chat_template_kwargs")], ids=str
+)
+def test_what_is_not_theirs_to_set_is_refused(thinking, settings, message):
+    with pytest.raises(openai.BadRequestError, match=message) as refusal:
+        num_prompt_tokens(thinking, extra_body={"chat_template_kwargs": settings})
+    assert refusal.value.param == "chat_template_kwargs"
+    assert num_prompt_tokens(thinking) > 0
+
+
+def test_control_tokens_in_a_setting_are_only_text(thinking):
+    effort = {"chat_template_kwargs": {"reasoning_effort": "</s>"}}
+    tokens = httpx.post(
+        f"{thinking.url}/tokenize", json={"messages": QUESTION, **effort, "return_token_strs": True}
+    ).json()
+    assert "</s>" not in tokens["token_strs"]
+    assert "</s>" in prompt(thinking, **effort)
