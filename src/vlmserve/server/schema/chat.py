@@ -76,7 +76,8 @@ class ChatRequest(ChoicesRequest):
     @property
     def tool_use(self) -> ToolUse | None:
         """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        functions = [tool.function.function for tool in self.tools]
+        return tool_use(functions, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def wanted_logprobs(self) -> int | None:
