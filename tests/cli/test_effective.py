@@ -58,6 +58,19 @@ def test_json_has_values_and_sources(tmp_path):
     assert overrides == {"value": {"fps": 2.0}, "source": "file", "from": f"{path} [media] mm_processor_kwargs"}
 
 
+def test_what_a_worker_has_by_itself_is_told_apart(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[server]\nhost = '0.0.0.0'\nport = 1\n[worker.eyes]\nport = 2\nseed = 3\n")
+    shown = json.loads(show("--json", "--config", path, "--worker", "eyes"))
+    assert shown["server"]["host"]["from"] == f"{path} [server] host"
+    assert shown["server"]["port"] == {"value": 2, "source": "file", "from": f"{path} [worker.eyes] port"}
+    assert shown["engine"]["seed"]["from"] == f"{path} [worker.eyes] seed"
+    assert f"{path} [worker.eyes] port" in show("--config", path, VLMSERVE_WORKER="eyes")
+    whole = tmp_path / "whole.toml"
+    whole.write_text(show("--toml", "--config", path, "--worker", "eyes"))
+    assert give("--config", whole).settings == give("--config", path, "--worker", "eyes").settings
+
+
 @pytest.mark.parametrize(
     "line",
     [

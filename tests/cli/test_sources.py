@@ -87,6 +87,76 @@ def test_no_file_is_read_that_nobody_named(write, monkeypatch):
     assert give().port == 8000
 
 
+# Workers
+
+WORKERS = """
+[server]
+host = "0.0.0.0"
+port = 8000
+
+[engine]
+seed = 1
+dtype = "float32"
+
+[worker.eyes]
+model = "./eyes"
+port = 8001
+max_images = 3
+
+[worker.words]
+model = "./words"
+seed = 2
+port = "wrong"
+"""
+
+
+def test_a_worker_has_what_all_have_and_its_own_over_it(write):
+    path = write(WORKERS)
+    given = give("--config", path, "--worker", "eyes")
+    assert (given.model, given.port, given.max_images) == ("./eyes", 8001, 3)
+    assert (given.host, given.seed, given.dtype) == ("0.0.0.0", 1, "float32")
+    assert given.origins["port"] == f"{path} [worker.eyes] port"
+    assert given.origins["host"] == f"{path} [server] host"
+    none = give("--config", path)
+    assert (none.model, none.port, none.max_images) == ("pixie", 8000, 16)
+
+
+@pytest.mark.parametrize("present", [set(c) for n in range(4) for c in itertools.combinations("few", n)])
+def test_flags_win_over_variables_over_the_worker_over_what_all_have(write, present):
+    path = write("[server]\nport = 4\n[worker.a]\n" + ("port = 3\n" if "w" in present else ""))
+    flags = ["--port", "1"] if "f" in present else []
+    variables = {"VLMSERVE_PORT": "2"} if "e" in present else {}
+    given = give("--config", path, "--worker", "a", *flags, **variables)
+    expected = {"f": 1, "e": 2, "w": 3}
+    assert given.port == min((expected[source] for source in present), default=4)
+
+
+def test_a_variable_names_the_worker_and_the_flag_another_one(write):
+    path = str(write("[worker.a]\nport = 1\n[worker.b]\nport = 2\n[worker.'c d']\nport = 3\n"))
+    assert give(VLMSERVE_CONFIG=path, VLMSERVE_WORKER="a").port == 1
+    assert give("--worker", "b", VLMSERVE_CONFIG=path, VLMSERVE_WORKER="a").port == 2
+    assert give("--config", path, VLMSERVE_WORKER="").port == 8000
+    quoted = give("--config", path, "--worker=c d")
+    assert (quoted.port, quoted.origins["port"]) == (3, f'{path} [worker."c d"] port')
+
+
+def test_a_worker_that_the_file_does_not_describe_is_an_error(write):
+    path = write(WORKERS)
+    refused(give("--config", path, "--worker", "eye"), "--worker eye", "only eyes, words; did you mean eyes?")
+    refused(give("--config", path, "--worker", ""), '[worker.""]', "only eyes, words")
+    refused(give("--config", path, VLMSERVE_WORKER="xyz"), f"VLMSERVE_WORKER xyz: {path} has no [worker.xyz]")
+    refused(give("--config", write("[server]\nport = 1\n"), "--worker", "a"), "describes no workers", "[worker.NAME]")
+    refused(give("--worker", "a"), "--worker a", "--config")
+    refused(give(VLMSERVE_WORKER="a"), "VLMSERVE_WORKER a", "--config")
+
+
+def test_a_wrong_value_counts_where_its_worker_does(write):
+    path = write(WORKERS)
+    assert give("--config", path, "--worker", "eyes").exit_code == 0
+    refused(give("--config", path, "--worker", "words"), f"{path} [worker.words] port 'wrong'", "integer")
+    assert give("--config", path, "--worker", "words", "--port", "5").seed == 2
+
+
 # Values
 
 
@@ -178,12 +248,21 @@ def test_wrong_types_in_a_file_are_errors(write, line):
         ("[engine]\ngpu_memory_utilization = 0.5", ["gpu_memory_utilization", "called memory_fraction in [engine]"]),
         ("[engine]\nmax-model-len = 1", ["max-model-len", "max_model_len in [engine]"]),
         ("[engin]\nseed = 1", ["[engin]", "[engine]?"]),
-        ("[elsewhere]\nseed = 1", ["[elsewhere]", "[server], [engine], [media]"]),
+        ("[elsewhere]\nseed = 1", ["[elsewhere]", "[server], [engine], [media], [worker.NAME]"]),
         ("seed = 1", ["seed", "below [engine]"]),
         ("server = 1", ["write [server]"]),
         ("[server]\nport = \nseed = 1", ["not TOML", "line 2"]),
         ("[engine]\ntensor_parallel_size = 2", ["tensor_parallel_size", "one device"]),
         ("[server]\nxyzzy = 1", ["xyzzy", "vlmserve config"]),
+        ("[worker.a]\nprot = 1", ["[worker.a] prot is no setting; did you mean port?"]),
+        ("[worker.a]\ngpu_memory_utilization = 0.5", ["[worker.a] gpu_memory", "it is called memory_fraction here"]),
+        ("[worker.a.engine]\nseed = 1", ["[worker.a] engine", "settings of [engine] right below [worker.a]"]),
+        ("[worker.'a b']\nseeed = 1", ['[worker."a b"] seeed', "seed?"]),
+        ("[worker]\nseed = 1", ["[worker] seed belongs to no worker; write it below [worker.NAME]"]),
+        ("worker = 1", ["worker is a section; write [worker.NAME]"]),
+        ("[[worker]]\nport = 1", ["write [worker.NAME]"]),
+        ("[workers.a]\nport = 1", ["[workers]", "did you mean [worker.NAME]?"]),
+        ("[worker.a]\nport = 1\n[worker.b]\nprot = 1\n[server]\nhots = 1", ["[worker.b] prot", "[server] hots"]),
     ],
 )
 def test_unknown_keys_are_errors_that_say_what_was_meant(write, text, words):
@@ -196,6 +275,7 @@ def test_unknown_keys_are_errors_that_say_what_was_meant(write, text, words):
         ("VLMSERVE_MAX_MODEL_LENGTH", ["VLMSERVE_MAX_MODEL_LEN?"]),
         ("VLMSERVE_GPU_MEMORY_UTILIZATION", ["VLMSERVE_MEMORY_FRACTION"]),
         ("VLMSERVE_CONFIGS", ["VLMSERVE_CONFIG?"]),
+        ("VLMSERVE_WORKERS", ["VLMSERVE_WORKER?"]),
         ("VLMSERVE_LIMIT_MM_PER_PROMPT", ["VLMSERVE_MAX_IMAGES and VLMSERVE_MAX_VIDEOS"]),
         ("VLMSERVE_TRUST_REMOTE_CODE", ["Code from a checkpoint is never run"]),
         ("VLMSERVE_ENFORCE_EAGER", ["No graphs are captured"]),
@@ -207,7 +287,7 @@ def test_unknown_variables_are_errors_that_say_what_was_meant(name, words):
 
 
 def test_other_variables_are_left_alone():
-    others = {name: "0" for name in OTHER_VARIABLES if name != "VLMSERVE_CONFIG"}
+    others = {name: "0" for name in OTHER_VARIABLES if name not in ("VLMSERVE_CONFIG", "VLMSERVE_WORKER")}
     kubernetes = {
         "VLMSERVE_SERVICE_HOST": "10.0.0.1",
         "VLMSERVE_SERVICE_PORT": "8000",

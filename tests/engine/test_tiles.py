@@ -3,6 +3,8 @@ for conversations with pictures of any shape, and the same answers whatever else
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -241,6 +243,53 @@ def test_a_picture_that_comes_again_is_found_and_no_other_is(oracle: Oracle) -> 
     assert cached[1] <= start, "not even the words inside of another picture"
     assert min(cached[2:]) >= length - 4
     assert engine.stats().images_encoded == 2
+
+
+def with_detail(message: dict[str, Any], detail: str) -> dict[str, Any]:
+    """The same with its pictures as URLs, beside which it stands how much of them is to be seen."""
+
+    def shown(image: Image.Image) -> dict[str, Any]:
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        return {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+
+    content = [shown(part["image"]) if part["type"] == "image" else part for part in message["content"]]
+    return {**message, "content": content}
+
+
+@torch.inference_mode()
+def greedy_of_low_detail(oracle: Oracle, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What transformers says if it sees nothing but the tile that shows all of a picture."""
+    with monkeypatch.context() as patch:
+        if isinstance(oracle.processor, LlavaNextProcessor):
+            patch.setattr(oracle.model.model.config, "image_grid_pinpoints", [[0, 0]])
+            # Of the tile, the class token that is taken off again, and the newline.
+            patch.setattr(LlavaNextProcessor, "_get_number_of_features", lambda *_: 4 * 4 + 1 + 1)
+            inputs = oracle.inputs(message)
+            inputs["pixel_values"] = inputs["pixel_values"][:, :1]
+        else:
+            patch.setattr(oracle.processor.image_processor, "do_image_splitting", False)
+            inputs = oracle.inputs(message)
+        generated = oracle.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return generated[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_a_picture_of_low_detail_is_another_one(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [user((40, 30), "What is this?"), user("Look: ", (20, 60)), user("a", (48, 48), "and", (30, 31))]
+    low = [oracle.preparer.chat([with_detail(message, "low")]) for message in messages]
+    high = [oracle.preparer.chat([with_detail(message, "high")]) for message in messages]
+    expected_low = [greedy_of_low_detail(oracle, message, monkeypatch) for message in messages]
+    expected_high = [oracle.greedy(message) for message in messages]
+    assert expected_low != expected_high
+    assert all(len(own.token_ids) < len(other.token_ids) for own, other in zip(low, high, strict=True))
+    engine = engine_for(oracle, block_size=4)
+    assert generate(engine, [*low, *high]) == expected_low + expected_high
+    assert engine.stats().images_encoded == 8, "no cache takes one for the other"
+    assert [generate(engine, [prompt])[0] for prompt in low] == expected_low
+    assert engine.stats().images_encoded == 8, "and each is found again"
+    alone = engine_for(oracle, block_size=4, max_num_batched_tokens=5)
+    assert [generate(alone, [prompt])[0] for prompt in low] == expected_low
 
 
 def test_a_further_turn_finds_the_pictures_of_the_first(oracle: Oracle) -> None:

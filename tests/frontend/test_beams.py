@@ -118,7 +118,7 @@ def test_a_search_computes_what_beams_share_once(live) -> None:
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"logprobs": 1}, "logprobs"),
         ({"stop": "a"}, "stop"),
-        ({"use_beam_search": False, "best_of": 3}, "best_of"),
+        ({"use_beam_search": False, "best_of": 1, "n": 2}, "best_of"),
         ({"use_beam_search": False, "length_penalty": 2}, "length_penalty"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.models.test_qwen_vision import QWEN2, patches
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
-from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.any_size import LOW_DETAIL_PIXELS, AnySizeProcessor
 from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import PixelLimits
 
@@ -114,6 +114,33 @@ def test_a_request_may_have_narrower_bounds_and_no_wider_ones() -> None:
     }.items():
         with pytest.raises(InvalidRequestError, match=message):
             processor.within(limits)
+
+
+def test_a_picture_of_low_detail_is_small_unless_the_request_says_how_large() -> None:
+    settings = {**SETTINGS, "size": {"shortest_edge": 16 * 16, "longest_edge": 1024 * 1024}}
+    processor = AnySizeProcessor.from_settings(settings)
+
+    def area(size: tuple[int, int], of: AnySizeProcessor = processor, **limits: int) -> int:
+        pixels = of.within(PixelLimits(**limits, low_detail=True)).process(Picture.whole(noise(*size)))
+        return pixels.shape[2] * pixels.shape[3]
+
+    assert 0.95 * LOW_DETAIL_PIXELS < area((900, 700)) <= LOW_DETAIL_PIXELS == 512 * 512
+    assert area((64, 40)) == 64 * 40, "what is small stays as it is"
+    assert 390_000 < area((900, 700), max_pixels=400_000) <= 400_000
+    assert 300_000 <= area((64, 40), min_pixels=300_000) < 330_000
+    small = AnySizeProcessor.from_settings(SETTINGS)
+    assert small.within(PixelLimits(low_detail=True)) is small, "the server's own bound is lower"
+    large = AnySizeProcessor.from_settings(settings, overrides=ProcessorOverrides(min_pixels=500_000))
+    assert area((64, 40), large) < 1.02 * LOW_DETAIL_PIXELS, "the server's lower bound gives way"
+    low = processor.within(PixelLimits(low_detail=True))
+    assert low.fingerprint == processor.within(PixelLimits(max_pixels=LOW_DETAIL_PIXELS)).fingerprint
+    assert low.fingerprint != processor.fingerprint
+    theirs = Qwen2VLImageProcessorPil(**{**settings, "size": {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}})(
+        images=noise(900, 700), return_tensors="pt"
+    )
+    rows, grid = patches(torch.from_numpy(low.process(Picture.whole(noise(900, 700)))), QWEN2)
+    assert grid.tolist() == theirs["image_grid_thw"].tolist()
+    torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
 
 
 def test_a_picture_that_is_too_narrow_is_refused() -> None:

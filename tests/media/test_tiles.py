@@ -14,7 +14,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from tests.media.pictures_for_tests import encoded, noise, photo
 from vlmserve.config import MediaConfig
-from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.pictures import Picture, decode_picture
 from vlmserve.media.processor import PixelLimits
@@ -98,6 +98,23 @@ def test_a_picture_covers_the_middle_of_its_tiles() -> None:
     assert processor.placeholders(pixels, (40, 30)) == (16 + 6 * 9, None, Tiling(2, 2, 6, 8), ())
 
 
+@pytest.mark.parametrize("settings", NEXT_SETTINGS.values(), ids=NEXT_SETTINGS)
+def test_of_a_picture_of_low_detail_only_the_first_tile_is_left(settings: dict[str, Any]) -> None:
+    processor, theirs = next_processor(settings), LlavaNextImageProcessorPil(**settings)
+    low = processor.within(PixelLimits(low_detail=True))
+    for size in SIZES[:6]:
+        pixels, placeholders = low.prepare(Picture.whole(noise(*size)))
+        expected = theirs(images=noise(*size), return_tensors="np")["pixel_values"][0]
+        np.testing.assert_allclose(pixels, expected[:1], rtol=0, atol=1e-6)
+        assert placeholders == (16 + 1, None, None, ())
+    assert low.fingerprint != processor.fingerprint
+    assert processor.within(PixelLimits()) is processor
+    assert low.within(PixelLimits(low_detail=True)) is low
+    assert low.reduction((640, 480)) >= processor.reduction((640, 480))
+    with pytest.raises(InvalidRequestError, match="leave min_pixels and max_pixels out"):
+        processor.within(PixelLimits(max_pixels=100, low_detail=True))
+
+
 SPLIT_SETTINGS: dict[str, dict[str, Any]] = {
     "published": {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 16}},
     "other tiles": {"size": {"longest_edge": 50}, "max_image_size": {"longest_edge": 24}, "resample": 2},
@@ -154,7 +171,7 @@ def test_pixels_and_words_of_split_pictures_are_those_of_transformers(
 def test_a_picture_of_low_detail_is_not_cut() -> None:
     settings = {**SPLIT_SETTINGS["published"], "do_image_splitting": True}
     processor = split_processor(settings)
-    low = processor.within(PixelLimits(whole=True))
+    low = processor.within(PixelLimits(low_detail=True))
     uncut = split_processor({**settings, "do_image_splitting": False})
     picture = Picture.whole(noise(90, 20))
     (pixels, placeholders), (expected, expected_placeholders) = low.prepare(picture), uncut.prepare(picture)
@@ -163,7 +180,7 @@ def test_a_picture_of_low_detail_is_not_cut() -> None:
     assert len(pixels) < len(processor.prepare(picture)[0])
     assert low.fingerprint == uncut.fingerprint != processor.fingerprint
     assert processor.within(PixelLimits()) is processor
-    assert uncut.within(PixelLimits(whole=True)) is uncut
+    assert uncut.within(PixelLimits(low_detail=True)) is uncut
 
 
 def test_the_defaults_of_split_pictures_are_those_of_transformers() -> None:
@@ -218,6 +235,8 @@ def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
     ]  # fmt: skip
     fingerprints = [next_processor({**NEXT, **change}).fingerprint for change in changes]
     fingerprints.append(next_processor(NEXT, exact_pixels=True).fingerprint)
+    low = PixelLimits(low_detail=True)
+    fingerprints += [next_processor({**NEXT, **change}).within(low).fingerprint for change in ({}, {"resample": 2})]
     base = SPLIT_SETTINGS["published"]
     changes = [
         {}, {"size": {"longest_edge": 32}}, {"max_image_size": {"longest_edge": 32}}, {"do_image_splitting": False},

@@ -11,9 +11,11 @@ import torch
 
 from tests.checkpoints import change_config
 from tests.moondream import SETTINGS, TEXT, TOKENS, VISION, Moondream, make_moondream, noise
+from tests.oracles.moondream import MoondreamOracle
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.pictures import Picture
+from vlmserve.media.processor import PixelLimits
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
@@ -51,6 +53,16 @@ def test_embeddings_equal_the_oracles(moondream: Moondream) -> None:
     assert torch.equal(vision.encode(pictures)[1], vision.encode(pictures[1:])[0])
 
 
+@pytest.mark.parametrize("size", [(900, 21), (21, 900), (3, 4000)])
+def test_pictures_of_extreme_shapes_are_seen(moondream: Moondream, size: tuple[int, int]) -> None:
+    vision = load(moondream.folder).vision
+    assert vision is not None
+    processor = CropProcessor({"config": SETTINGS})
+    picture = Picture.whole(noise(0, *size))
+    pixels = processor.process(picture)
+    vision.check(pixels.shape, processor.placeholders(pixels, size).num_tokens)
+
+
 def test_names_may_come_without_the_outer_module(tmp_path: Path) -> None:
     with_it, without = (load(make_moondream(tmp_path / prefix, prefix=prefix)[0]) for prefix in ("model.", ""))
     pixels = [torch.from_numpy(CropProcessor({"config": SETTINGS}).process(Picture.whole(noise(0, 50, 30))))]
@@ -78,7 +90,7 @@ def test_the_published_shape_is_what_an_empty_config_means() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 3, 40, 25), (1, 3, 39, 20), (1, 3, 20, 20), (2, 3, 40, 20), (3, 40, 20), (1, 4, 40, 20), (1, 3, 40, 104)],
+    [(1, 3, 40, 25), (1, 3, 39, 20), (1, 3, 20, 20), (2, 3, 40, 20), (3, 40, 20), (1, 4, 40, 20), (1, 3, 52, 104)],
     ids=str,
 )
 def test_pixels_that_do_not_fit_are_refused(moondream: Moondream, shape: tuple[int, ...]) -> None:
@@ -135,6 +147,29 @@ def test_crops_equal_the_oracles(moondream: Moondream, size: tuple[int, int]) ->
         row, column = divmod(number, columns)
         cut = large[:, 12 * row : 12 * row + 20, 12 * column : 12 * column + 20]
         np.testing.assert_allclose(cut, crop, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_a_picture_of_low_detail_is_one_crop(moondream: Moondream) -> None:
+    oracle = MoondreamOracle({"text": TEXT, "vision": {**VISION, "max_crops": 1}}, moondream.oracle.weights)
+    processor = CropProcessor({"config": SETTINGS})
+    low, picture = processor.within(PixelLimits(low_detail=True)), noise(2, 45, 44)
+    crops, tiles = oracle.crops(picture)
+    assert tiles == (1, 1)
+    pixels, placeholders = low.prepare(Picture.whole(picture))
+    np.testing.assert_allclose(pixels[0, :, :20], crops[0], atol=1e-6)
+    np.testing.assert_allclose(pixels[0, :, 20:], crops[1], atol=1e-6)
+    assert placeholders == processor.prepare(Picture.whole(picture))[1]
+    vision = load(moondream.folder).vision
+    assert vision is not None
+    vision.check(pixels.shape, TOKENS)
+    (actual,) = vision.encode([torch.from_numpy(pixels)])
+    torch.testing.assert_close(actual.double(), oracle.see(crops, tiles), atol=1e-4, rtol=1e-4)
+    for size in ((200, 30), (17, 90), (3, 3), (90, 21)):
+        assert low.process(Picture.whole(noise(3, *size))).shape == (1, 3, 40, 20)
+    assert low.fingerprint != processor.fingerprint
+    assert processor.within(PixelLimits()) is processor
+    assert low.within(PixelLimits(low_detail=True)) is low
 
 
 def test_whatever_changes_pixels_changes_the_fingerprint() -> None:

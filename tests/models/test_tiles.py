@@ -19,6 +19,7 @@ from tests.models.test_llava import load
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
 from vlmserve.media.pictures import Picture
+from vlmserve.media.processor import PixelLimits
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.siglip import patch_positions
 from vlmserve.types import Tiling
@@ -62,6 +63,29 @@ def test_llava_next_puts_tiles_together_as_transformers_does(tmp_path: Path, ove
 
 
 @torch.inference_mode()
+def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_path: Path) -> None:
+    folder = make_llava_next(tmp_path)
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs.model.config.image_grid_pinpoints = [[0, 0]]  # no tiles but the first
+    vision = load(folder).vision
+    assert vision is not None
+    processor = next_processor({**NEXT, "image_grid_pinpoints": PINPOINTS}).within(PixelLimits(low_detail=True))
+    pictures = []
+    for size in SIZES:
+        pixels, placeholders = processor.prepare(Picture.whole(noise(*size)))
+        assert placeholders.tiling is None
+        vision.check(pixels.shape, placeholders.num_tokens)
+        pictures.append(torch.from_numpy(pixels))
+    cut, tiling, _ = tiles(SIZES[0])
+    encoded = vision.encode([*pictures, cut], [None] * len(pictures) + [tiling])
+    for (width, height), pixels, ours in zip(SIZES, pictures, encoded[:-1], strict=True):
+        features = theirs.model.get_image_features(pixels[None], torch.tensor([[height, width]])).pooler_output[0]
+        torch.testing.assert_close(ours, features, atol=1e-4, rtol=0)
+    torch.testing.assert_close(encoded[0][:16], encoded[-1][:16], atol=1e-5, rtol=0)
+    torch.testing.assert_close(encoded[-1], vision.encode([cut], [tiling])[0], atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
 def test_rows_of_tiles_lie_beside_each_other_and_end_in_newlines(tmp_path: Path) -> None:
     model = load(make_llava_next(tmp_path))
     vision: Any = model.vision
@@ -82,6 +106,7 @@ def test_rows_of_tiles_lie_beside_each_other_and_end_in_newlines(tmp_path: Path)
     ("count", "tiling", "message"),
     [
         (3, None, "no rows and columns"),
+        (1, None, "17 embeddings and has 52"),
         (3, Tiling(2, 2, 8, 8), "no rows and columns"),
         (3, Tiling(1, 2, 5, 8), "more than its tiles"),
         (3, Tiling(1, 2, 4, 9), "more than its tiles"),

@@ -120,6 +120,31 @@ def test_a_conversation_with_an_answer_fed_back_works(live):
     assert answer.choices[0].message.content != first.content
 
 
+def test_what_clients_put_beside_an_answer_that_they_send_back_changes_nothing(live):
+    spoken = {"role": "assistant", "content": "A red square."}
+    beside = {
+        "reasoning": "It is red.",
+        "reasoning_content": "It is red.",
+        "reasoning_details": [{"type": "reasoning.text", "text": "It is red."}],
+        "thinking_blocks": [{"type": "thinking", "thinking": "It is red.", "signature": ""}],
+        "provider_specific_fields": {"refusal": None},
+        "cache_control": {"type": "ephemeral"},
+    }
+    following = {"role": "user", "content": "And why?"}
+    plain, other, more = (
+        live.ask(messages=[*QUESTION, answer, following]).json()
+        for answer in (spoken, spoken | {"content": "A blue square."}, spoken | beside)
+    )
+    assert more["choices"] == plain["choices"] != other["choices"]
+    assert more["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+def test_a_part_that_asks_to_be_cached_is_the_same_part(live):
+    [plain] = about(data_url("red"))
+    hinted = plain | {"content": [part | {"cache_control": {"type": "ephemeral"}} for part in plain["content"]]}
+    assert live.ask(messages=[hinted]).json()["choices"] == live.ask(messages=[plain]).json()["choices"]
+
+
 def test_n_answers_differ_with_a_seed_and_each_equals_its_own_seed_alone(live):
     def texts(**fields) -> list[str]:
         answer = live.ask(temperature=1.0, **fields).json()

@@ -12,11 +12,11 @@ from tests.server.test_chat import data_url
 URL = data_url("red", (90, 40))
 
 
-@pytest.fixture(scope="module")
-def cutting(tmp_path_factory):
-    from tests.checkpoints import make_idefics3
+@pytest.fixture(scope="module", params=["make_idefics3", "make_llava_next"])
+def cutting(request, tmp_path_factory):
+    from tests import checkpoints
 
-    folder = make_idefics3(tmp_path_factory.mktemp("idefics3"))
+    folder = getattr(checkpoints, request.param)(tmp_path_factory.mktemp("cutting"))
     with LiveServer(folder, server={"storage_url": "memory"}) as server:
         yield server
 

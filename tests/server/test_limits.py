@@ -222,6 +222,13 @@ def test_a_full_queue_is_429_and_empties(folder):
         assert live.ask().status_code == 200
 
 
+def test_samples_of_which_the_best_are_chosen_count_as_answers(folder):
+    with LiveServer(folder, engine={"max_num_seqs": 1, "max_waiting": 3}) as live:
+        refused(live.ask(n=2, best_of=5, max_tokens=2), 429, "try again later", code="overloaded")
+        answer = live.ask(n=2, best_of=3, max_tokens=2, ignore_eos=True).json()
+        assert (len(answer["choices"]), answer["usage"]["completion_tokens"]) == (2, 6)
+
+
 @pytest.fixture(scope="module")
 def impatient(folder):
     """A server with one place, in which a request may wait for a quarter of a second."""

@@ -195,6 +195,91 @@ def test_n_answers_are_those_to_single_requests_with_the_seeds_that_follow(tiny)
     assert three == [chat(tiny, seed=7 + index, frequency_penalty=0.5).choices[0].message.content for index in range(3)]
 
 
+def completions(server: LiveServer, **fields):
+    extra = {name: fields.pop(name) for name in ("stop_token_ids",) if name in fields}
+    fields = {"temperature": 1.5, "seed": 5, "max_tokens": 16, **fields}
+    return server.openai.completions.create(model="tiny", **fields, extra_body=extra)
+
+
+def mean(choice) -> float:
+    """The mean log probability of a completion's tokens."""
+    told = choice.logprobs.token_logprobs
+    return sum(told) / len(told) if told else -math.inf
+
+
+def test_the_best_of_several_samples_are_those_whose_tokens_are_likeliest_on_average(tiny):
+    prompts = [PROMPT, "Two blue"]
+    ends = {"stop_token_ids": list(range(3, 200, 12))}
+    alone = [
+        [completions(tiny, prompt=prompt, seed=5 + index, logprobs=1, **ends) for index in range(6)]
+        for prompt in prompts
+    ]
+    ranked = [sorted((one.choices[0] for one in own), key=mean, reverse=True) for own in alone]
+    assert len({len(choice.logprobs.tokens) for choice in ranked[0]}) > 2, "lengths have to differ to mean anything"
+    by_sum = sorted(ranked[0], key=lambda choice: sum(choice.logprobs.token_logprobs), reverse=True)
+    assert ranked[0][:2] != by_sum[:2]
+    wanted = [choice for own in ranked for choice in own[:2]]
+    best = completions(tiny, prompt=prompts, n=2, best_of=6, **ends)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in wanted]
+    assert [choice.finish_reason for choice in best.choices] == [choice.finish_reason for choice in wanted]
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert [choice.logprobs for choice in best.choices] == [None] * 4, "nobody asked for them"
+    generated = sum(one.usage.completion_tokens for own in alone for one in own)
+    assert best.usage.completion_tokens == generated
+    assert best.usage.prompt_tokens == sum(own[0].usage.prompt_tokens for own in alone)
+    told = completions(tiny, prompt=prompts, n=2, best_of=6, logprobs=1, echo=True, **ends)
+    for number, (choice, expected) in enumerate(zip(told.choices, wanted, strict=True)):
+        prompt = prompts[number // 2]
+        assert choice.text == prompt + expected.text
+        count = len(expected.logprobs.tokens)
+        assert choice.logprobs.tokens[-count:] == expected.logprobs.tokens
+        assert choice.logprobs.token_logprobs[-count:] == pytest.approx(expected.logprobs.token_logprobs, abs=1e-4)
+        assert "".join(choice.logprobs.tokens[1:-count]).replace(" ", "") in prompt.replace(" ", "")
+
+
+def test_chats_have_their_best_answers_as_well(tiny):
+    fields = {"stop": ["e", "n"], "temperature": 1.5}
+    alone = [chat(tiny, **fields, seed=1 + index, logprobs=True).choices[0] for index in range(4)]
+    likelihoods = [[token.logprob for token in choice.logprobs.content] for choice in alone]
+    order = sorted(range(4), key=lambda index: -sum(likelihoods[index]) / len(likelihoods[index]))
+    best = tiny.ask(**fields, seed=1, max_tokens=24, best_of=4).json()["choices"]
+    assert [choice["message"]["content"] for choice in best] == [alone[order[0]].message.content]
+    assert order[0] != 0, "the first sample would have come anyhow"
+
+
+def test_of_equal_samples_any_is_the_best(tiny):
+    [choice] = completions(tiny, prompt=PROMPT, temperature=0).choices
+    best = completions(tiny, prompt=PROMPT, temperature=0, n=2, best_of=3)
+    assert [one.text for one in best.choices] == [choice.text] * 2
+
+
+def test_an_answer_without_tokens_is_the_least_likely(tiny):
+    fields = {"prompt": PROMPT, "temperature": 2.0, "max_tokens": 4, "n": 8, "seed": 3}
+    first = {choice.text[:1] for choice in completions(tiny, **fields).choices}
+    stop = sorted(first - {""})[:3]
+    texts = [choice.text for choice in completions(tiny, **{**fields, "stop": stop}).choices]
+    assert 0 < texts.count("") < 8
+    ranked = [choice.text for choice in completions(tiny, **{**fields, "stop": stop, "best_of": 9}).choices]
+    assert "" not in ranked[: 8 - texts.count("")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"best_of": 2, "n": 3}, "best_of must be at least n, which is 3"),
+        ({"best_of": 3, "n": 2, "stream": True}, "cannot be streamed; leave out best_of or stream"),
+        ({"best_of": 17}, "less than or equal to 16"),
+        ({"best_of": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_samples_that_cannot_be_chosen_from_are_refused(tiny, fields, message):
+    response = tiny.ask(**fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "best_of")
+    assert message in error["message"]
+    assert tiny.ask(best_of=2, n=2, stream=True, max_tokens=2).status_code == 200
+
+
 def test_a_bias_forces_a_token_or_forbids_it(tiny, tokenizer):
     [letter] = tokenizer.encode("q", add_special_tokens=False)[-1:]
     assert chat(tiny, logit_bias={letter: 100}, max_tokens=5).choices[0].message.content.replace(" ", "") == "qqqqq"

@@ -18,7 +18,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, plain_type, size_text
-from vlmserve.cli.sources import CONFIG, Origin, Origins, read_sources
+from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, read_sources
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.config import Settings, is_secret, read_settings
 from vlmserve.errors import ConfigurationError, VLMServeError
@@ -50,13 +50,20 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
                     flags[name] = _parameter(kind, name, field)
 
         @functools.wraps(function)
-        def run(context: typer.Context, debug: bool = False, settings_file: Path | None = None, **values: Any) -> None:
+        def run(
+            context: typer.Context,
+            debug: bool = False,
+            settings_file: Path | None = None,
+            worker: str | None = None,
+            **values: Any,
+        ) -> None:
             try:
                 typed = {name: values[name] for name in values if _is_typed(context, name)}
                 values_of = {name: values[name] for name in plain}
                 if kinds:
                     written = {name: name.upper() for name in plain} | context.meta.get(WRITTEN, {})
-                    read, origins = _read(kinds, typed, {*flags, *plain}, written, settings_file)
+                    found = read_sources(settings_file, worker, os.environ)
+                    read, origins = _read(kinds, typed, {*flags, *plain}, written, found)
                     values_of |= read | {name: origins for name in made - set(kinds)}
                 function(**values_of)
             except VLMServeError as error:
@@ -65,7 +72,7 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
                 report(str(error))
                 raise typer.Exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED) from None
 
-        parameters = [*plain.values(), *flags.values(), *([_SETTINGS_FILE] if kinds else []), _DEBUG, _CONTEXT]
+        parameters = [*plain.values(), *flags.values(), *([_SETTINGS_FILE, _WORKER] if kinds else []), _DEBUG, _CONTEXT]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -106,14 +113,13 @@ def _read(
     typed: Mapping[str, Any],
     known: Collection[str],
     written: Mapping[str, str],
-    path: Path | None,
+    found: Mapping[str, Found],
 ) -> tuple[dict[str, Settings], Origins]:
     """A command's settings by its parameters' names, and where they come from.
 
     typed: values on the command line. known: the fields that the command has. written: how they were typed if it was
-    not as our flag.
+    not as our flag. found: values from elsewhere.
     """
-    found = read_sources(path, os.environ)
     origins, settings = Origins(), {}
     for parameter, kind in kinds.items():
         values = {}
@@ -157,6 +163,17 @@ _SETTINGS_FILE = inspect.Parameter(
     annotation=Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help=f"A TOML file with settings; default: what {CONFIG} names."),
+    ],
+)
+_WORKER = inspect.Parameter(
+    "worker",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Option(
+            "--worker", metavar="NAME", help=f"Whose section of that file counts, too; default: what {WORKER} names."
+        ),
     ],
 )
 _DEBUG = inspect.Parameter(

@@ -50,6 +50,37 @@ mm_processor_kwargs = { max_pixels = 501760 }
   those count for which a command has flags; the model that `verify`, `quantize` and `eval perplexity` are about always
   stands on their line. `vlmserve.LLM` in Python takes its options from its caller alone.
 - Secrets are never shown, neither by `vlmserve config` nor in errors.
+
+## [worker.NAME]
+
+One file may describe several servers of one machine. What all of them have stands in the sections below; what one of
+them has beside or instead of it, of whatever section, stands under the name of this worker:
+
+```toml
+[server]
+host = "0.0.0.0"
+
+[engine]
+kv_cache_memory = "8GiB"
+
+[worker.eyes]
+model = "Qwen/Qwen2.5-VL-7B-Instruct"
+port = 8001
+device = "cuda:0"
+
+[worker.words]
+model = "Qwen/Qwen2.5-7B-Instruct"
+port = 8002
+device = "cuda:1"
+kv_cache_memory = "20GiB"
+```
+
+    vlmserve serve --config vlmserve.toml --worker eyes
+    VLMSERVE_WORKER=words vlmserve serve --config vlmserve.toml
+    vlmserve config --config vlmserve.toml --worker words
+
+A worker's section counts over the others, and below variables and flags. Without `--worker` no worker's section counts;
+the keys of all of them are checked in any case. A name that the file does not have is an error.
 """
 
 VLLM = """\

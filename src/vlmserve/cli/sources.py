@@ -2,6 +2,9 @@
 
 Nothing is read that nobody named: there is no file that counts because of the folder in which a command runs. Every
 variable and every key must be known, since a setting that is misspelled would otherwise silently not count.
+
+A file may describe several servers of one machine, which are called workers: what all of them have stands in the
+sections of the settings, what one of them has beside or instead of it in a section of its own, ``[worker.NAME]``.
 """
 
 from __future__ import annotations
@@ -9,23 +12,27 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vlmserve.cli import vllm
-from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, variable
+from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, toml, variable
 from vlmserve.errors import ConfigurationError
 
 CONFIG = "VLMSERVE_CONFIG"
+WORKER = "VLMSERVE_WORKER"
 OTHER_VARIABLES: Mapping[str, str] = {
     CONFIG: "The file with settings, as `--config` names it.",
+    WORKER: "Which of the file's workers this is, as `--worker` names it.",
     "VLMSERVE_SANITIZE": "Builds the native kernels with AddressSanitizer and UBSan.",
 }
 """Variables that are no settings, by what they are for."""
 
 MAX_FILE_BYTES = 2**20
+_WORKERS = "worker"
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _KUBERNETES = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _KUBERNETES_URL = re.compile(r"(tcp|udp|sctp)://")
 
@@ -49,15 +56,25 @@ class Found(NamedTuple):
     origin: Origin
 
 
-def read_sources(path: Path | None, environ: Mapping[str, str]) -> dict[str, Found]:
+def read_sources(path: Path | None, worker: str | None, environ: Mapping[str, str]) -> dict[str, Found]:
     """Settings from the environment and from the file at `path`, or that `CONFIG` names, by their fields' names.
 
-    Raises ConfigurationError for a file that cannot be read and for variables and keys that are no settings.
+    worker: whose section of the file counts, too; None: the one that `WORKER` names, if any.
+    Raises ConfigurationError for a file that cannot be read, for variables and keys that are no settings, and for a
+    worker that the file does not describe.
     """
-    named = "--config"
+    named, called = "--config", "--worker"
     if path is None and environ.get(CONFIG):
         path, named = Path(environ[CONFIG]).expanduser(), CONFIG
-    found = {} if path is None else _from_file(path, named)
+    if worker is None and environ.get(WORKER):
+        worker, called = environ[WORKER], WORKER
+    found: dict[str, Found] = {}
+    if path is not None:
+        found, workers = _from_file(path, named)
+        if worker is not None:
+            found |= _of_worker(worker, workers, f"{called} {worker}: {path}")
+    elif worker is not None:
+        raise ConfigurationError(f"{called} {worker}: --config has to name the file that describes this worker")
     return found | _from_environment(environ)
 
 
@@ -71,7 +88,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
         if key in settings:
             found[settings[key]] = Found(text, Origin("environment", key))
         else:
-            hint = _hint(key.removeprefix(PREFIX).lower(), [*_names(), "config"], variable)
+            hint = _hint(key.removeprefix(PREFIX).lower(), [*_names(), "config", "worker"], variable)
             problems.append(f"the environment variable {key} is no setting{hint}")
     if problems:
         raise ConfigurationError("; ".join(sorted(problems)))
@@ -85,22 +102,55 @@ def _is_kubernetes(key: str, text: str) -> bool:
     return is_url or _KUBERNETES.fullmatch(rest) is not None
 
 
-def _from_file(path: Path, named: str) -> dict[str, Found]:
-    found, problems = {}, []
+def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[str, dict[str, Found]]]:
+    """What all servers have, and what each worker has by itself."""
+    shared: dict[str, Found] = {}
+    workers: dict[str, dict[str, Found]] = {}
+    problems: list[str] = []
+
+    def read(section: str, table: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, Found]]:
+        for key, value in table.items():
+            # A section below a worker's; the setting that is called engine as well is no table.
+            is_nested = section not in SECTIONS and key in SECTIONS and isinstance(value, dict)
+            if key in known and not is_nested:
+                yield key, Found(value, Origin("file", f"{path} [{section}] {key}"))
+            else:
+                problems.append(_unknown_key(section, key))
+
     for section, table in _parse(path, named).items():
-        if section not in SECTIONS:
+        if section not in (*SECTIONS, _WORKERS):
             problems.append(_unknown_section(section, table))
         elif not isinstance(table, dict):
-            problems.append(f"{section} is a section; write [{section}], and its settings below")
+            problems.append(f"{section} is a section; write [{_header(section)}], and its settings below")
+        elif section != _WORKERS:
+            shared |= read(section, table, SECTIONS[section].model_fields)
         else:
-            for key, value in table.items():
-                if key in SECTIONS[section].model_fields:
-                    found[key] = Found(value, Origin("file", f"{path} [{section}] {key}"))
+            for name, own in table.items():
+                if isinstance(own, dict):
+                    workers[name] = dict(read(_header(section, name), own, _names()))
                 else:
-                    problems.append(_unknown_key(section, key))
+                    problems.append(f"[{section}] {name} belongs to no worker; write it below [{_header(section)}]")
     if problems:
         raise ConfigurationError(f"{path}: {'; '.join(problems)}")
-    return found
+    return shared, workers
+
+
+def _of_worker(name: str, workers: Mapping[str, dict[str, Found]], place: str) -> dict[str, Found]:
+    """The settings of one worker. Raises ConfigurationError, which begins with `place`, if there is none."""
+    if name in workers:
+        return workers[name]
+    if not workers:
+        raise ConfigurationError(f"{place} describes no workers; their settings stand below [{_header(_WORKERS)}]")
+    close = difflib.get_close_matches(name, list(workers), 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigurationError(f"{place} has no [{_header(_WORKERS, name)}], only {', '.join(workers)}{hint}")
+
+
+def _header(section: str, worker: str = "NAME") -> str:
+    """What stands in brackets above a section's settings."""
+    if section != _WORKERS:
+        return section
+    return f"{section}.{worker if _BARE_KEY.fullmatch(worker) else toml(worker)}"
 
 
 def _parse(path: Path, named: str) -> dict[str, Any]:
@@ -125,14 +175,20 @@ def _unknown_section(name: str, value: Any) -> str:
         home = section_of(name)
         hint = f"; write it below [{home}]" if home else _key_hint(name)
         return f"{name} stands in no section{hint}"
-    known = ", ".join(f"[{section}]" for section in SECTIONS)
-    close = difflib.get_close_matches(name, list(SECTIONS), 1)
-    return f"there is no section [{name}]" + (f"; did you mean [{close[0]}]?" if close else f", only {known}")
+    headers = {section: f"[{_header(section)}]" for section in (*SECTIONS, _WORKERS)}
+    close = difflib.get_close_matches(name, list(headers), 1)
+    hint = f"; did you mean {headers[close[0]]}?" if close else f", only {', '.join(headers.values())}"
+    return f"there is no section [{name}]{hint}"
 
 
 def _unknown_key(section: str, key: str) -> str:
-    home = section_of(key)
-    hint = f"; it belongs into [{home}]" if home else _key_hint(key)
+    if section in SECTIONS:
+        home = section_of(key)
+        hint = f"; it belongs into [{home}]" if home else _key_hint(key)
+    elif key in SECTIONS:
+        hint = f"; write the settings of [{key}] right below [{section}]"
+    else:
+        hint = _hint(key, _names(), str)
     return f"[{section}] {key} is no setting{hint}"
 
 

@@ -40,6 +40,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
+from vlmserve.garbage import spare_loaded_objects
 from vlmserve.types import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -211,6 +212,7 @@ def _load_and_serve(launch: _Launch, socket: zmq.Socket[bytes]) -> int:
         logger.exception("The model could not be loaded")
         _send(socket, Fatal(Failure.of(ModelLoadError(f"{config.model} could not be loaded: {_describe(error)}"))))
         return 1
+    spare_loaded_objects()
     _send(socket, Ready(engine.info))
     try:
         serve_engine(engine, socket)

@@ -240,7 +240,7 @@ def _pixel_limits(part: Mapping[str, Any], place: str) -> PixelLimits:
                 f"{place}.{name} must be a positive whole number, not {value!r:.100}", param=f"{place}.{name}"
             )
     url = part.get("image_url")
-    return PixelLimits(**values, whole=isinstance(url, Mapping) and url.get("detail") == "low")
+    return PixelLimits(**values, low_detail=isinstance(url, Mapping) and url.get("detail") == "low")
 
 
 def _fps(part: Mapping[str, Any], place: str) -> float | None:

@@ -17,6 +17,7 @@ from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import (
+    NO_LIMITS,
     PixelLimits,
     PixelProcessor,
     Placeholders,
@@ -32,6 +33,8 @@ LARGEST_ASPECT = 200
 """How many times as long as wide a picture may be."""
 PICTURE_BOUNDS = (56 * 56, 28 * 28 * 1280)
 """Pixels that a picture has at least and at most where a checkpoint does not say."""
+LOW_DETAIL_PIXELS = 512 * 512
+"""Pixels that a picture has at most where little detail is wanted and a request sets no bound of its own."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class AnySizeProcessor(PixelProcessor):
 
     def within(self, limits: PixelLimits) -> Self:
         """The same for pictures within narrower bounds. Raises InvalidRequestError for wider ones."""
-        if limits.min_pixels is None and limits.max_pixels is None:
+        if limits == NO_LIMITS:
             return self
         most = self._recipe.max_pixels
         for name, value in (("min_pixels", limits.min_pixels), ("max_pixels", limits.max_pixels)):
@@ -81,12 +84,14 @@ class AnySizeProcessor(PixelProcessor):
                 raise InvalidRequestError(
                     f"{name} is {value:,}; it must lie between 1 and this server's max_pixels, {most:,}"
                 )
+        if limits.low_detail:
+            most = min(most, max(LOW_DETAIL_PIXELS, limits.min_pixels or 0))
         most = limits.max_pixels or most
         least = limits.min_pixels or min(self._recipe.min_pixels, most)
         if least > most:
             raise InvalidRequestError(f"min_pixels, {least:,}, is more than max_pixels, {most:,}")
         recipe = replace(self._recipe, min_pixels=least, max_pixels=most)
-        return type(self)(recipe, exact_pixels=self._exact_pixels)
+        return self if recipe == self._recipe else type(self)(recipe, exact_pixels=self._exact_pixels)
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -44,16 +46,25 @@ class CropProcessor(PixelProcessor):
 
     def __init__(self, config: Mapping[str, Any], *, exact_pixels: bool = False) -> None:
         """config: of config.json. Raises UnsupportedModelError for crops that have nothing of their own."""
-        self._recipe = _recipe(config)
         self._exact_pixels = exact_pixels
-        described = json.dumps(["crops v1", exact_pixels, asdict(self._recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
+        self._set_recipe(_recipe(config))
         self._levels = level_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
 
     def within(self, limits: PixelLimits) -> Self:
-        """This one: crops decide sizes. Raises InvalidRequestError for any bounds."""
+        """The same for pictures that become one crop, or this one. Raises InvalidRequestError for any bounds."""
         refuse_limits(limits)
-        return self
+        return self._uncut if limits.low_detail and self._recipe.max_crops > 1 else self
+
+    @cached_property
+    def _uncut(self) -> Self:
+        uncut = copy(self)
+        uncut._set_recipe(replace(self._recipe, max_crops=1))
+        return uncut
+
+    def _set_recipe(self, recipe: CropRecipe) -> None:
+        self._recipe = recipe
+        described = json.dumps(["crops v1", self._exact_pixels, asdict(recipe)], sort_keys=True)
+        self.fingerprint = blake3(described.encode()).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
@@ -89,8 +100,9 @@ class CropProcessor(PixelProcessor):
 
 
 def tiling(height: int, width: int, step: int, most: int) -> tuple[int, int]:
-    """How many rows and columns of tiles, at most so many in all, a picture is cut into."""
-    if height <= step or width <= step:
+    """How many rows and columns of tiles a picture is cut into: at most so many in all, but for a single row or column
+    of a picture that is dozens of times as long as wide."""
+    if most == 1 or height <= step or width <= step:
         return 1, 1
     least = math.ceil(height / step), math.ceil(width / step)
     if least[0] * least[1] > most:

@@ -90,11 +90,12 @@ def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class PixelLimits:
     """Bounds that a request sets to the area of a picture once it is resized, in pixels; None: those of the server.
-    whole: it need not be cut into tiles, which counts for models that can do without."""
+    low_detail: a coarse look is enough: models that cut pictures see it as one, those that take any size see it small.
+    """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
-    whole: bool = False
+    low_detail: bool = False
 
 
 NO_LIMITS = PixelLimits()

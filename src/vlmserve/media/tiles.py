@@ -40,7 +40,8 @@ class AnyResolutionProcessor(PixelProcessor):
     """Preprocesses pictures for one LLaVA-NeXT checkpoint; see `media.processor.ImageProcessor`.
 
     Of the resolutions that a model knows a picture gets the one that keeps most of it. It is resized to fit, padded in
-    black, and cut into tiles; before them comes all of the picture as one tile.
+    black, and cut into tiles; before them comes all of the picture as one tile, which stands alone where little detail
+    is wanted.
     Raises UnsupportedModelError for a processor or vision tower that is not implemented.
     """
 
@@ -57,7 +58,6 @@ class AnyResolutionProcessor(PixelProcessor):
         self._tile_processor = ImageProcessor(config, {**values, **square}, exact_pixels=exact_pixels)
         self._edge, self._tile = edge, tile
         self._resample = int(values.get("resample", Image.Resampling.BICUBIC))
-        self._resolutions = _resolutions(values.get("image_grid_pinpoints"), tile)
         self._side = math.isqrt(self._tile_processor.num_tokens)
         if (self._tile_processor.height, self._side**2) != (tile, self._tile_processor.num_tokens):
             raise UnsupportedModelError(
@@ -65,26 +65,39 @@ class AnyResolutionProcessor(PixelProcessor):
                 f"{self._tile_processor.num_tokens} embeddings, which make no square rows"
             )
         self._exact_pixels = exact_pixels
-        described = json.dumps(["any resolution v1", edge, tile, self._resample, self._resolutions])
-        self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
+        self._set_resolutions(_resolutions(values.get("image_grid_pinpoints"), tile))
 
     def within(self, limits: PixelLimits) -> Self:
-        """This one: the checkpoint decides sizes. Raises InvalidRequestError for any bounds."""
+        """The same for pictures that are not cut, or this one. Raises InvalidRequestError for any bounds."""
         refuse_limits(limits)
-        return self
+        return self._uncut if limits.low_detail and self._resolutions else self
+
+    @cached_property
+    def _uncut(self) -> Self:
+        uncut = copy(self)
+        uncut._set_resolutions([])
+        return uncut
+
+    def _set_resolutions(self, resolutions: list[tuple[int, int]]) -> None:
+        """Widths and heights that pictures may have before they are cut; none: they are not."""
+        self._resolutions = resolutions
+        described = json.dumps(["any resolution v1", self._edge, self._tile, self._resample, resolutions])
+        self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
         every pixel is to be decoded."""
         if self._exact_pixels:
             return 1.0
-        resized = _fitted(size, self._resolution(size))
+        resized = _fitted(size, self._resolution(size)) if self._resolutions else (self._edge, self._edge)
         return min(own / max(new, self._edge) for own, new in zip(size, resized, strict=True))
 
     def process(self, picture: Picture) -> Pixels:
-        """Float32 ``[1 + tiles, 3, height, width]`` of a picture of any size and mode."""
+        """Float32 ``[1 + tiles, 3, height, width]`` of a picture of any size and mode, or one tile if it is not cut."""
         image = to_rgb(picture.image)
         whole = image.resize((self._edge, self._edge), self._resample, picture.box)
+        if not self._resolutions:
+            return self._tile_processor.process(Picture.whole(whole))
         resolution = self._resolution(picture.size)
         width, height = _fitted(picture.size, resolution)
         canvas = Image.new("RGB", resolution)
@@ -94,7 +107,10 @@ class AnyResolutionProcessor(PixelProcessor):
         return np.concatenate([self._tile_processor.process(Picture.whole(tile)) for tile in tiles])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The embeddings of the whole picture, then of what it covers of its tiles, with a newline behind each row."""
+        """The embeddings of the whole picture, then of what it covers of its tiles, with a newline behind each row. The
+        whole picture alone has one newline."""
+        if len(pixels) == 1:
+            return Placeholders(self._side**2 + 1)
         width, height = size
         columns, rows = (edge // self._tile for edge in self._resolution(size))
         across, down = columns * self._side, rows * self._side
@@ -170,7 +186,7 @@ class SplitProcessor(PixelProcessor):
     def within(self, limits: PixelLimits) -> Self:
         """The same for pictures that are not cut, or this one. Raises InvalidRequestError for any bounds."""
         refuse_limits(limits)
-        return self._uncut if limits.whole and self._recipe.split else self
+        return self._uncut if limits.low_detail and self._recipe.split else self
 
     @cached_property
     def _uncut(self) -> Self:

@@ -120,7 +120,7 @@ class Newline(nn.Module):
 
 class LlavaNextVision(LlavaVision):
     """LLaVA-NeXT's: first the embeddings of the whole picture, small, then those of its tiles as they lie beside each
-    other, without padding, a newline behind each row.
+    other, without padding, a newline behind each row. A picture that was not cut has no tiling, and one newline.
 
     Raises UnsupportedModelError as `LlavaVision` does, and for features from which tiles cannot be put together.
     """
@@ -139,11 +139,13 @@ class LlavaNextVision(LlavaVision):
         self._side = spec.image_size // spec.patch_size
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """As `LlavaVision.encode`; every picture needs its tiling."""
+        """As `LlavaVision.encode`; every picture that was cut needs its tiling."""
         return [self._arrange(*picture) for picture in zip(self._encode_tiles(pixels), tilings, strict=True)]
 
     def _arrange(self, tiles: Tensor, tiling: TowerInputs | None) -> Tensor:
-        assert isinstance(tiling, Tiling), "`check` lets no picture pass without one"
+        if tiling is None:
+            return torch.cat((tiles[0], self.image_newline.weight[None]))
+        assert isinstance(tiling, Tiling), "`check` lets nothing else pass"
         side, size = self._side, tiles.shape[-1]
         down, across = tiling.rows * side, tiling.columns * side
         whole = tiles[1:].view(tiling.rows, tiling.columns, side, side, size).transpose(1, 2)
@@ -154,6 +156,8 @@ class LlavaNextVision(LlavaVision):
         return torch.cat((tiles[0], torch.cat((covered, newlines), 1).flatten(0, 1)))
 
     def _count(self, tiles: int, tiling: TowerInputs | None) -> int:
+        if tiling is None and tiles == 1:
+            return self._side**2 + 1
         if not isinstance(tiling, Tiling) or tiles != 1 + tiling.rows * tiling.columns:
             raise InvalidImageError(f"the picture's {tiles} tiles lie in no rows and columns: {tiling}")
         if not 0 <= tiling.height <= tiling.rows * self._side or not 0 <= tiling.width <= tiling.columns * self._side:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -26,7 +27,8 @@ from vlmserve.types import MAX_SEED, EngineRequest, Prompt, RequestOutput, Sampl
 class Question:
     """What a request asks for: `num_answers` answers to each prompt, found by a search if there are beams.
 
-    tools: what they may call.
+    tools: what they may call. num_samples: answers to each prompt that are generated; `num_answers`, or more if these
+    are to be the likeliest of them.
     """
 
     prompts: Sequence[Prompt]
@@ -35,6 +37,17 @@ class Question:
     cache_salt: str = ""
     beams: BeamSearch | None = None
     tools: ToolUse | None = None
+    num_samples: int = 1
+
+    def params_of(self, index: int) -> SamplingParams:
+        """The params of sample number `index`: with a seed every one gets its own, and to choose from several it has to
+        be told how likely they are."""
+        changes: dict[str, int] = {}
+        if self.params.seed is not None and index > 0:
+            changes["seed"] = (self.params.seed + index) % (MAX_SEED + 1)
+        if self.num_samples > self.num_answers and self.params.logprobs is None:
+            changes["logprobs"] = 0
+        return msgspec.structs.replace(self.params, **changes) if changes else self.params
 
 
 class Told(NamedTuple):
@@ -130,8 +143,8 @@ class Answer:
 
 
 class Generation:
-    """A request under way: its id, its answers, and what they cost. firsts: the ids of the requests that the engine was
-    given in the beginning."""
+    """A request under way: its id, its answers, and what they cost. answers: all that are generated, prompt by prompt.
+    firsts: the ids of the requests that the engine was given in the beginning."""
 
     def __init__(
         self,
@@ -158,7 +171,7 @@ class Generation:
         generated = sum(answer.num_tokens for answer in self.answers)
         details = PromptTokensDetails(
             # The further answers find the first one's prompt, which says nothing of what was there before.
-            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self._question.num_answers]),
+            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self._question.num_samples]),
             images=sum(prompt.num_images for prompt in prompts),
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
         )
@@ -174,13 +187,27 @@ class Generation:
         for answer in self.answers:
             answer.close()
 
+    def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
+        """Of the tokens of the prompt to which answer number `index` is, once it has begun; empty if they are not asked
+        for."""
+        prompt, number = divmod(index, self._question.num_answers)
+        return self.answers[prompt * self._question.num_samples + number].prompt_logprobs or []
+
     async def finished(self) -> list[Piece]:
-        """All answers in order, each as one piece, when the last of them has ended. Raises VLMServeError."""
+        """All answers that are wanted, each as one piece, when the last of them has ended: in order, or where there are
+        more to choose from, those to each prompt by how likely they are. Raises VLMServeError."""
         collected: list[list[Piece]] = [[] for _ in self.answers]
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
                 collected[piece.index].append(piece)
-        return [_joined(parts) for parts in collected]
+        answers = [_joined(parts) for parts in collected]
+        wanted, sampled = self._question.num_answers, self._question.num_samples
+        if sampled == wanted:
+            return answers
+        best: list[Piece] = []
+        for first in range(0, len(answers), sampled):
+            best += sorted(answers[first : first + sampled], key=_likelihood, reverse=True)[:wanted]
+        return [replace(answer, index=index) for index, answer in enumerate(best)]
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The pieces of all answers as they come."""
@@ -215,6 +242,11 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
+def _likelihood(answer: Piece) -> float:
+    """The mean log probability of a whole answer's tokens; nothing is less likely than an answer that has none."""
+    return sum(told.logprobs.logprob for told in answer.told) / len(answer.told) if answer.told else -math.inf
+
+
 async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> None:
     try:
         async for piece in answer.pieces():
@@ -233,9 +265,7 @@ async def begin(
         await service.check_grammar(grammar, tools)
     shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
     asked = [
-        (prompt, _params_of(index, question.params))
-        for prompt in question.prompts
-        for index in range(question.num_answers)
+        (prompt, question.params_of(index)) for prompt in question.prompts for index in range(question.num_samples)
     ]
     requests = [
         EngineRequest(f"{generation_id}-{number}", prompt, params, question.cache_salt)
@@ -264,10 +294,3 @@ async def begin(
         for request in requests[:: 1 if question.beams is None else question.num_answers]
     ]
     return Generation(service, question, answers, generation_id, firsts)
-
-
-def _params_of(index: int, params: SamplingParams) -> SamplingParams:
-    """The params of answer number `index`: with a seed, every answer gets its own."""
-    if params.seed is None or index == 0:
-        return params
-    return msgspec.structs.replace(params, seed=(params.seed + index) % (MAX_SEED + 1))

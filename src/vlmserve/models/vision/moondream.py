@@ -122,9 +122,11 @@ class MoondreamTower(nn.Module):
         """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
         layers = self.spec.layers
         layout = self._layout(shape) if len(shape) == 4 and tuple(shape[:2]) == (1, layers.num_channels) else (0, 0)
-        fits = min(layout) >= 1 and layout[0] * layout[1] <= self.spec.max_crops
+        fits = min(layout) == 1 or (min(layout) > 1 and layout[0] * layout[1] <= self.spec.max_crops)
         if not fits or self._plane(layout) != tuple(shape[2:]):
-            raise InvalidImageError(f"pixels {tuple(shape)} are not a picture with up to {self.spec.max_crops} crops")
+            raise InvalidImageError(
+                f"pixels {tuple(shape)} are not a picture with up to {self.spec.max_crops} crops, or one row or column"
+            )
         if num_tokens != layers.num_patches:
             raise InvalidImageError(
                 f"the picture makes {layers.num_patches} embeddings and has {num_tokens} placeholders"

@@ -56,7 +56,7 @@ class ChatDialect(Dialect[ChatRequest]):
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
             prompt = await service.prepare(messages, cache_salt, tools=tools)
-        return Question([prompt], params, body.n, cache_salt, body.beams, tools)
+        return Question([prompt], params, body.n, cache_salt, body.beams, tools, body.num_samples)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
         choices = [self._choice(answer, _logprobs(body, answer, generation)) for answer in await generation.finished()]

@@ -58,7 +58,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
             return prompts
 
         prompts = await service.prepare_text(prepare, sum(map(len, body.prompts)))
-        return Question(prompts, params, body.n, body.cache_salt or "", body.beams)
+        return Question(prompts, params, body.n, body.cache_salt or "", body.beams, num_samples=body.num_samples)
 
     async def complete(self, body: CompletionRequest, generation: Generation) -> Completion:
         choices = [self._choice(body, generation, piece, begins=True) for piece in await generation.finished()]
@@ -91,7 +91,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
             logprobs, token_bytes = CompletionLogprobs(), generation.token_bytes
             if begins and self._echoes:
                 offsets = offsets_in(echo.text, map(token_bytes, echo.token_ids))
-                told_of_prompt = generation.answers[piece.index].prompt_logprobs or []
+                told_of_prompt = generation.prompt_logprobs(piece.index)
                 for token_id, told, offset in zip(echo.token_ids, told_of_prompt, offsets, strict=True):
                     logprobs.add(token_id, told, offset, token_bytes)
             for one in piece.told:

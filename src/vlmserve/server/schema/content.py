@@ -12,7 +12,13 @@ from vlmserve.server.schema.base import MAX_COUNT, RequestModel, by_type, text_o
 from vlmserve.server.schema.tools import SentToolCall
 
 
-class TextPart(RequestModel):
+class ChatPart(RequestModel):
+    """What all parts have in common. cache_control is accepted and changes nothing: all that can be cached is."""
+
+    cache_control: dict[str, Any] | None = Field(None, exclude=True)
+
+
+class TextPart(ChatPart):
     """A piece of text."""
 
     type: Literal["text"]
@@ -20,8 +26,8 @@ class TextPart(RequestModel):
 
 
 class ImageURL(RequestModel):
-    """Where a picture is: a data URL or an http(s) URL. detail: with "low", models that can do without tiles see the
-    picture as one; others see it as always."""
+    """Where a picture is: a data URL or an http(s) URL. detail: with "low", models that cut pictures see it as one, and
+    models of any size see it small; others see it as always."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
@@ -47,14 +53,14 @@ class MediumPart(RequestModel):
     max_pixels: Pixels | None = None
 
 
-class ImagePart(MediumPart):
+class ImagePart(ChatPart, MediumPart):
     """A picture."""
 
     type: Literal["image_url"]
     image_url: Annotated[ImageURL, BeforeValidator(_as_url)]
 
 
-class VideoURLPart(MediumPart):
+class VideoURLPart(ChatPart, MediumPart):
     """A video's file. fps: frames to take of a second of it."""
 
     type: Literal["video_url"]
@@ -62,7 +68,7 @@ class VideoURLPart(MediumPart):
     fps: float | None = Field(None, gt=0, le=MAX_FPS)
 
 
-class VideoPart(MediumPart):
+class VideoPart(ChatPart, MediumPart):
     """A video as the URLs of its frames. fps: how many of them are a second."""
 
     type: Literal["video"]
@@ -83,7 +89,7 @@ class FileRef(RequestModel):
         return value
 
 
-class FilePart(MediumPart):
+class FilePart(ChatPart, MediumPart):
     """A picture or a video that was uploaded."""
 
     type: Literal["file"]
@@ -105,7 +111,8 @@ Content = Annotated[
 
 
 class Message(RequestModel):
-    """One turn of a conversation. name, refusal and annotations are accepted and change nothing."""
+    """One turn of a conversation. name, and what clients send back of an answer besides its text and calls, are
+    accepted and change nothing: thoughts, in whichever of their fields, are not shown to the model again."""
 
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],
@@ -115,6 +122,12 @@ class Message(RequestModel):
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    reasoning_details: list[Any] | None = None
+    thinking_blocks: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
 

@@ -182,28 +182,45 @@ class ChoicesRequest(SamplingRequest):
 
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
     use_beam_search: bool = Field(False, description="The likeliest answers as a whole, instead of sampled ones.")
-    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Beams that are searched. Default: n.")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Answers that are sampled, or beams that are searched, of which the n likeliest come. Default: n.",
+    )
     length_penalty: float = Field(1, ge=-10, le=10, description="More than 1 prefers longer answers of a search.")
     early_stopping: bool = Field(False, description="End a search as soon as enough answers have ended.")
 
     @model_validator(mode="after")
-    def _searches_if_it_says_so(self) -> Self:
-        if not self.use_beam_search:
-            for name, neutral in (("best_of", (None, self.n)), ("length_penalty", (1,)), ("early_stopping", (False,))):
-                if getattr(self, name) not in neutral:
-                    raise InvalidRequestError(f"{name} needs use_beam_search", param=name)
-        elif self.best_of is not None and self.best_of < self.n:
+    def _fields_fit_together(self) -> Self:
+        if self.num_running < self.n:
             raise InvalidRequestError(f"best_of must be at least n, which is {self.n}", param="best_of")
+        if self.use_beam_search:
+            return self
+        for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+            if getattr(self, name) != neutral:
+                raise InvalidRequestError(f"{name} needs use_beam_search", param=name)
+        if self.stream and self.num_running > self.n:
+            raise InvalidRequestError(
+                f"which of {self.num_running} answers are the best is known when all have ended, so that they cannot "
+                "be streamed; leave out best_of or stream",
+                param="best_of",
+            )
         return self
 
     @property
     def num_running(self) -> int:
         """How many answers to one prompt run at once."""
-        return (self.best_of or self.n) if self.use_beam_search else self.n
+        return self.best_of or self.n
+
+    @property
+    def num_samples(self) -> int:
+        """How many answers to one prompt are sampled, of which the `n` likeliest come."""
+        return self.n if self.use_beam_search else self.num_running
 
     @property
     def beams(self) -> BeamSearch | None:
         """What to search for, if anything."""
         if not self.use_beam_search:
             return None
-        return BeamSearch(self.best_of or self.n, self.length_penalty, self.early_stopping)
+        return BeamSearch(self.num_running, self.length_penalty, self.early_stopping)
