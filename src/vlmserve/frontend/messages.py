@@ -23,6 +23,9 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
 }
 
+MAX_DEPTH = 100
+"""Of JSON that calls and descriptions of functions hold."""
+
 
 @dataclass(frozen=True)
 class Medium:
@@ -89,9 +92,10 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 arguments = None
-        if not isinstance(arguments, dict):
+        if not isinstance(arguments, dict) or is_too_deep(arguments):
             raise InvalidRequestError(
-                f"{at}.function.arguments must be a JSON object", param=f"{at}.function.arguments"
+                f"{at}.function.arguments must be a JSON object of at most {MAX_DEPTH} levels",
+                param=f"{at}.function.arguments",
             )
         for text in (call["id"], function["name"], json.dumps(arguments, ensure_ascii=False)):
             check_unicode(text, at)
@@ -106,9 +110,22 @@ def _result(turn: Message, call_id: Any, names: Mapping[str, str], place: str) -
             f"{place}.tool_call_id must name the call whose result this is", param=f"{place}.tool_call_id"
         )
     check_unicode(call_id, f"{place}.tool_call_id")
-    if any(not isinstance(part, str) for part in turn.parts):
-        raise InvalidRequestError(f"{place}.content: a function's result must be text", param=f"{place}.content")
     return replace(turn, tool_call_id=call_id, name=names.get(call_id))
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a JSON value has more than `MAX_DEPTH` levels of lists and objects."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+            if isinstance(inner, Mapping | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def check_unicode(text: str, place: str) -> None:

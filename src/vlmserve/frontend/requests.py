@@ -17,7 +17,7 @@ from vlmserve.errors import (
     UnsupportedModelError,
 )
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
-from vlmserve.frontend.tools import ToolUse, choose_form, with_instructions
+from vlmserve.frontend.tools import ToolUse, choose_form, for_template
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.crops import CropProcessor
@@ -141,12 +141,10 @@ class RequestPreparer:
             )
         quotation = Quotation(self.tokenizer.control_tokens)
         described = None
-        if not self.tool_form.native:
-            parsed = with_instructions(parsed, self.tool_form, tools, takes_system=self._template.takes_system)
-        elif tools is not None:
+        if tools is not None and self.tool_form.native:
             described = [_quoted_json(function.described(), quotation) for function in tools.functions]
         text = self._template.render(
-            [_quoted(message, quotation) for message in parsed],
+            [_quoted(message, quotation) for message in for_template(self._template, parsed, self.tool_form, tools)],
             add_generation_prompt=add_generation_prompt,
             tools=described,
             settings=template_settings and _quoted_json(template_settings, quotation),

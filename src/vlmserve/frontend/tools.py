@@ -10,7 +10,7 @@ from typing import Any
 
 from vlmserve.config import ToolCallParser
 from vlmserve.errors import InvalidRequestError
-from vlmserve.prompt.template import ChatTemplate, Message, Role
+from vlmserve.prompt.template import ChatTemplate, ImagePart, Message, Part, Role, VideoPart
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.grammar import guided_schema
 from vlmserve.types import Grammar
@@ -191,7 +191,18 @@ def _detect(source: str) -> ToolForm | None:
     return None
 
 
-def with_instructions(
+def for_template(
+    template: ChatTemplate, messages: Sequence[Message], form: ToolForm, use: ToolUse | None
+) -> Sequence[Message]:
+    """Messages with calls, results and instructions as a chat template takes them. use: what the model may call."""
+    if not form.native:
+        return _with_instructions(messages, form, use, takes_system=template.takes_system)
+    if not template.shows_images_in_results:
+        messages = _with_pictures_behind(messages)
+    return messages if form.call_id_length is None else _with_short_ids(messages, form.call_id_length)
+
+
+def _with_instructions(
     messages: Sequence[Message], form: ToolForm, use: ToolUse | None, *, takes_system: bool
 ) -> list[Message]:
     """Messages for a chat template that knows no functions: calls, results and instructions as ordinary text.
@@ -199,24 +210,84 @@ def with_instructions(
     takes_system: whether the template takes a message of the system; else the user says how to call.
     """
     turns: list[Message] = []
+    after_result = False
     for message in messages:
         if message.tool_calls:
             calls = (form.written(call.name, call.arguments) for call in message.tool_calls)
             text = "\n".join([*(part for part in message.parts if isinstance(part, str) and part), *calls])
             turns.append(Message("assistant", (text,), is_string=True))
         elif message.role == "tool":
-            result = "".join(part for part in message.parts if isinstance(part, str))
-            text = f"<tool_response>\n{result}\n</tool_response>"
-            # Several results of one turn are one message: many templates want the roles to alternate.
-            if turns and turns[-1].name == "tool":
-                text = f"{turns.pop().parts[0]}\n{text}"
-            turns.append(Message("user", (text,), is_string=True, name="tool"))
+            result = _user("<tool_response>\n", *message.parts, "\n</tool_response>")
+            turns.append(_followed(turns.pop(), result) if after_result else result)
+        elif message.role == "user" and after_result:
+            turns.append(_followed(turns.pop(), message))
         else:
             turns.append(message)
-    turns = [replace(turn, name=None) if turn.name == "tool" else turn for turn in turns]
+        after_result = message.role == "tool"
     if use is None:
         return turns
     return _instructed(turns, _instructions(form, use), "system" if takes_system else "user")
+
+
+def _with_pictures_behind(messages: Sequence[Message]) -> list[Message]:
+    """Messages for a chat template that writes results, but only their text: what they show comes right behind them, in
+    order, at the beginning of what the user says then. A number says what belongs where."""
+    turns: list[Message] = []
+    shown: list[Part] = []
+    count = 0
+    for message in messages:
+        if message.role == "tool":
+            texts: list[str] = []
+            for part in message.parts:
+                if isinstance(part, str):
+                    texts.append(part)
+                else:
+                    count += 1
+                    texts.append(f"[{_kind(part)} {count}]")
+                    shown += [texts[-1], part]
+            turns.append(replace(message, parts=("\n".join(texts),), is_string=True))
+            continue
+        if shown and message.role == "user":
+            turns.append(Message("user", (*shown, *message.parts)))
+        else:
+            turns += [*([Message("user", tuple(shown))] if shown else []), message]
+        shown = []
+    return [*turns, *([Message("user", tuple(shown))] if shown else [])]
+
+
+def _with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
+    """Messages for a chat template that takes ids of calls of that length only: the last characters of longer ones."""
+    return [
+        replace(
+            message,
+            tool_calls=tuple(replace(call, id=call.id[-length:]) for call in message.tool_calls),
+            tool_call_id=message.tool_call_id and message.tool_call_id[-length:],
+        )
+        for message in messages
+    ]
+
+
+def _kind(part: ImagePart | VideoPart) -> str:
+    return "picture" if isinstance(part, ImagePart) else "video"
+
+
+def _user(*parts: Part) -> Message:
+    """A message of the user in which texts that follow each other are one."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, str) and isinstance(last, str):
+            joined[-1] = last + part
+        else:
+            joined.append(part)
+    return Message("user", tuple(joined), is_string=len(joined) == 1 and isinstance(joined[0], str))
+
+
+def _followed(results: Message, message: Message) -> Message:
+    """Results and what the user says then as one message: many templates want the roles to alternate."""
+    if message.is_string:
+        return _user(*results.parts, "\n", *message.parts)
+    return Message("user", (*_user(*results.parts, "\n").parts, *message.parts))
 
 
 def _instructions(form: ToolForm, use: ToolUse) -> str:

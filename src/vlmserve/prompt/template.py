@@ -115,6 +115,7 @@ class ChatTemplate:
         with_image = self._probe([{"type": "image"}, {"type": "text", "text": _PROBE}])
         self.takes_system = self._probe_system()
         self.takes_images = bool(self.takes_parts and image_token and with_image and with_image.count(image_token) == 1)
+        self.shows_images_in_results = self.takes_images and self._probe_result()
 
     def render(
         self,
@@ -140,7 +141,8 @@ class ChatTemplate:
             return self._render(chat, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings or {})
         except Exception as error:  # a template can fail with any error that its expressions can raise
             raise InvalidRequestError(
-                f"the model's chat template does not accept these messages: {error}", param="messages"
+                f"the model's chat template does not accept these messages: {error}{_without_a_call(messages)}",
+                param="messages",
             ) from error
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
@@ -178,6 +180,22 @@ class ChatTemplate:
         except Exception:  # whatever it raises, it does not take this role
             return False
 
+    def _probe_result(self) -> bool:
+        """Whether a picture that a function has given back is shown where it stands."""
+        question: Any = "?" if self.takes_strings else [{"type": "text", "text": "?"}]
+        call = ToolCall("000000000", "f", {})
+        result = Message("tool", (ImagePart(), _PROBE), tool_call_id=call.id, name=call.name)
+        chat = [
+            {"role": "user", "content": question},
+            {**_beside_content(Message("assistant", (), tool_calls=(call,))), "content": ""},
+            {**_beside_content(result), "content": [_typed(part) for part in result.parts]},
+        ]
+        try:
+            text = self._render(chat, add_generation_prompt=True)
+        except Exception:  # whatever it raises, it does not take this form
+            return False
+        return text.count(self._image_token or "") == 1 and _PROBE in text.casefold()
+
     def _render(
         self,
         messages: list[dict[str, Any]],
@@ -213,6 +231,12 @@ def _beside_content(message: Message) -> dict[str, Any]:
         ]
     named = {"tool_call_id": message.tool_call_id, "name": message.name}
     return fields | {name: value for name, value in named.items() if value is not None}
+
+
+def _without_a_call(messages: Sequence[Message]) -> str:
+    """What may be why a template refuses messages: it wants each result's function."""
+    unknown = [message.tool_call_id for message in messages if message.role == "tool" and message.name is None]
+    return f"; no call before its result has the id {unknown[0]!r:.100}" if unknown else ""
 
 
 class _GenerationBlocks(Extension):

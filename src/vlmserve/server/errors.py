@@ -37,6 +37,8 @@ _MESSAGES_KINDS = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
 }
 """https://docs.anthropic.com/en/api/errors"""
+_MESSAGES_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
+"""By refused fields, what lets Anthropic's clients go on without them."""
 
 
 class RefusedError(VLMServeError):
@@ -106,7 +108,8 @@ def messages_error_body(error: VLMServeError) -> dict[str, Any]:
     kind = _MESSAGES_KINDS.get(status_of(error), "api_error")
     place = getattr(error, "param", None)
     message = str(error) if place is None or place in str(error) else f"{place}: {error}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": _MESSAGES_DETAILS[place]} if place in _MESSAGES_DETAILS else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def retry_after(error: VLMServeError) -> str:

@@ -57,6 +57,11 @@ class Dialect(ABC, Generic[Body]):
     def events(self, body: Body, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of the response with ``stream``, the last of which tells of an error if there is one."""
 
+    def reword(self, error: InvalidRequestError) -> None:
+        """Let an error that speaks of the prompt, in chat completions' words, speak of this API's request."""
+        if error.param in (None, "messages"):
+            error.param = self.content_field
+
     def close(self) -> None:
         """Let go of what the request holds besides its generation; called once, however it ends."""
 
@@ -104,8 +109,7 @@ async def _begin(
         service.metrics.media.observe(time.monotonic() - started)
         return await begin(service, client, question, f"{dialect.id_prefix}{secrets.token_hex(16)}", arrived)
     except InvalidRequestError as error:
-        if error.param in (None, "messages"):
-            error.param = dialect.content_field
+        dialect.reword(error)
         raise
 
 

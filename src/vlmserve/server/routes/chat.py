@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said, ToolParser
+from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, Piece, Question
 from vlmserve.server.history import owner_of, with_files
@@ -30,6 +30,7 @@ from vlmserve.server.schema.logprobs import ChoiceLogprobs, choice_logprobs
 from vlmserve.server.schema.tools import AnswerToolCall, DeltaToolCall, FunctionCall
 from vlmserve.server.schema.usage import Usage
 from vlmserve.server.service import Service
+from vlmserve.server.tool_calls import AnswerReader
 
 
 class ChatDialect(Dialect[ChatRequest]):
@@ -40,7 +41,7 @@ class ChatDialect(Dialect[ChatRequest]):
 
     def __init__(self, owner: str = "") -> None:
         self._owner = owner
-        self._parsers: list[ToolParser] = []
+        self._reader = AnswerReader()
 
     def num_answers(self, body: ChatRequest) -> int:
         return body.num_running
@@ -50,13 +51,8 @@ class ChatDialect(Dialect[ChatRequest]):
             raise InvalidRequestError(f"top_logprobs must be at most {service.max_logprobs} here", param="top_logprobs")
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         cache_salt = body.cache_salt or ""
-        tools, form = body.tool_use, service.preparer.tool_form
-        if tools is not None:
-            self._parsers = [
-                ToolParser(form, tools, anywhere=tools.must_call is None and params.grammar is None)
-                for _ in range(body.n)
-            ]
-            params = msgspec.structs.replace(params, grammar=form.grammar(tools, params.grammar))
+        tools = body.tool_use
+        params = self._reader.expect(service.preparer.tool_form, tools, params, body.n)
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
             settings = body.template_settings(service.preparer.template_settings)
@@ -75,12 +71,12 @@ class ChatDialect(Dialect[ChatRequest]):
             return event(ChatChunk(generation.id, generation.created, generation.model, choices, usage))
 
         try:
-            beginning = Delta("assistant", None if self._parsers else "")
+            beginning = Delta("assistant", None if self._reader.expects_calls else "")
             yield b"".join(chunk([ChunkChoice(answer.index, beginning)]) for answer in generation.answers)
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     events = b""
-                    deltas = [_delta(new) for new in self._events(piece)]
+                    deltas = [_delta(new) for new in self._reader.read(piece)]
                     if piece.told and not deltas:
                         deltas = [Delta(content="")]
                     for place, delta in enumerate(deltas):
@@ -97,22 +93,15 @@ class ChatDialect(Dialect[ChatRequest]):
             generation.failure = error
             yield event(error_body(error))
 
-    def _events(self, piece: Piece) -> list[Event]:
-        """What is new in a piece of an answer."""
-        if not self._parsers:
-            return [Said(piece.text)] if piece.text else []
-        parser = self._parsers[piece.index]
-        return parser.push(piece.text) + (parser.finish() if piece.finish_reason is not None else [])
-
     def _finish_reason(self, piece: Piece) -> str:
-        called = bool(self._parsers) and self._parsers[piece.index].num_calls > 0
-        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason or ""
+        called = piece.finish_reason == "stop" and self._reader.has_called(piece.index)
+        return "tool_calls" if called else piece.finish_reason or ""
 
     def _choice(self, answer: Piece, logprobs: ChoiceLogprobs | None) -> AnswerChoice:
         """An answer as a whole."""
         text: list[str] = []
         calls: list[AnswerToolCall] = []
-        for new in self._events(answer):
+        for new in self._reader.read(answer):
             match new:
                 case Said(said):
                     text.append(said)

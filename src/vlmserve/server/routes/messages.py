@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping
 
+import msgspec
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmserve.errors import VLMServeError
+from vlmserve.errors import InvalidRequestError, VLMServeError
+from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said
 from vlmserve.server.errors import json_response, messages_error_body
 from vlmserve.server.generation import Generation, Piece, Question
 from vlmserve.server.guard import salt_of
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import named_event
 from vlmserve.server.routes.reading import read
+from vlmserve.server.schema.blocks import ChatMessages
 from vlmserve.server.schema.messages import (
     CountRequest,
     MessageAnswer,
@@ -22,15 +26,21 @@ from vlmserve.server.schema.messages import (
     MessageUsage,
     TextContent,
     TokenCount,
+    ToolUseContent,
 )
 from vlmserve.server.service import Service
+from vlmserve.server.tool_calls import AnswerReader
 
 
 class MessagesDialect(Dialect[MessagesRequest]):
-    """Anthropic's messages."""
+    """Anthropic's messages. One for each request: it keeps what reads its answer's calls of tools."""
 
     kind = MessagesRequest
     id_prefix = "msg_"
+
+    def __init__(self) -> None:
+        self._chat = ChatMessages("", ())
+        self._reader = AnswerReader()
 
     def num_answers(self, body: MessagesRequest) -> int:
         return 1
@@ -39,36 +49,39 @@ class MessagesDialect(Dialect[MessagesRequest]):
         stop = [*body.stop, *body.stop_sequences]
         named = body.model_copy(update={"stop": stop})
         params = named.sampling_params(service.defaults, body.max_tokens, service.default_limit)
+        tools = body.tool_use
+        params = self._reader.expect(service.preparer.tool_form, tools, params)
         cache_salt = body.cache_salt or ""
-        return Question([await service.prepare(body.conversation(), cache_salt)], params, 1, cache_salt)
+        self._chat = body.chat()
+        prompt = await service.prepare(self._chat.messages, cache_salt, tools=tools)
+        self._chat.messages.clear()  # their pictures are prepared, and an answer may take long
+        return Question([prompt], params, 1, cache_salt, tools=tools)
+
+    def reword(self, error: InvalidRequestError) -> None:
+        self._chat.reword(error)
+        super().reword(error)
 
     async def complete(self, body: MessagesRequest, generation: Generation) -> MessageAnswer:
         [said] = await generation.finished()
+        cut = said.finish_reason == "length" or said.stop_string is not None
+        content = _content(self._reader.read(said), cut=cut)
         return MessageAnswer(
-            generation.id,
-            generation.model,
-            [TextContent(said.text)] if said.text else [],
-            _stop_reason(said),
-            said.stop_string,
-            _usage(generation),
+            generation.id, generation.model, content, self._stop_reason(said), said.stop_string, _usage(generation)
         )
 
     async def events(self, body: MessagesRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
         try:
             begun = MessageAnswer(generation.id, generation.model, [], None, None, _usage(generation))
-            yield (
-                named_event({"type": "message_start", "message": begun})
-                + named_event({"type": "content_block_start", "index": 0, "content_block": TextContent("")})
-                + named_event({"type": "ping"})
-            )
+            yield named_event({"type": "message_start", "message": begun}) + named_event({"type": "ping"})
+            blocks = BlockEvents()
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
-                    if piece.text:
-                        delta = {"type": "text_delta", "text": piece.text}
-                        yield named_event({"type": "content_block_delta", "index": 0, "delta": delta})
-            end = {"stop_reason": _stop_reason(piece), "stop_sequence": piece.stop_string}
+                    events = b"".join(map(blocks.push, self._reader.read(piece)))
+                    if events:
+                        yield events
+            end = {"stop_reason": self._stop_reason(piece), "stop_sequence": piece.stop_string}
             yield (
-                named_event({"type": "content_block_stop", "index": 0})
+                blocks.finish()
                 + named_event({"type": "message_delta", "delta": end, "usage": _usage(generation)})
                 + named_event({"type": "message_stop"})
             )
@@ -76,11 +89,82 @@ class MessagesDialect(Dialect[MessagesRequest]):
             generation.failure = error
             yield named_event(messages_error_body(error))
 
+    def _stop_reason(self, said: Piece) -> str:
+        if said.stop_string is not None:
+            return "stop_sequence"
+        if said.finish_reason == "length":
+            return "max_tokens"
+        return "tool_use" if self._reader.has_called(said.index) else "end_turn"
 
-def _stop_reason(said: Piece) -> str:
-    if said.stop_string is not None:
-        return "stop_sequence"
-    return "max_tokens" if said.finish_reason == "length" else "end_turn"
+
+class BlockEvents:
+    """The events of a stream's content blocks, which come one after the other."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: type[TextContent] | type[ToolUseContent] | None = None
+
+    def push(self, new: Event) -> bytes:
+        """What is to be sent now."""
+        match new:
+            case Said(text):
+                begun = b"" if self._open is TextContent else self._begin(TextContent(""))
+                return begun + self._delta({"type": "text_delta", "text": text})
+            case CallBegun():
+                return self._begin(_call(new))
+            case CallGoesOn(_, arguments):
+                return self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def finish(self) -> bytes:
+        """The end of the last block, if there is one."""
+        return b"" if self._open is None else named_event({"type": "content_block_stop", "index": self._index})
+
+    def _begin(self, block: TextContent | ToolUseContent) -> bytes:
+        end = self.finish()
+        self._index += 1
+        self._open = type(block)
+        return end + named_event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _delta(self, delta: Mapping[str, str]) -> bytes:
+        return named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+
+def _call(begun: CallBegun) -> ToolUseContent:
+    """A call whose input is still to come."""
+    return ToolUseContent(f"toolu_{begun.id.removeprefix('call_')}", begun.name, msgspec.Raw(b"{}"))
+
+
+def _content(events: Iterable[Event], *, cut: bool) -> list[TextContent | ToolUseContent]:
+    """An answer as a whole. cut: whether it may have been ended in the middle of a call."""
+    content: list[TextContent | ToolUseContent] = []
+    calls: list[ToolUseContent] = []
+    inputs: list[str] = []
+    for new in events:
+        match new:
+            case Said(text):
+                if content and isinstance(content[-1], TextContent):
+                    content[-1].text += text
+                else:
+                    content.append(TextContent(text))
+            case CallBegun():
+                calls.append(_call(new))
+                content.append(calls[-1])
+                inputs.append("")
+            case CallGoesOn(index, arguments):
+                inputs[index] += arguments
+    if cut and calls:
+        inputs[-1] = _whole_part(inputs[-1])
+    for call, arguments in zip(calls, inputs, strict=True):
+        call.input = msgspec.Raw(arguments.encode())
+    return content
+
+
+def _whole_part(arguments: str) -> str:
+    """Of the beginning of a JSON object, what is complete, which is also what clients make of a stream that ends so."""
+    try:
+        return msgspec.json.encode(from_json(arguments, allow_partial=True)).decode()
+    except ValueError:  # nothing is there yet, or it is nested too deeply to be read
+        return "{}"
 
 
 def _usage(generation: Generation) -> MessageUsage:
@@ -95,9 +179,14 @@ async def messages(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation's prompt would have, pictures included."""
+    """How many tokens a conversation's prompt would have, pictures and tools included."""
     service: Service = request.app.state.service
     async with read(request, CountRequest) as body:
         service.check_model(body.model)
-        prompt = await service.prepare(body.conversation(), salt_of(request, None))
+        chat = body.chat()
+        try:
+            prompt = await service.prepare(chat.messages, salt_of(request, None), tools=body.tool_use)
+        except InvalidRequestError as error:
+            chat.reword(error)
+            raise
         return json_response(TokenCount(len(prompt.token_ids)))

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, ValidationError, model_validator
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.messages import MAX_DEPTH, is_too_deep
 
 MAX_COUNT = 2**31 - 1
 """The largest number that anybody may want to count to."""
+
+
+def _check_depth(value: dict[str, Any]) -> dict[str, Any]:
+    if is_too_deep(value):
+        raise ValueError(f"Input is nested too deeply; at most {MAX_DEPTH} levels are read")
+    return value
+
+
+JSONObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+"""Whatever a client likes."""
 
 
 class RequestModel(BaseModel):

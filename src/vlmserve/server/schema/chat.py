@@ -80,7 +80,8 @@ class ChatRequest(ChoicesRequest):
     @property
     def tool_use(self) -> ToolUse | None:
         """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        functions = [tool.function.function for tool in self.tools]
+        return tool_use(functions, self.tool_choice, self.parallel_tool_calls)
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
         """What the chat template is told by name. known: names that it knows. Raises InvalidRequestError for an effort

@@ -21,10 +21,11 @@ class ErrorAnswer(msgspec.Struct):
 
 
 class MessagesErrorDetail(msgspec.Struct):
-    """What went wrong."""
+    """What went wrong. details: for clients that know what to do then."""
 
     type: str
     message: str
+    details: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessagesErrorAnswer(msgspec.Struct):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import Field, Tag, model_validator
 
-from vlmserve.server.schema.base import MAX_COUNT, RequestModel, by_type, text_or_list
+from vlmserve.frontend.tools import Function, ToolUse
+from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
+from vlmserve.server.schema.blocks import ChatMessages, System, Turn
 from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, tool_use
 
 _IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier"})
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -18,100 +21,109 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "output_config": ({},),
     "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "tools": ([],),
+    "thread": (),
 }
 
 
-class Block(RequestModel):
-    """A part of a message. cache_control is accepted and changes nothing: all that can be cached is."""
+class CustomTool(RequestModel):
+    """A tool that the client has. cache_control and eager_input_streaming are accepted and change nothing: all that can
+    be cached is, and inputs are streamed as they come. input_examples: shown to the model with the schema."""
 
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    input_schema: JSONObject
+    description: str | None = None
+    type: Literal["custom"] = "custom"
+    strict: bool = False
+    input_examples: list[JSONObject] = Field(default_factory=list)
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] = False
+    allowed_callers: list[Literal["direct"]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_the_clients_own(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise ValueError(
+                f"Tools of type {kind!r:.100} are not supported here, only those that the client describes and runs "
+                "itself: leave type out, and send name, description and input_schema"
+            )
+        return value
+
+    @property
+    def function(self) -> Function:
+        """The same for the model."""
+        examples = {"examples": self.input_examples} if self.input_examples else {}
+        return Function(self.name, self.description, {**self.input_schema, **examples}, self.strict)
+
+
+class ToolChoice(RequestModel):
+    """Whether an answer calls tools, and whether it may call more than one."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool = False
+
+
+class NamedToolChoice(RequestModel):
+    """The one tool that an answer calls, once."""
+
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool = False
+
+
+class Asked(RequestModel):
+    """What the prompt is made of."""
+
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: System = ""
+    tools: list[CustomTool] = Field(
+        default_factory=list, max_length=MAX_TOOLS, description="Tools that the model may call."
+    )
+    tool_choice: (
+        Annotated[
+            Annotated[ToolChoice, Tag("<auto>")]
+            | Annotated[ToolChoice, Tag("<any>")]
+            | Annotated[ToolChoice, Tag("<none>")]
+            | Annotated[NamedToolChoice, Tag("<tool>")],
+            by_type("auto", "any", "none", "tool"),
+        ]
+        | None
+    ) = Field(None, description="auto, any, none or a tool. Default: auto.")
+
+    def chat(self) -> ChatMessages:
+        """The messages as chat completions has them."""
+        return ChatMessages(self.system, self.messages)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
+        choice = self.tool_choice
+        wanted: str | NamedTool | None = None
+        if isinstance(choice, NamedToolChoice):
+            wanted = NamedTool(type="function", function=FunctionName(name=choice.name))
+        elif choice is not None:
+            wanted = "required" if choice.type == "any" else choice.type
+        parallel = choice is None or not choice.disable_parallel_tool_use
+        return tool_use([tool.function for tool in self.tools], wanted, parallel)
+
+
+class CountRequest(Asked):
+    """The body of ``POST /v1/messages/count_tokens``."""
+
+    model: str | None = None
     cache_control: dict[str, Any] | None = None
 
 
-class TextBlock(Block):
-    """A piece of text."""
-
-    type: Literal["text"]
-    text: str
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-
-class Base64Source(RequestModel):
-    """A picture's file."""
-
-    type: Literal["base64"]
-    media_type: str
-    data: str
-
-
-class URLSource(RequestModel):
-    """Where a picture's file is."""
-
-    type: Literal["url"]
-    url: str
-
-
-class ImageBlock(Block):
-    """A picture."""
-
-    type: Literal["image"]
-    source: Annotated[
-        Annotated[Base64Source, Tag("<base64>")] | Annotated[URLSource, Tag("<url>")],
-        by_type("base64", "url"),
-    ]
-
-    def part(self) -> dict[str, Any]:
-        """The same as OpenAI writes it."""
-        if isinstance(self.source, URLSource):
-            url = self.source.url
-        else:
-            url = f"data:{self.source.media_type};base64,{self.source.data}"
-        return {"type": "image_url", "image_url": {"url": url}}
-
-
-ContentBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
-    by_type("text", "image"),
-]
-
-
-System = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<list>")], text_or_list("blocks")]
-"""What is said before the conversation."""
-
-
-class Turn(RequestModel):
-    """One turn of a conversation."""
-
-    role: Literal["user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[ContentBlock], Field(min_length=1), Tag("<list>")],
-        text_or_list("blocks"),
-    ]
-
-
-class CountRequest(RequestModel):
-    """The body of ``POST /v1/messages/count_tokens``."""
-
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    model: str | None = None
-    system: System = ""
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as `RequestPreparer.chat` takes them."""
-        return turns_as_chat(self.system, self.messages)
-
-
-class MessagesRequest(SamplingRequest):
+class MessagesRequest(Asked, SamplingRequest):
     """The body of ``POST /v1/messages``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
     ignored_fields: ClassVar[frozenset[str]] = _IGNORED_FIELDS
     content_fields: ClassVar[tuple[str, ...]] = ("messages", "system")
 
-    messages: Annotated[list[Turn], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
-    system: System = ""
     stop_sequences: list[str] = Field(default_factory=list, description="Up to 16.")
 
     @model_validator(mode="after")
@@ -119,26 +131,6 @@ class MessagesRequest(SamplingRequest):
         if self.messages[-1].role == "assistant":
             raise ValueError("The last message should be the user's: answers that are begun cannot be continued here")
         return self
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as `RequestPreparer.chat` takes them."""
-        return turns_as_chat(self.system, self.messages)
-
-
-def turns_as_chat(system: str | Sequence[TextBlock], turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Messages as `RequestPreparer.chat` takes them."""
-    instructions = system if isinstance(system, str) else "\n".join(block.text for block in system)
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    for turn in turns:
-        if isinstance(turn.content, str):
-            messages.append({"role": turn.role, "content": turn.content})
-            continue
-        parts = [
-            block.part() if isinstance(block, ImageBlock) else {"type": "text", "text": block.text}
-            for block in turn.content
-        ]
-        messages.append({"role": turn.role, "content": parts})
-    return messages
 
 
 class MessageUsage(msgspec.Struct):
@@ -150,11 +142,18 @@ class MessageUsage(msgspec.Struct):
     cache_creation_input_tokens: int = 0
 
 
-class TextContent(msgspec.Struct):
+class TextContent(msgspec.Struct, tag_field="type", tag="text"):
     """What the model said."""
 
     text: str
-    type: str = "text"
+
+
+class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A call that the model wants. input: a JSON object, as the model wrote it."""
+
+    id: str
+    name: str
+    input: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 
 
 class MessageAnswer(msgspec.Struct):
@@ -162,7 +161,7 @@ class MessageAnswer(msgspec.Struct):
 
     id: str
     model: str
-    content: list[TextContent]
+    content: list[TextContent | ToolUseContent]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessageUsage

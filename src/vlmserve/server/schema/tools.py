@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import Function, ToolUse
-from vlmserve.server.schema.base import RequestModel
+from vlmserve.server.schema.base import JSONObject, RequestModel
 
 MAX_TOOLS = 128
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -21,8 +21,13 @@ class FunctionDefinition(RequestModel):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JSONObject | None = None
     strict: bool = False
+
+    @property
+    def function(self) -> Function:
+        """The same for the model."""
+        return Function(self.name, self.description, self.parameters, self.strict)
 
 
 class Tool(RequestModel):
@@ -75,28 +80,27 @@ class SentToolCall(RequestModel):
     index: int | None = None
 
 
-def tool_use(tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool) -> ToolUse | None:
+def tool_use(functions: Sequence[Function], choice: str | NamedTool | None, parallel: bool) -> ToolUse | None:
     """How an answer may use tools; None if it may not. Raises InvalidRequestError for tools that contradict each other
     or the choice."""
-    if not tools:
+    if not functions:
         if isinstance(choice, NamedTool) or choice == "required":
             raise InvalidRequestError("tool_choice wants a call, but there are no tools", param="tool_choice")
         return None
-    functions: dict[str, Function] = {}
-    for index, tool in enumerate(tools):
-        function = tool.function
-        if function.name in functions:
+    names: set[str] = set()
+    for index, function in enumerate(functions):
+        if function.name in names:
             raise InvalidRequestError(f"two tools have the name {function.name}", param=f"tools[{index}].function.name")
-        functions[function.name] = Function(function.name, function.description, function.parameters, function.strict)
+        names.add(function.name)
     if isinstance(choice, NamedTool):
-        if choice.function.name not in functions:
+        if choice.function.name not in names:
             raise InvalidRequestError(
                 f"tool_choice names {choice.function.name!r:.100}, which is not among the tools", param="tool_choice"
             )
-        return ToolUse(tuple(functions.values()), choice.function.name, parallel=False)
+        return ToolUse(tuple(functions), choice.function.name, parallel=False)
     if choice == "none":
         return None
-    return ToolUse(tuple(functions.values()), "required" if choice == "required" else None, parallel=parallel)
+    return ToolUse(tuple(functions), "required" if choice == "required" else None, parallel=parallel)
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):

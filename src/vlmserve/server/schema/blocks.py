@@ -1,0 +1,232 @@
+"""Turns of blocks, as Anthropic writes them, and the same as messages of chat completions.
+
+https://docs.anthropic.com/en/api/messages
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, Tag, model_validator
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.server.schema.base import JSONObject, RequestModel, by_type, text_or_list
+
+_PATH = re.compile(r"(?:messages|tools)\[\d+\](?:\.\w+|\[\d+\])*")
+_OWNER = re.compile(r"messages\[\d+\](?:\.(?:content|tool_calls)\[\d+\])?")
+"""Of a path, what says which block it leads to."""
+_OWN_FIELDS: Mapping[str, str] = {
+    ".function.arguments": ".input",
+    ".function.name": ".name",
+    ".function.parameters": ".input_schema",
+    ".image_url.url": ".source",
+    ".tool_call_id": ".tool_use_id",
+}
+
+
+class Block(RequestModel):
+    """A part of a message. cache_control is accepted and changes nothing: all that can be cached is."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(Block):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def part(self) -> dict[str, Any]:
+        """The same as OpenAI writes it."""
+        return {"type": "text", "text": self.text}
+
+
+class Base64Source(RequestModel):
+    """A picture's file."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class URLSource(RequestModel):
+    """Where a picture's file is."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Block):
+    """A picture."""
+
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("<base64>")] | Annotated[URLSource, Tag("<url>")],
+        by_type("base64", "url"),
+    ]
+
+    def part(self) -> dict[str, Any]:
+        """The same as OpenAI writes it."""
+        if isinstance(self.source, URLSource):
+            url = self.source.url
+        else:
+            url = f"data:{self.source.media_type};base64,{self.source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
+class ToolUseBlock(Block):
+    """A call of a tool. caller is accepted and changes nothing: here it is always the model itself."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: Annotated[str, Field(min_length=1)]
+    input: JSONObject
+    caller: dict[str, Any] | None = None
+
+    def call(self) -> dict[str, Any]:
+        """The same as OpenAI writes it, with the arguments as an object."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
+
+
+ShownBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+    by_type("text", "image"),
+]
+
+
+class ToolResultBlock(Block):
+    """What a call has given back. is_error: whether it failed, of which the model is told."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[ShownBlock], Tag("<list>")], text_or_list("blocks")
+    ] = ""
+    is_error: bool = False
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    by_type("text", "image", "tool_use", "tool_result"),
+]
+
+
+System = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<list>")], text_or_list("blocks")]
+"""What is said before the conversation."""
+
+
+class Turn(RequestModel):
+    """One turn of a conversation. The assistant calls tools, and the user has their results."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[ContentBlock], Field(min_length=1), Tag("<list>")],
+        text_or_list("blocks"),
+    ]
+
+    @model_validator(mode="after")
+    def _says_what_its_role_may(self) -> Self:
+        for index, block in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(block, ToolUseBlock) and self.role != "assistant":
+                raise ValueError(f"content[{index}] is a tool_use, which belongs in a message of the assistant")
+            if isinstance(block, ToolResultBlock) and self.role != "user":
+                raise ValueError(f"content[{index}] is a tool_result, which belongs in a message of the user")
+        return self
+
+
+Placed = tuple[str, dict[str, Any]]
+"""A part or a call, after the place of its block."""
+
+
+class ChatMessages:
+    """A conversation as messages that `RequestPreparer.chat` takes."""
+
+    def __init__(self, system: str | Sequence[TextBlock], turns: Sequence[Turn]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._places: dict[str, str] = {}
+        instructions = system if isinstance(system, str) else "\n".join(block.text for block in system)
+        if instructions:
+            self._add("system", "system", instructions)
+        for index, turn in enumerate(turns):
+            place = f"messages[{index}]"
+            if isinstance(turn.content, str):
+                self._add(place, turn.role, turn.content)
+                continue
+            blocks = [(f"{place}.content[{number}]", block) for number, block in enumerate(turn.content)]
+            if turn.role == "assistant":
+                self._add_answer(place, blocks)
+            else:
+                self._add_question(place, blocks)
+
+    def _add_answer(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
+        said = [(at, block) for at, block in blocks if isinstance(block, TextBlock | ImageBlock)]
+        calls = [(at, block.call()) for at, block in blocks if isinstance(block, ToolUseBlock)]
+        texts = [block.text for _, block in said if isinstance(block, TextBlock)]
+        content = "".join(texts) if len(texts) == len(said) else [(at, block.part()) for at, block in said]
+        self._add(place, "assistant", content, calls)
+
+    def _add_question(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
+        """Each result is a message, and so is what stands before, between and behind them."""
+        said: list[Placed] = []
+        for at, block in blocks:
+            if isinstance(block, TextBlock | ImageBlock):
+                said.append((at, block.part()))
+            elif isinstance(block, ToolResultBlock):
+                if said:
+                    self._add(place, "user", said)
+                    said = []
+                self._add(at, "tool", _result(at, block), tool_call_id=block.tool_use_id)
+        if said:
+            self._add(place, "user", said)
+
+    def _add(
+        self, place: str, role: str, content: str | Sequence[Placed], calls: Sequence[Placed] = (), **fields: str
+    ) -> None:
+        """place: what errors are to say of the message."""
+        at = f"messages[{len(self.messages)}]"
+        self._places[at] = place
+        message: dict[str, Any] = {"role": role, "content": content, **fields}
+        if not isinstance(content, str):
+            message["content"] = self._placed(f"{at}.content", content)
+        if calls:
+            message["tool_calls"] = self._placed(f"{at}.tool_calls", calls)
+        self.messages.append(message)
+
+    def _placed(self, at: str, parts: Sequence[Placed]) -> list[dict[str, Any]]:
+        self._places |= {f"{at}[{index}]": place for index, (place, _) in enumerate(parts)}
+        return [part for _, part in parts]
+
+    def reword(self, error: InvalidRequestError) -> None:
+        """Let an error that speaks of these messages, or of tools as OpenAI writes them, speak of the request."""
+        error.args = (_PATH.sub(self._own_path, str(error)),)
+        if error.param is not None:
+            error.param = _PATH.sub(self._own_path, error.param)
+
+    def _own_path(self, match: re.Match[str]) -> str:
+        path = match[0]
+        owner = _OWNER.match(path)
+        if owner is not None:
+            message, dot, rest = owner[0].partition(".")
+            own = self._places.get(owner[0]) or f"{self._places.get(message, message)}{dot}{rest}"
+            path = own + path[owner.end() :]
+        for theirs, ours in _OWN_FIELDS.items():
+            path = path.replace(theirs, ours)
+        return path
+
+
+def _result(place: str, block: ToolResultBlock) -> str | list[Placed]:
+    """What a result shows, as text if it is nothing else."""
+    failed = "Error: " if block.is_error else ""
+    if isinstance(block.content, str):
+        return failed + block.content
+    texts = [shown.text for shown in block.content if isinstance(shown, TextBlock)]
+    if len(texts) == len(block.content):
+        return failed + "\n".join(texts)
+    parts = [(f"{place}.content[{index}]", shown.part()) for index, shown in enumerate(block.content)]
+    return [(place, {"type": "text", "text": failed}), *parts] if failed else parts

@@ -1,0 +1,48 @@
+"""What a request's answers say, and which functions they call, whatever the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from vlmserve.frontend.tool_parser import Event, Said, ToolParser
+from vlmserve.frontend.tools import ToolForm, ToolUse
+from vlmserve.server.generation import Piece
+from vlmserve.types import SamplingParams
+
+
+class AnswerReader:
+    """Reads the answers to one request as they come. Until `expect` is told of tools, all that they say is text."""
+
+    def __init__(self) -> None:
+        self._parsers: Sequence[ToolParser] = ()
+
+    def expect(
+        self, form: ToolForm, tools: ToolUse | None, params: SamplingParams, num_answers: int = 1
+    ) -> SamplingParams:
+        """The params with which answers may call these tools, in that form.
+
+        Raises InvalidRequestError if that does not go together with what else they have to obey.
+        """
+        if tools is None:
+            return params
+        anywhere = tools.must_call is None and params.grammar is None
+        self._parsers = [ToolParser(form, tools, anywhere=anywhere) for _ in range(num_answers)]
+        return msgspec.structs.replace(params, grammar=form.grammar(tools, params.grammar))
+
+    @property
+    def expects_calls(self) -> bool:
+        """Whether answers may call anything."""
+        return bool(self._parsers)
+
+    def read(self, piece: Piece) -> list[Event]:
+        """What is new in a piece of an answer. Each is read once."""
+        if not self._parsers:
+            return [Said(piece.text)] if piece.text else []
+        parser = self._parsers[piece.index]
+        return parser.push(piece.text) + (parser.finish() if piece.finish_reason is not None else [])
+
+    def has_called(self, index: int) -> bool:
+        """Whether the answer of that number has called anything so far."""
+        return bool(self._parsers) and self._parsers[index].num_calls > 0

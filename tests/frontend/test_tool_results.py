@@ -1,0 +1,138 @@
+"""What functions give back, pictures among it, as chat templates of all kinds show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from tests.frontend.test_requests import data_url, user
+from tests.frontend.test_tools import MISTRAL, QWEN, USE
+from tests.media.pictures_for_tests import encoded, noise
+from tests.prompt.tokenizers_for_tests import CHATML_PARTS, LLAVA_STYLE, byte_level, write_checkpoint
+from vlmserve.config import MediaConfig
+from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.requests import RequestPreparer
+
+PARTS = (
+    "{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endmacro %}"
+)
+SHOWS = PARTS + QWEN.replace("+ message.content", "+ show(message.content)")
+"""As Qwen3-VL writes it: pictures wherever they are."""
+SHOWS_TO_USERS = PARTS + QWEN.replace("{{- '\\n' + message.content", "{{- '\\n' + show(message.content)").replace(
+    "'\n' + message.content }}", "'\n' + show(message.content) }}"
+)
+"""Pictures of users only; a result has to be a string."""
+ALTERNATING = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML_PARTS
+)
+TEMPLATES = {
+    "shows": SHOWS, "shows to users": SHOWS_TO_USERS, "strings": QWEN, "our own": CHATML_PARTS,
+    "pictures first": LLAVA_STYLE, "alternating": ALTERNATING,
+}  # fmt: skip
+PICTURES = [data_url(encoded(noise(30 + 4 * seed, 30, seed=seed))) for seed in range(4)]
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def calls(*ids: str) -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": '{"city": "Bern"}'}
+    return {"role": "assistant", "tool_calls": [{"id": id_, "type": "function", "function": function} for id_ in ids]}
+
+
+def result(id_: str, content: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id_, "content": content}
+
+
+BEFORE = [user(PICTURES[0], "Look."), calls("a", "b")]
+RESULTS = [result("a", [text("One."), PICTURES[1]]), result("b", [PICTURES[2], text("Two.")])]
+THEN = user("And this?", PICTURES[3])
+
+
+def preparer_for(folder, template: str) -> RequestPreparer:
+    tokenizer = byte_level()
+    marks = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    return RequestPreparer(write_checkpoint(folder, tokenizer, chat_template=template), MediaConfig())
+
+
+@pytest.fixture(params=list(TEMPLATES))
+def preparer(request, tmp_path) -> RequestPreparer:
+    return preparer_for(tmp_path, TEMPLATES[request.param])
+
+
+def keys(preparer: RequestPreparer, messages: list[Any]) -> list[bytes]:
+    return [span.image.key for span in preparer.chat(messages, tools=USE).images]
+
+
+def shown(preparer: RequestPreparer, messages: list[Any]) -> str:
+    return preparer.decode(preparer.chat(messages).token_ids).replace("<image>" * 4, "<image>")
+
+
+@pytest.mark.parametrize("then", [[], [THEN], [user("Well?")], [{"role": "assistant", "content": "Hm."}, THEN]])
+def test_every_picture_of_a_result_is_seen_in_its_order(preparer, then):
+    order = [key for picture in PICTURES for key in keys(preparer, [user(picture)])]
+    assert len(set(order)) == 4
+    assert keys(preparer, [*BEFORE, *RESULTS, *then]) == order[: 4 if THEN in then else 3]
+    turned = [*BEFORE, result("a", RESULTS[1]["content"]), result("b", RESULTS[0]["content"]), *then]
+    assert keys(preparer, turned)[1:3] == [order[2], order[1]]
+
+
+def test_what_was_said_stays_as_it_was_when_the_conversation_goes_on(preparer):
+    before = preparer.decode(preparer.chat([*BEFORE, *RESULTS, THEN], add_generation_prompt=False).token_ids)
+    after = shown(preparer, [*BEFORE, *RESULTS, THEN, {"role": "assistant", "content": "Hm."}, user("So?")])
+    assert after.startswith(before.replace("<image>" * 4, "<image>"))
+
+
+def test_pictures_stand_in_their_results_where_the_template_shows_them(tmp_path):
+    expected = "<tool_response>\nOne.<image>\n</tool_response>"
+    for name, template in (("native", SHOWS), ("our own", CHATML_PARTS)):
+        assert expected in shown(preparer_for(tmp_path / name, template), [*BEFORE, *RESULTS])
+
+
+@pytest.mark.parametrize("name", ["shows to users", "strings"])
+def test_where_it_does_not_they_stand_right_behind_and_numbers_say_whose_they_are(tmp_path, name):
+    prompt = shown(preparer_for(tmp_path, TEMPLATES[name]), [*BEFORE, *RESULTS, THEN]).replace("\n", "")
+    assert "<tool_response>One.[picture 1]</tool_response>" in prompt
+    assert "<tool_response>[picture 2]Two.</tool_response>" in prompt
+    assert prompt.endswith(
+        "<|im_start|>user[picture 1]<image>[picture 2]<image>And this?<image><|im_end|><|im_start|>assistant"
+    )
+    again = [*BEFORE, *RESULTS, calls("c"), result("c", [PICTURES[3]])]
+    assert "[picture 3]<image><|im_end|>" in shown(preparer_for(tmp_path, TEMPLATES[name]), again).replace("\n", "")
+
+
+def test_a_result_of_texts_is_a_string_for_templates_that_want_one(tmp_path):
+    listed = [user("Look."), calls("a"), result("a", [text("One."), text("Two.")])]
+    assert "<tool_response>\nOne.\nTwo.\n</tool_response>" in shown(preparer_for(tmp_path, QWEN), listed)
+
+
+def test_a_template_may_see_the_ends_of_ids_that_are_too_long_for_it(tmp_path):
+    strict = "{% for m in messages %}{% for call in m.tool_calls or [] %}{% if call.id | length != 9 %}" + (
+        "{{ raise_exception('length 9') }}{% endif %}{% endfor %}{% endfor %}" + MISTRAL
+    )
+    preparer = preparer_for(tmp_path, strict)
+    assert preparer.tool_form.call_id_length == 9
+    assert "[TOOL_CALLS]" in shown(preparer, [user("Look."), calls("toolu_0123456789"), result("toolu_0123456789", "")])
+    with pytest.raises(InvalidRequestError, match="length 9"):
+        preparer.chat([user("Look."), calls("short"), result("short", "")])
+
+
+def test_a_result_that_nobody_asked_for_is_named_where_the_template_wants_its_function(tmp_path):
+    named = QWEN.replace("<tool_response>\n' + message.content", "<tool_response>\n' + message.name + message.content")
+    preparer = preparer_for(tmp_path, named)
+    assert "get_weatherRain" in shown(preparer, [user("Look."), calls("a"), result("a", "Rain")])
+    with pytest.raises(InvalidRequestError, match="no call before its result has the id 'b'"):
+        preparer.chat([user("Look."), calls("a"), result("b", "Rain")])
+
+
+def test_arguments_that_are_nested_without_end_are_refused(tmp_path):
+    deep = calls("a")
+    deep["tool_calls"][0]["function"] = {"name": "f", "arguments": '{"a":' * 600 + "1" + "}" * 600}
+    with pytest.raises(InvalidRequestError, match="at most 100 levels"):
+        preparer_for(tmp_path, QWEN).chat([user("Look."), deep])
