@@ -46,18 +46,21 @@ class ToolUse:
     """What an answer may do with functions.
 
     must_call: the function that it has to call, "required" for any; None if it may do without. parallel: whether it may
-    call more than one.
+    call more than one. allowed: the names of those that it may call, of all that it is told of; None for all.
     """
 
     functions: tuple[Function, ...]
     must_call: str | None = None
     parallel: bool = True
+    allowed: frozenset[str] | None = None
 
     @property
     def callable(self) -> Sequence[Function]:
         """Those that the answer may call."""
         named = [function for function in self.functions if function.name == self.must_call]
-        return named or self.functions
+        if named or self.allowed is None:
+            return named or self.functions
+        return [function for function in self.functions if function.name in self.allowed]
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
-from vlmserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
+from vlmserve.errors import NotFoundError, PromptTooLongError
 from vlmserve.server.body import BodyShare
-from vlmserve.server.schema.items import chat_message
+from vlmserve.server.schema.items import parts_of
 from vlmserve.server.service import Service
 from vlmserve.storage.items import StoredItem
 from vlmserve.storage.store import Store
@@ -20,7 +19,6 @@ from vlmserve.types import Prompt
 OWNER = "vlmserve.owner"
 """Where in a request's scope the name of its owner is, if somebody has put one there."""
 
-_PLACE = re.compile(r"messages\[(\d+)\]((?:\.\w+|\[\d+\])*)")
 _OFF = "This server keeps no history (--storage-url none)"
 
 Message = dict[str, Any]
@@ -96,28 +94,7 @@ async def _data_url(store: Store, owner: str, file_id: str, share: BodyShare) ->
 
 def file_ids(items: Sequence[Message]) -> list[str]:
     """The files that items show."""
-    return sorted({part["file_id"] for item in items for part in item["content"] if "file_id" in part})
-
-
-def chat_messages(instructions: str | None, items: Sequence[Message]) -> list[Message]:
-    """Items as messages of chat completions, after what the system says."""
-    system = [] if not instructions else [{"role": "system", "content": instructions}]
-    return [*system, *map(chat_message, items)]
-
-
-def in_items_words(error: InvalidRequestError, num_before: int) -> None:
-    """Let an error about messages speak of items. num_before: messages that are none of this request's items."""
-
-    def place(match: re.Match[str]) -> str:
-        index, path = int(match[1]) - num_before, match[2]
-        if index < 0:
-            return "an earlier turn"
-        return f"input[{index}]" + path.replace(".image_url.url", ".image_url")
-
-    error.args = (_PLACE.sub(place, str(error)),)
-    if error.param is not None:
-        renamed = _PLACE.sub(place, error.param)
-        error.param = "input" if renamed in ("messages", "an earlier turn") else renamed
+    return sorted({part["file_id"] for item in items for part in parts_of(item) if "file_id" in part})
 
 
 async def fitting(

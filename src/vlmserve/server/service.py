@@ -324,7 +324,8 @@ class Service:
 def _num_characters(message: Mapping[str, Any]) -> int:
     """Of a message without pictures."""
     content = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    said = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    return said + len(str(message.get("tool_calls", "")))
 
 
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:

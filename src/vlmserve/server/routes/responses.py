@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
 import msgspec
@@ -12,26 +12,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, NotFoundError, VLMServeError
+from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.body import BodyShare
 from vlmserve.server.generation import Generation, Question
-from vlmserve.server.history import (
-    chat_messages,
-    file_ids,
-    fitting,
-    in_items_words,
-    needed_store,
-    owner_of,
-    read_items,
-    with_files,
-)
+from vlmserve.server.history import file_ids, fitting, needed_store, owner_of, read_items, with_files
 from vlmserve.server.routes.answering import Dialect, answer
-from vlmserve.server.routes.events import named_event
-from vlmserve.server.schema.items import message, new_item_id, output_text
-from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest, ResponseUsage
+from vlmserve.server.routes.response_writer import ResponseWriter
+from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest
 from vlmserve.server.service import Service
+from vlmserve.server.tool_calls import AnswerReader
+from vlmserve.server.turns import Turns
 from vlmserve.storage.items import PackedItem, StoredItem
 from vlmserve.storage.store import Store
 from vlmserve.types import Prompt, SamplingParams
+
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
@@ -46,6 +41,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         self._share: BodyShare = BodyShare(service.bodies)
         self._owner = owner
         self._params = SamplingParams()
+        self._reader = AnswerReader()
         self._inputs: list[PackedItem] = []
         self._file_ids: list[str] = []
 
@@ -55,43 +51,49 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     async def ask(self, service: Service, body: ResponsesRequest) -> Question:
         if body.store and self._store is None:
             raise InvalidRequestError("This server keeps no history; leave store out", param="store")
-        self._params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
+        params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
+        tools = body.tool_use
+        self._params = self._reader.expect(service.preparer.tool_form, tools, params)
         new = [item.stored() for item in body.input]
         cache_salt = body.cache_salt or ""
         with service.bodies.share() as share:
             before = await self._items_before(service, body, share)
-            prompt = await self._prepare(service, body, before, new, share)
+            turns = Turns(body.instructions, before, new)
+            prompt = await self._prepare(service, body, turns, tools, share)
         if self._keeps(body) or body.conversation is not None:
             await self._pack(needed_store(service), new)
-        return Question([prompt], self._params, 1, cache_salt)
+        return Question([prompt], self._params, 1, cache_salt, tools=tools)
 
     async def complete(self, body: ResponsesRequest, generation: Generation) -> ResponseObject:
         [whole] = await generation.finished()
-        response = self._response(body, generation)
-        self._end(response, generation, whole.text, new_item_id(), whole.finish_reason)
-        await self._keep(body, response)
-        return response
+        writer = ResponseWriter(self._response(body, generation))
+        writer.write(self._reader.read(whole))
+        writer.finish(whole.finish_reason, generation.usage)
+        await self._keep(body, writer.response)
+        return writer.response
 
     async def events(self, body: ResponsesRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
-        response = self._response(body, generation)
-        send = _Events(new_item_id())
-        text, finish_reason = "", None
+        writer = ResponseWriter(self._response(body, generation))
+        finish_reason = None
         try:
-            yield send.begin(response)
+            yield writer.begin(only_text=not self._reader.expects_calls)
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
-                    text, finish_reason = text + piece.text, piece.finish_reason
-                    if piece.text:
-                        yield send.delta(piece.text)
-            self._end(response, generation, text, send.item_id, finish_reason)
+                    finish_reason = piece.finish_reason
+                    if news := writer.write(self._reader.read(piece)):
+                        yield news
+            last = writer.finish(finish_reason, generation.usage)
             # Whoever hears that it is complete finds it again.
-            await self._keep(body, response)
-            yield send.end(response, text)
+            await self._keep(body, writer.response)
+            yield last + writer.end()
         except VLMServeError as error:
             generation.failure = error
-            response.status, response.completed_at = "failed", None
-            response.error = {"code": "server_error", "message": str(error)}
-            yield send.event("response.failed", response=response)
+            yield writer.fail(str(error))
+
+    def reword(self, error: InvalidRequestError) -> None:
+        error.args = (_flat(str(error)),)
+        error.param = error.param and _flat(error.param)
+        super().reword(error)
 
     def close(self) -> None:
         self._share.give_back()
@@ -115,23 +117,18 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         return await read_items(store, stored, service.max_body_bytes, share) if stored else []
 
     async def _prepare(
-        self,
-        service: Service,
-        body: ResponsesRequest,
-        before: list[dict[str, Any]],
-        new: list[dict[str, Any]],
-        share: BodyShare,
+        self, service: Service, body: ResponsesRequest, turns: Turns, tools: ToolUse | None, share: BodyShare
     ) -> Prompt:
-        messages = chat_messages(body.instructions, [*before, *new])
+        def prepare(messages: list[dict[str, Any]]) -> Awaitable[Prompt]:
+            return service.prepare(messages, body.cache_salt or "", tools=tools)
+
         try:
-            messages = await with_files(service, self._owner, messages, share)
+            messages = await with_files(service, self._owner, turns.messages, share)
             if body.truncation == "disabled" or service.info is None:
-                return await service.prepare(messages, body.cache_salt or "")
-            return await fitting(
-                lambda some: service.prepare(some, body.cache_salt or ""), messages, service.info.max_prompt_len
-            )
+                return await prepare(messages)
+            return await fitting(prepare, messages, service.info.max_prompt_len)
         except InvalidRequestError as error:
-            in_items_words(error, len(messages) - len(new))
+            turns.reword(error)
             raise
 
     async def _pack(self, store: Store, new: list[dict[str, Any]]) -> None:
@@ -165,68 +162,30 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             conversation=None if body.conversation is None else {"id": body.conversation.id},
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
             metadata=body.metadata,
             model=generation.model,
+            parallel_tool_calls=body.parallel_tool_calls,
             previous_response_id=body.previous_response_id,
             store=self._keeps(body),
             text={"format": _shown_format(body), "verbosity": "medium"},
             temperature=self._params.temperature,
+            tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
+            tools=[tool.model_dump() for tool in body.tools],
             top_p=self._params.top_p,
             truncation=body.truncation,
         )
 
-    def _end(
-        self, response: ResponseObject, generation: Generation, text: str, item_id: str, finish_reason: str | None
-    ) -> None:
-        """Fill in what is known when the last token is there."""
-        response.status = "incomplete" if finish_reason == "length" else "completed"
-        if response.status == "completed":
-            response.completed_at = int(time.time())
-        else:
-            response.incomplete_details = {"reason": "max_output_tokens"}
-        response.output = [message("assistant", [output_text(text)], response.status, item_id)]
-        response.usage = ResponseUsage.of(generation.usage)
+
+def _flat(text: str) -> str:
+    """What is said of tools in this API's words."""
+    return _FUNCTION.sub(r"\1", text)
 
 
 def _shown_format(body: ResponsesRequest) -> dict[str, Any]:
     if body.text.format is None:
         return {"type": "text"}
     return body.text.format.model_dump(by_alias=True, exclude_none=True)
-
-
-class _Events:
-    """The events of one response, numbered."""
-
-    def __init__(self, item_id: str) -> None:
-        self.item_id = item_id
-        self._count = 0
-        self._place = {"item_id": item_id, "output_index": 0, "content_index": 0}
-
-    def event(self, kind: str, **fields: Any) -> bytes:
-        self._count += 1
-        return named_event({"type": kind, "sequence_number": self._count - 1, **fields})
-
-    def begin(self, response: ResponseObject) -> bytes:
-        """All events before the first text."""
-        item = message("assistant", [], "in_progress", self.item_id)
-        return (
-            self.event("response.created", response=response)
-            + self.event("response.in_progress", response=response)
-            + self.event("response.output_item.added", output_index=0, item=item)
-            + self.event("response.content_part.added", **self._place, part=output_text(""))
-        )
-
-    def delta(self, text: str) -> bytes:
-        return self.event("response.output_text.delta", **self._place, delta=text, logprobs=[])
-
-    def end(self, response: ResponseObject, text: str) -> bytes:
-        """All events after the last text."""
-        return (
-            self.event("response.output_text.done", **self._place, text=text, logprobs=[])
-            + self.event("response.content_part.done", **self._place, part=output_text(text))
-            + self.event("response.output_item.done", output_index=0, item=response.output[0])
-            + self.event(f"response.{response.status}", response=response)
-        )
 
 
 async def create_response(request: Request) -> Response:

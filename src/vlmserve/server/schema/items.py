@@ -1,11 +1,12 @@
-"""Items of responses and conversations: messages, as OpenAI's Responses API writes them."""
+"""Items of responses and conversations: messages, calls of functions and what these returned, as OpenAI's Responses API
+writes them."""
 
 from __future__ import annotations
 
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
 from vlmserve.server.schema.content import MediumPart
@@ -80,9 +81,16 @@ Part = Annotated[
     | Annotated[Refusal, Tag("<refusal>")],
     by_type("input_text", "input_image", "input_file", "output_text", "refusal"),
 ]
+ResultPart = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
+    | Annotated[InputFile, Tag("<input_file>")],
+    by_type("input_text", "input_image", "input_file"),
+]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class InputItem(RequestModel):
+class MessageItem(RequestModel):
     """A message. id, status and phase, which earlier answers have, are accepted and change nothing."""
 
     type: Literal["message"] = "message"
@@ -95,14 +103,6 @@ class InputItem(RequestModel):
     status: str | None = None
     phase: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_messages(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if kind not in (None, "message"):
-            raise ValueError(f"Items of type {kind!r:.60} are not supported here, only messages")
-        return value
-
     def stored(self) -> dict[str, Any]:
         """The item as it is kept and shown: with an id of its own."""
         content = self.content
@@ -113,21 +113,83 @@ class InputItem(RequestModel):
         return message(self.role, parts)
 
 
+class CallItem(RequestModel):
+    """A call of a function, as an earlier answer has it. arguments: JSON. status: one that is incomplete was cut off.
+    id is accepted and changes nothing."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+
+    def stored(self) -> dict[str, Any]:
+        """The item as it is kept and shown: with an id of its own."""
+        status = "incomplete" if self.status == "incomplete" else "completed"
+        return function_call(self.call_id, self.name, self.arguments, status)
+
+
+class OutputItem(RequestModel):
+    """What a function returned. call_id: of its call. id, status and name are accepted and change nothing."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[ResultPart], Tag("<list>")],
+        text_or_list("parts"),
+    ]
+    id: str | None = None
+    status: str | None = None
+    name: str | None = None
+
+    def stored(self) -> dict[str, Any]:
+        """The item as it is kept and shown: with an id of its own."""
+        output = self.output if isinstance(self.output, str) else [_stored_part(part) for part in self.output]
+        return {
+            "id": _new_id("fco"),
+            "type": self.type,
+            "status": "completed",
+            "call_id": self.call_id,
+            "output": output,
+        }
+
+
 def message(
     role: str, content: list[dict[str, Any]], status: str = "completed", id: str | None = None
 ) -> dict[str, Any]:
     """A message as it is kept and shown."""
-    return {"id": id or new_item_id(), "type": "message", "status": status, "role": role, "content": content}
+    return {"id": id or _new_id("msg"), "type": "message", "status": status, "role": role, "content": content}
 
 
-def new_item_id() -> str:
+def function_call(
+    call_id: str, name: str, arguments: str, status: str = "completed", id: str | None = None
+) -> dict[str, Any]:
+    """A call of a function as it is kept and shown."""
+    return {
+        "id": id or _new_id("fc"),
+        "type": "function_call",
+        "status": status,
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+    }
+
+
+def _new_id(prefix: str) -> str:
     """An id that no other item has."""
-    return f"msg_{uuid.uuid4().hex}"
+    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def output_text(text: str) -> dict[str, Any]:
     """The part that an answer is made of."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def parts_of(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a stored item says and shows, as far as that is no plain string."""
+    content = item.get("content", item.get("output"))
+    return content if isinstance(content, list) else []
 
 
 def _stored_part(part: Part) -> dict[str, Any]:
@@ -142,30 +204,30 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+def _item_kind(value: Any) -> str:
+    """The tag of an item; what says no type is a message."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind or 'message'}>"
+
+
+def _known_kind(value: Any) -> Any:
+    if isinstance(value, dict) and _item_kind(value) not in ("<message>", "<function_call>", "<function_call_output>"):
+        raise ValueError(
+            f"Items of type {value['type']!r:.60} are not supported here, only message, function_call and "
+            "function_call_output"
+        )
+    return value
+
+
+InputItem = Annotated[
+    Annotated[
+        Annotated[MessageItem, Tag("<message>")]
+        | Annotated[CallItem, Tag("<function_call>")]
+        | Annotated[OutputItem, Tag("<function_call_output>")],
+        Discriminator(_item_kind),
+    ],
+    BeforeValidator(_known_kind),
+]
 InputItems = Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
 Input = Annotated[InputItems, BeforeValidator(_as_items)]
 """A text of the user's, or items."""
-
-
-def chat_message(item: dict[str, Any]) -> dict[str, Any]:
-    """A stored item as a message of chat completions; files are still parts of type ``file``."""
-    role = "system" if item["role"] == "developer" else item["role"]
-    parts = [_chat_part(part) for part in item["content"]]
-    if role == "assistant" and all(part["type"] == "text" for part in parts):
-        return {"role": role, "content": "".join(part["text"] for part in parts)}
-    if len(parts) == 1 and parts[0]["type"] == "text":
-        return {"role": role, "content": parts[0]["text"]}
-    return {"role": role, "content": parts}
-
-
-def _chat_part(part: dict[str, Any]) -> dict[str, Any]:
-    match part["type"]:
-        case "input_text" | "output_text":
-            return {"type": "text", "text": part["text"]}
-        case "refusal":
-            return {"type": "text", "text": part["refusal"]}
-    limits: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if name in part}
-    detail = {"detail": part["detail"]} if "detail" in part else {}
-    if "file_id" in part:
-        return {"type": "file", "file": {"file_id": part["file_id"], **detail}, **limits}
-    return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}, **limits}

@@ -9,16 +9,18 @@ import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.items import Input, Metadata
+from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.structured import OutputFormat, output_grammar
+from vlmserve.server.schema.tools import MAX_TOOLS
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import Grammar
 
 _IGNORED_FIELDS = frozenset(
     {
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -38,12 +40,9 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "image": (),
     "include": ([], [SHOWN_PICTURES]),
-    "max_tool_calls": (),
     "moderation": (),
     "prompt": (),
     "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
 }
 
@@ -80,6 +79,14 @@ class ResponsesRequest(SamplingRequest):
     )
     metadata: Metadata = Field(default_factory=dict)
     text: TextConfig = TextConfig()
+    tools: list[FunctionTool] = Field(
+        default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
+    )
+    tool_choice: ResponseToolChoice = Field("auto", description="none, auto, required, a function, or allowed_tools.")
+    parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
+    max_tool_calls: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Of tools that run at OpenAI, of which there are none here."
+    )
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: the oldest turns are left out if the context is too short for all."
     )
@@ -94,6 +101,11 @@ class ResponsesRequest(SamplingRequest):
                 f"an answer cannot obey both {own.source} and {other.source}; leave one out", param=other.source
             )
         return own or other
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """How an answer may use tools; None if it may not. Raises InvalidRequestError."""
+        return response_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _has_a_question(self) -> ResponsesRequest:
@@ -155,7 +167,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     incomplete_details: dict[str, str] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    max_tool_calls: None = None
+    max_tool_calls: int | None = None
     metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]] = []
@@ -166,8 +178,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     store: bool
     temperature: float
     text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}, "verbosity": "medium"})
-    tool_choice: str = "auto"
-    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = []
     top_logprobs: int = 0
     top_p: float
     truncation: str

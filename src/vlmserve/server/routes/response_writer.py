@@ -1,0 +1,118 @@
+"""What an answer becomes in the Responses API: a response's items, and the events that tell of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said
+from vlmserve.server.routes.events import named_event
+from vlmserve.server.schema.items import function_call, message, output_text
+from vlmserve.server.schema.responses import ResponseObject, ResponseUsage
+from vlmserve.server.schema.usage import Usage
+
+
+class ResponseWriter:
+    """Fills in one response, item by item. What its methods return are the events that tell of it, numbered."""
+
+    def __init__(self, response: ResponseObject) -> None:
+        self.response = response
+        self._num_events = 0
+        self._item: dict[str, Any] | None = None
+        """The one that is being written, as it was when it began."""
+        self._written: list[str] = []
+        """What is known of its text, or of its arguments."""
+
+    def begin(self, *, only_text: bool) -> bytes:
+        """All that there is to tell before the first token. only_text: whether the answer can have no calls."""
+        events = self._event("response.created", response=self.response)
+        events += self._event("response.in_progress", response=self.response)
+        return events + self._open_message() if only_text else events
+
+    def write(self, news: Sequence[Event]) -> bytes:
+        """What is new in the answer."""
+        events = b""
+        for new in news:
+            match new:
+                case Said(text):
+                    if self._item is None or self._item["type"] != "message":
+                        events += self._open_message()
+                    self._written.append(text)
+                    events += self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+                case CallBegun(_, call_id, name):
+                    events += self._open(function_call(call_id, name, "", "in_progress"))
+                case CallGoesOn(_, arguments):
+                    self._written.append(arguments)
+                    events += self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
+        return events
+
+    def finish(self, finish_reason: str | None, usage: Usage) -> bytes:
+        """The last token is there."""
+        events = b"" if self._item or self.response.output else self._open_message()
+        if finish_reason == "length":
+            self.response.status = "incomplete"
+            self.response.incomplete_details = {"reason": "max_output_tokens"}
+        else:
+            self.response.status, self.response.completed_at = "completed", int(time.time())
+        self.response.usage = ResponseUsage.of(usage)
+        return events + self._close(self.response.status)
+
+    def end(self) -> bytes:
+        """The response is all there is to be."""
+        return self._event(f"response.{self.response.status}", response=self.response)
+
+    def fail(self, reason: str) -> bytes:
+        """There will be no more of it."""
+        self.response.status, self.response.completed_at = "failed", None
+        self.response.error = {"code": "server_error", "message": reason}
+        return self.end()
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """What events say of where they belong."""
+        assert self._item is not None
+        place = {"item_id": self._item["id"], "output_index": len(self.response.output)}
+        return {**place, "content_index": 0} if self._item["type"] == "message" else place
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._num_events += 1
+        return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
+
+    def _open_message(self) -> bytes:
+        events = self._open(message("assistant", [], "in_progress"))
+        return events + self._event("response.content_part.added", **self._place, part=output_text(""))
+
+    def _open(self, item: dict[str, Any]) -> bytes:
+        events = self._close("completed")
+        self._item = item
+        return events + self._event("response.output_item.added", output_index=len(self.response.output), item=item)
+
+    def _close(self, status: str) -> bytes:
+        """The item that is being written, if there is one, is all there. status: of the answer."""
+        if self._item is None:
+            return b""
+        text, id_ = "".join(self._written), self._item["id"]
+        if self._item["type"] == "message":
+            item = message("assistant", [output_text(text)], status, id_)
+            events = self._event("response.output_text.done", **self._place, text=text, logprobs=[])
+            events += self._event("response.content_part.done", **self._place, part=output_text(text))
+        else:
+            call_id, name = self._item["call_id"], self._item["name"]
+            item = function_call(call_id, name, text, "completed" if _is_json(text) else "incomplete", id_)
+            events = self._event("response.function_call_arguments.done", **self._place, name=name, arguments=text)
+        events += self._event("response.output_item.done", output_index=len(self.response.output), item=item)
+        self.response.output.append(item)
+        self._item, self._written = None, []
+        return events
+
+
+def _is_json(text: str) -> bool:
+    """Whether arguments were written to their end, and not cut off."""
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
