@@ -201,7 +201,7 @@ def follow(preparer: RequestPreparer, grammar: Grammar, text: str) -> str:
 def test_a_grammar_holds_calls_to_their_form_from_the_trigger_on(native):
     form = native.tool_form
     optional = form.grammar(USE, None)
-    must = form.grammar(ToolUse(USE.functions, "required"), None)
+    must = form.grammar(ToolUse(USE.functions, must_call=True), None)
     good = form.written("get_weather", {"city": "Bern"})
     for grammar in (optional, must):
         native.check_grammar(grammar)
@@ -215,9 +215,9 @@ def test_a_grammar_holds_calls_to_their_form_from_the_trigger_on(native):
             assert follow(native, grammar, bad).startswith("stops")
     assert follow(native, optional, "Just text.") == "complete"
     assert follow(native, must, "Just text.").startswith("stops")
-    named = form.grammar(ToolUse(USE.functions, "stop"), None)
+    named = form.grammar(ToolUse(USE.functions, must_call=True, parallel=False, allowed=frozenset({"stop"})), None)
     assert follow(native, named, good).startswith("stops")
-    single = form.grammar(ToolUse(USE.functions, "required", parallel=False), None)
+    single = form.grammar(ToolUse(USE.functions, must_call=True, parallel=False), None)
     assert follow(native, single, form.written("stop", {})) == "finished"
 
 
@@ -225,7 +225,7 @@ def test_the_control_token_of_calls_begins_one_and_is_shown(tmp_path):
     preparer = preparer_for(tmp_path, MISTRAL, sentencepiece())
     token = preparer.tokenizer.token_id("[TOOL_CALLS]")
     form = preparer.tool_form
-    matcher = preparer.grammars.matcher(form.grammar(ToolUse(USE.functions, "required"), None))
+    matcher = preparer.grammars.matcher(form.grammar(ToolUse(USE.functions, must_call=True), None))
     assert token in np.flatnonzero(matcher.allowed(frozenset({2}), may_end=True))
     detokenizer = preparer.detokenizer(SamplingParams(), form.shown_ids)
     assert detokenizer.push([token]) == "[TOOL_CALLS]"

@@ -11,6 +11,8 @@ import pytest
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import QUESTION, LiveServer
 from tests.server.test_bad_input import refused
+from vlmserve.frontend.tools import Function
+from vlmserve.server.schema.tools import NamedTool, tool_use
 
 WEATHER = {
     "type": "object",
@@ -64,6 +66,13 @@ def test_a_call_that_is_required_comes_and_fits(either, choice):
         check_calls([call])
         if choice is NAMED:
             assert call.function.name == "get_weather"
+
+
+def test_a_function_may_be_called_required():
+    functions = [Function("required"), Function("stop")]
+    assert tool_use(functions, "required", True).callable == tuple(functions)
+    named = NamedTool.model_validate({"type": "function", "function": {"name": "required"}})
+    assert [function.name for function in tool_use(functions, named, True).callable] == ["required"]
 
 
 def test_several_calls_come_if_they_may(live):

@@ -45,21 +45,20 @@ class Function:
 class ToolUse:
     """What an answer may do with functions.
 
-    must_call: the function that it has to call, "required" for any; None if it may do without. parallel: whether it may
-    call more than one. allowed: the names of those that it may call, of all that it is told of; None for all.
+    must_call: whether it has to call one. parallel: whether it may call more than one. allowed: the names of those that
+    it may call, of all that it is told of; None for all.
     """
 
     functions: tuple[Function, ...]
-    must_call: str | None = None
+    must_call: bool = False
     parallel: bool = True
     allowed: frozenset[str] | None = None
 
     @property
     def callable(self) -> Sequence[Function]:
         """Those that the answer may call."""
-        named = [function for function in self.functions if function.name == self.must_call]
-        if named or self.allowed is None:
-            return named or self.functions
+        if self.allowed is None:
+            return self.functions
         return [function for function in self.functions if function.name in self.allowed]
 
 
@@ -132,7 +131,7 @@ class ToolForm:
 
     def _start(self, use: ToolUse, answer: Grammar | None) -> str:
         begun = "trigger calls" if self.trigger else "calls"
-        if use.must_call is not None:
+        if use.must_call:
             return begun
         if answer is not None:
             return f"{begun} | answer"

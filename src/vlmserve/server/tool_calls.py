@@ -27,7 +27,7 @@ class AnswerReader:
         """
         if tools is None:
             return params
-        anywhere = tools.must_call is None and params.grammar is None
+        anywhere = not tools.must_call and params.grammar is None
         self._parsers = [ToolParser(form, tools, anywhere=anywhere) for _ in range(num_answers)]
         return msgspec.structs.replace(params, grammar=form.grammar(tools, params.grammar))
 

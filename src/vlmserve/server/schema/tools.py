@@ -97,10 +97,10 @@ def tool_use(functions: Sequence[Function], choice: str | NamedTool | None, para
             raise InvalidRequestError(
                 f"tool_choice names {choice.function.name!r:.100}, which is not among the tools", param="tool_choice"
             )
-        return ToolUse(tuple(functions), choice.function.name, parallel=False)
+        return ToolUse(tuple(functions), must_call=True, parallel=False, allowed=frozenset({choice.function.name}))
     if choice == "none":
         return None
-    return ToolUse(tuple(functions), "required" if choice == "required" else None, parallel=parallel)
+    return ToolUse(tuple(functions), must_call=choice == "required", parallel=parallel)
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
