@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -203,6 +204,7 @@ def main() -> int:
 
 def _load_and_serve(launch: _Launch, socket: zmq.Socket[bytes]) -> int:
     config = EngineConfig.model_validate_json(launch.config)
+    began = time.monotonic()
     try:
         engine = create_engine(config, None if launch.folder is None else Path(launch.folder))
     except (ModelLoadError, ConfigurationError) as error:
@@ -213,7 +215,7 @@ def _load_and_serve(launch: _Launch, socket: zmq.Socket[bytes]) -> int:
         _send(socket, Fatal(Failure.of(ModelLoadError(f"{config.model} could not be loaded: {_describe(error)}"))))
         return 1
     spare_loaded_objects()
-    _send(socket, Ready(engine.info))
+    _send(socket, Ready(engine.info, engine.stats(), time.monotonic() - began))
     try:
         serve_engine(engine, socket)
     except Exception as error:
