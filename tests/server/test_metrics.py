@@ -19,11 +19,14 @@ from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
 from tests.server.test_chat import about, data_url
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.media.cache import PictureCacheStats
+from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.metrics import AnswerRecord, ServerMetrics
 from vlmserve.server.service import Service
-from vlmserve.types import EngineStats, RequestOutput, RequestTimings
+from vlmserve.types import EngineStats, ModelInfo, RequestOutput, RequestTimings
 
 STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
+INFO = ModelInfo("tiny", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True)
+ENGINE = RunningEngine(os.getpid(), INFO, 2.5)
 PICTURES = PictureCacheStats(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
 OF_COMPLETE_ANSWERS = (
     "e2e_request_latency_seconds",
@@ -37,9 +40,13 @@ OF_COMPLETE_ANSWERS = (
 )
 
 
-def metrics_of(stats: EngineStats | None = STATS, pictures=PICTURES, pid: int | None = None) -> ServerMetrics:
+def metrics_of(stats: EngineStats | None = STATS, pictures=PICTURES, engine: RunningEngine | None = ENGINE) -> ServerMetrics:
     return ServerMetrics(
-        "tiny", engine_stats=lambda: stats, picture_cache_stats=lambda: pictures, engine_pid=lambda: pid
+        "tiny",
+        engine_stats=lambda: stats,
+        picture_cache_stats=lambda: pictures,
+        engine=lambda: engine,
+        cache_config={"block_size": 16, "enable_prefix_caching": True},
     )
 
 
@@ -49,7 +56,7 @@ def values_of(page: str) -> Counter[str]:
     for family in parse(page):
         for sample in family.samples:
             if "le" not in sample.labels:
-                assert sample.labels.get("model_name") == "tiny" or "process" in sample.labels
+                assert sample.labels["model_name"] == "tiny"
                 labels = [value for label, value in sample.labels.items() if label != "model_name"]
                 values["/".join([sample.name.removeprefix("vlmserve:"), *labels])] = sample.value
     return values
@@ -182,7 +189,9 @@ async def test_a_server_that_loads_has_metrics_but_no_engines():
 
 async def test_a_server_shows_the_picture_cache_of_its_preparer():
     service = Service(EngineConfig(model="tiny"), MediaConfig(), ServerConfig())
-    client = SimpleNamespace(alive=True, stats=STATS, num_unfinished=0, pid=os.getpid())
+    client = SimpleNamespace(
+        alive=True, stats=STATS, num_unfinished=0, pid=os.getpid(), info=INFO, load_seconds=2.5, on_step=None
+    )
     service.open(client, SimpleNamespace(picture_cache=SimpleNamespace(stats=lambda: PICTURES)))
     values = values_of(service.metrics.exposition()[0].decode())
     assert (values["mm_cache_queries_total"], values["mm_cache_hits_total"]) == (12, 7)

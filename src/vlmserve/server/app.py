@@ -165,6 +165,7 @@ async def show_version(request: Request) -> Response:
 async def show_metrics(request: Request) -> Response:
     """All metrics for Prometheus; those of the engine while there is one."""
     service: Service = request.app.state.service
+    await service.metrics.refresh()
     page, content_type = service.metrics.exposition(request.headers.get("accept", ""))
     return Response(page, headers={"Content-Type": content_type})
 

@@ -250,6 +250,7 @@ async def begin(
             for request in requests[:: question.num_answers]
             for stream in start_beam_search(client, request, question.beams, question.num_answers, service.max_logprobs)
         ]
+    service.metrics.count_question(question.num_answers, question.params.max_tokens)
     answers = [
         Answer(
             number,

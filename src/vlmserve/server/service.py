@@ -20,6 +20,7 @@ from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import PictureCache, PictureCacheStats
 from vlmserve.server.accounts import KeyRing
 from vlmserve.server.body import BodyMemory
+from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.storage.store import open_store
@@ -122,7 +123,8 @@ class Service:
             self.model_name,
             engine_stats=self.engine_stats,
             picture_cache_stats=self.picture_cache_stats,
-            engine_pid=lambda: None if self._client is None else self._client.pid,
+            engine=self._running_engine,
+            cache_config={"block_size": engine.block_size, "enable_prefix_caching": engine.enable_prefix_caching},
         )
         # A slow picture must not hold up text, nor a slow host the pictures that are here already.
         self._text_workers = ThreadPoolExecutor(1, "prepare-text")
@@ -131,7 +133,7 @@ class Service:
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
         """Begin to serve. defaults: what requests that say nothing about sampling get."""
-        self._client = client
+        self.replace(client)
         self._preparer = preparer
         self.defaults = defaults or self.defaults
         self._opened.set()
@@ -139,6 +141,7 @@ class Service:
     def replace(self, client: EngineClient) -> None:
         """Go on with another engine after the one from before has died."""
         self._client = client
+        client.on_step = self.metrics.count_step
 
     @property
     def awake(self) -> bool:
@@ -197,6 +200,10 @@ class Service:
         stats = self._client.stats
         waiting = max(stats.num_waiting, self._client.num_unfinished - stats.num_running)
         return msgspec.structs.replace(stats, num_waiting=waiting)
+
+    def _running_engine(self) -> RunningEngine | None:
+        client = self._client
+        return None if client is None else RunningEngine(client.pid, client.info, client.load_seconds)
 
     def picture_cache_stats(self) -> PictureCacheStats | None:
         """The figures of the picture cache; None while the model is loading."""
