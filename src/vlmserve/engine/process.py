@@ -42,6 +42,7 @@ from vlmserve.engine.messages import (
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
 from vlmserve.garbage import spare_loaded_objects
+from vlmserve.logs import LogFormat, log_format_in_use, set_up_logging
 from vlmserve.types import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class _Launch(msgspec.Struct, frozen=True):
     config: str
     folder: str | None
     log_level: int
+    log_format: LogFormat
 
 
 class EngineProcess:
@@ -96,6 +98,7 @@ class EngineProcess:
             config=config.model_dump_json(),
             folder=None if folder is None else str(folder),
             log_level=logging.getLogger().getEffectiveLevel(),
+            log_format=log_format_in_use(),
         )
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vlmserve.engine.process"],
@@ -188,7 +191,7 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the parent says when to stop
         signal.signal(ignored, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Launch)
-    logging.basicConfig(level=launch.log_level, format="%(asctime)s engine %(message)s", datefmt="%H:%M:%S")
+    set_up_logging(launch.log_format, "engine", launch.log_level)
     threading.Thread(target=_exit_with_parent, args=(launch.endpoint,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

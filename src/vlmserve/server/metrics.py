@@ -231,6 +231,11 @@ class AnswerRecord:
             metrics.inference.observe(timings.prefill + (timings.decode or 0.0))
 
     @property
+    def ttft(self) -> float | None:
+        """Seconds from the request's arrival to its first token; None before that."""
+        return self._first - self._arrived if self._num_tokens else None
+
+    @property
     def timings(self) -> RequestTimings | None:
         """Where its time went until now; None before its first token."""
         timings = self._timings

@@ -23,6 +23,7 @@ from vlmserve.server.body import BodyMemory
 from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
+from vlmserve.server.spans import open_tracing
 from vlmserve.storage.store import open_store
 from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
 
@@ -85,7 +86,7 @@ class Preparer(Protocol):
 class Service:
     """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on.
 
-    Raises ConfigurationError for API keys that cannot be read.
+    Raises ConfigurationError for API keys that cannot be read, and for traces that cannot be sent.
     """
 
     def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
@@ -101,6 +102,8 @@ class Service:
         self.keys = KeyRing.of(server)
         """Who may ask; None: everybody."""
         self.store = open_store(server)
+        self.tracing = open_tracing(server.otlp_traces_endpoint)
+        """What tells of requests; None: nobody asked for that."""
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
@@ -163,11 +166,13 @@ class Service:
         return self._idle.is_set()
 
     def close(self) -> None:
-        """Let go of the worker threads and the history. The client belongs to the caller."""
+        """Let go of the worker threads, the traces and the history. The client belongs to the caller."""
         for pool in (self._text_workers, self._picture_workers, self._fetch_workers):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.store is not None:
             self.store.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     @property
     def num_answers(self) -> int:
