@@ -113,8 +113,8 @@ ENGINE_FIGURES: tuple[Figure[EngineStats], ...] = (
     ),
     Figure("counter", "images_encoded", "Pictures that went through the vision tower.", lambda s: s.images_encoded),
     Figure("counter", "steps", "Batches run.", lambda s: s.steps),
-    Figure("counter", "step_seconds", "Seconds that the engine spent in steps, out of all.", lambda s: s.step_seconds),
-    Figure("counter", "vision_seconds", "Seconds of them that went to the vision tower.", lambda s: s.vision_seconds),
+    Figure("counter", "step_seconds", "Seconds that the engine spent in steps.", lambda s: s.step_seconds),
+    Figure("counter", "vision_seconds", "Seconds of steps that went to the vision tower.", lambda s: s.vision_seconds),
 )
 PICTURE_CACHE_FIGURES: tuple[Figure[PictureCacheStats], ...] = (
     Figure("counter", "mm_cache_queries", "Pictures in requests.", lambda s: s.hits + s.misses),

@@ -57,14 +57,14 @@ class ServerMetrics:
         self._registry.register(ModelFacts(model_name, engine, engine_stats, cache_config))
         self._registry.register(Figures(model_name, PICTURE_CACHE_FIGURES, picture_cache_stats))
         self._registry.register(Processes(model_name, engine))
-        self._gpu = Gpu(model_name, engine)
-        self._registry.register(self._gpu)
         self._restarts = Counter(
             PREFIX + "engine_restarts",
             "Times that the engine was restarted after it had died.",
             ("model_name",),
             registry=self._registry,
         ).labels(model_name)
+        self._gpu = Gpu(model_name, engine)
+        self._registry.register(self._gpu)
         self._add_steps()
         ended = self._counter(
             "request_success", "Answers that ended, by how; n of one request count n times.", "finished_reason"
