@@ -5,14 +5,13 @@ A record's ``fields``, given as ``extra={"fields": {...}}``, stand in its JSON b
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
 import types
 from datetime import UTC, datetime
 from typing import Any, Literal
-
-import msgspec
 
 LogFormat = Literal["text", "json"]
 
@@ -39,7 +38,7 @@ class JsonFormatter(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
-        return msgspec.json.encode(line, enc_hook=str).decode("utf-8", "replace")
+        return json.dumps(line, default=str)
 
 
 class _WithoutHandlers(logging.Logger):
