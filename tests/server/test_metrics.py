@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -376,12 +377,18 @@ def test_an_answer_without_tokens_has_no_time_per_token():
     assert values["e2e_request_latency_seconds_count"] == 1
 
 
-def test_openmetrics_is_spoken_to_who_asks_for_it(live):
-    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+@pytest.mark.parametrize("escaping", ["", ";escaping=allow-utf-8", ";escaping=underscores"])
+def test_openmetrics_is_spoken_to_who_asks_for_it_with_the_same_names(live, escaping):
+    accept = f"application/openmetrics-text;version=1.0.0{escaping},text/plain;version=0.0.4;q=0.5"
     response = httpx.get(f"{live.url}/metrics", headers={"accept": accept}, timeout=60)
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     names = {family.name for family in parse_openmetrics(response.text)}
     assert {"vlmserve:request_success", "vlmserve:e2e_request_latency_seconds"} <= names
+    text = httpx.get(f"{live.url}/metrics", timeout=60).text
+    samples = [
+        {re.split("[ {]", line)[0] for line in page.splitlines() if line[0] != "#"} for page in (response.text, text)
+    ]
+    assert samples[0] == samples[1]
 
 
 def test_series_do_not_carry_when_they_began():

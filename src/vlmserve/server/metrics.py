@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
 from vlmserve.media.cache import PictureCacheStats
@@ -164,6 +166,9 @@ class ServerMetrics:
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The page in the format that the header `accept` asks for, and its content type."""
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            # Our names need no escaping, and the library would take their colons for something that does.
+            encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # which it has in that case
         return encode(_Page(self.collect)), content_type
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
