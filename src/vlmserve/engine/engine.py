@@ -133,7 +133,7 @@ class Engine:
             kv_cache_bytes=num_blocks * block_bytes,
             sees_images=model.vision is not None,
             end_token_ids=sorted(model.end_token_ids),
-            gpu_uuid=_gpu_uuid(model.device),
+            gpu_uuid=gpu_uuid(model.device),
         )
 
     @property
@@ -331,7 +331,8 @@ def _snapshot(sequence: Sequence, *, runs: bool) -> RequestSnapshot:
     )
 
 
-def _gpu_uuid(device: torch.device) -> str | None:
+def gpu_uuid(device: torch.device) -> str | None:
+    """NVML's name of a CUDA device; None for others."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

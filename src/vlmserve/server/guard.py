@@ -57,8 +57,9 @@ class Guard:
                     if account is not None:
                         stack.enter_context(account.admit())
             except VLMServeError as error:
-                self._service.metrics.count_error(error_code(error))
-                note_error(scope, error_code(error))
+                code = error_code(error)
+                self._service.metrics.count_error(code)
+                note_error(scope, code)
                 await error_response(error, scope["path"])(scope, receive, send_with_headers)
                 return
             await self._app(scope, receive, send_with_headers)

@@ -101,9 +101,9 @@ class Service:
         self.defaults = SamplingParams()
         self.keys = KeyRing.of(server)
         """Who may ask; None: everybody."""
-        self.store = open_store(server)
         self.tracing = open_tracing(server.otlp_traces_endpoint)
         """What tells of requests; None: nobody asked for that."""
+        self.store = open_store(server)
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
