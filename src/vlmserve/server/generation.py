@@ -163,16 +163,21 @@ class Generation:
         self.answers = answers
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
-        self.question = question
+        self._question = question
+
+    @property
+    def question(self) -> Question:
+        """What the request asks for."""
+        return self._question
 
     @property
     def usage(self) -> Usage:
-        prompts = self.question.prompts
+        prompts = self._question.prompts
         asked = sum(len(prompt.token_ids) for prompt in prompts)
         generated = sum(answer.num_tokens for answer in self.answers)
         details = PromptTokensDetails(
             # The further answers find the first one's prompt, which says nothing of what was there before.
-            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self.question.num_answers]),
+            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self._question.num_answers]),
             images=sum(prompt.num_images for prompt in prompts),
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
         )
