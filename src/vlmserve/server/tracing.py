@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 Attributes: TypeAlias = "Mapping[str, str | bool | int | float | Sequence[str]]"
 
+_CHATTY = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
+"""Loggers that say of each batch that its collector is away."""
 _PATH = "/v1/traces"
 _LAST_SPANS = 5.0
 """Seconds that the spans of the last requests get to arrive."""
@@ -83,8 +85,8 @@ class Tracing:
 
     def __init__(self, endpoint: str) -> None:
         url = _complete(endpoint)
-        # What it says of a collector that is away, it says for each batch.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        for chatty in _CHATTY:
+            logging.getLogger(chatty).setLevel(logging.CRITICAL)
         about = {"service.name": "vlmserve", "service.version": __version__}
         resource = Resource.create(about).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
