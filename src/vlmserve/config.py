@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from vlmserve.cores import media_threads
 from vlmserve.errors import ConfigurationError
+from vlmserve.logs import LogFormat
 
 BUILT_IN_MODEL = "pixie"
 MAX_FPS = 1000
@@ -297,6 +298,10 @@ class ServerConfig(Settings):
     )
     stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
     access_log: bool = Field(True, description="A line in the log for each request but those for health and metrics.")
+    log_format: LogFormat = Field("text", description="How the log is written: text, or json, an object a line.")
+    otlp_traces_endpoint: str | None = Field(
+        None, description="Send OpenTelemetry traces of requests to this URL, like http://localhost:4318/v1/traces."
+    )
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     api_key: tuple[str, ...] = Field((), repr=False, description="Keys of which requests must have one, as they are.")

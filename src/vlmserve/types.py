@@ -307,12 +307,15 @@ class RequestTimings(msgspec.Struct, frozen=True):
 
     queue: until it first ran. vision: in steps' encoding of pictures that it needed. prefill: from when it first ran
     to its first token, vision included. decode: from its first token to its end; None while it goes on.
+    arrived: when the engine got it, as Unix time. before_vision: from then until a step first encoded a picture for it.
     """
 
     queue: float
     vision: float
     prefill: float
     decode: float | None
+    arrived: float = 0.0
+    before_vision: float = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -368,6 +371,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     sees_images: bool
     end_token_ids: list[int] = []
     """Tokens that end an answer."""
+    gpu_uuid: str | None = None
+    """Which GPU it runs on, as NVML knows it."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -383,6 +388,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     images_encoded: int = 0
     steps: int = 0
+    step_seconds: float = 0.0
+    """Spent in steps, all of which run something."""
+    vision_seconds: float = 0.0
+    """Those of them in which pictures were encoded."""
     prefix_queried_tokens: int = 0
     """Prompt tokens of requests that have started."""
     prefix_cached_tokens: int = 0

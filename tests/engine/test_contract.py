@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,17 @@ def test_timings_come_with_the_first_token_and_with_the_end(engine):
     assert last.decode >= 0
     [only] = outputs["b"]
     assert only.timings.decode == 0
+
+
+def test_timings_say_when_a_request_came_and_that_its_pictures_were_encoded_within_its_prefill(engine):
+    before = time.time()
+    [first, *_] = run(engine, picture_request(0.7))["a"]
+    timings = first.timings
+    assert before <= timings.arrived <= time.time()
+    assert (timings.before_vision > 0) == (timings.vision > 0) == (engine.stats().vision_seconds > 0)
+    if timings.vision:
+        assert timings.queue <= timings.before_vision
+        assert timings.before_vision + timings.vision <= timings.queue + timings.prefill
 
 
 def test_its_info_is_consistent(engine):
@@ -263,6 +275,8 @@ def test_stats_count_what_was_done(engine):
     assert stats.prompt_tokens == 3 + IMAGE_TOKENS + 2
     assert stats.images_encoded == 1
     assert stats.steps >= 8
+    assert stats.step_seconds >= stats.vision_seconds >= 0
+    assert stats.step_seconds > 0
     assert (stats.num_running, stats.kv_blocks_used) == (0, 0)
 
 

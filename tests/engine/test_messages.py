@@ -164,7 +164,7 @@ def test_messages_to_the_engine(message):
 @pytest.mark.parametrize(
     "message",
     [
-        Ready(ModelInfo("m", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True)),
+        Ready(ModelInfo("m", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True), EngineStats(), 1.5),
         Accepted(["a"]),
         Outputs([RequestOutput("a", [1, 2], "stop", 5), RequestOutput("b", [])], EngineStats(num_running=1)),
         Outputs([RequestOutput("a", [], "stop", timings=RequestTimings(0.1, 0.2, 0.3, 0.4))], EngineStats()),

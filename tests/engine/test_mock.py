@@ -30,6 +30,9 @@ def clock(monkeypatch):
         def monotonic(self) -> float:
             return self.now
 
+        def time(self) -> float:
+            return 1e9 + self.now
+
         def sleep(self, seconds: float) -> None:
             assert seconds >= 0
             self.now += seconds
@@ -101,6 +104,7 @@ def test_a_finished_request_says_where_its_time_went(folder, clock):
         for output in engine.step():
             timings[output.request_id] = output.timings
     assert timings["a"].queue == 0
+    assert timings["a"].arrived == timings["b"].arrived == pytest.approx(1e9 + 100)
     assert timings["b"].queue == pytest.approx(timings["a"].prefill + timings["a"].decode)
     assert timings["b"].prefill == pytest.approx(1.0, abs=0.25)
     assert timings["b"].decode == pytest.approx(4 * 0.25)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +15,26 @@ import httpx
 import msgspec
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
+from tests.server.nvml import UUID, FakeNvml
 from tests.server.test_chat import about, data_url
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.media.cache import PictureCacheStats
+from vlmserve.server.collectors import Distribution, RunningEngine
 from vlmserve.server.metrics import AnswerRecord, ServerMetrics
 from vlmserve.server.service import Service
-from vlmserve.types import EngineStats, RequestOutput, RequestTimings
+from vlmserve.types import EngineStats, ModelInfo, RequestOutput, RequestTimings
 
 STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
+INFO = ModelInfo("tiny", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True)
+ENGINE = RunningEngine(os.getpid(), INFO, 2.5)
+ON_GPU = RunningEngine(os.getpid(), msgspec.structs.replace(INFO, device="cuda:0", gpu_uuid=UUID), 2.5)
 PICTURES = PictureCacheStats(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
 OF_COMPLETE_ANSWERS = (
     "e2e_request_latency_seconds",
@@ -34,12 +45,20 @@ OF_COMPLETE_ANSWERS = (
     "request_vision_time_seconds",
     "request_prefill_time_seconds",
     "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_kv_computed_tokens",
 )
 
 
-def metrics_of(stats: EngineStats | None = STATS, pictures=PICTURES, pid: int | None = None) -> ServerMetrics:
+def metrics_of(
+    stats: EngineStats | None = STATS, pictures=PICTURES, engine: RunningEngine | None = ENGINE
+) -> ServerMetrics:
     return ServerMetrics(
-        "tiny", engine_stats=lambda: stats, picture_cache_stats=lambda: pictures, engine_pid=lambda: pid
+        "tiny",
+        engine_stats=lambda: stats,
+        picture_cache_stats=lambda: pictures,
+        engine=lambda: engine,
+        cache_config={"block_size": 16, "enable_prefix_caching": True},
     )
 
 
@@ -49,7 +68,7 @@ def values_of(page: str) -> Counter[str]:
     for family in parse(page):
         for sample in family.samples:
             if "le" not in sample.labels:
-                assert sample.labels.get("model_name") == "tiny" or "process" in sample.labels
+                assert sample.labels["model_name"] == "tiny"
                 labels = [value for label, value in sample.labels.items() if label != "model_name"]
                 values["/".join([sample.name.removeprefix("vlmserve:"), *labels])] = sample.value
     return values
@@ -182,7 +201,9 @@ async def test_a_server_that_loads_has_metrics_but_no_engines():
 
 async def test_a_server_shows_the_picture_cache_of_its_preparer():
     service = Service(EngineConfig(model="tiny"), MediaConfig(), ServerConfig())
-    client = SimpleNamespace(alive=True, stats=STATS, num_unfinished=0, pid=os.getpid())
+    client = SimpleNamespace(
+        alive=True, stats=STATS, num_unfinished=0, pid=os.getpid(), info=INFO, load_seconds=2.5, on_step=None
+    )
     service.open(client, SimpleNamespace(picture_cache=SimpleNamespace(stats=lambda: PICTURES)))
     values = values_of(service.metrics.exposition()[0].decode())
     assert (values["mm_cache_queries_total"], values["mm_cache_hits_total"]) == (12, 7)
@@ -210,6 +231,105 @@ def test_the_picture_cache_is_there_if_the_server_has_one():
     assert "mm_cache_queries_total" not in values_of(metrics_of(pictures=None).exposition()[0].decode())
 
 
+def test_a_step_counts_with_its_tokens_its_time_and_that_of_its_pictures():
+    metrics = metrics_of()
+    start = EngineStats(steps=4, prompt_tokens=100, generation_tokens=50, step_seconds=2.0, vision_seconds=1.0)
+    plain = msgspec.structs.replace(start, steps=5, generation_tokens=58, step_seconds=2.25)
+    seeing = msgspec.structs.replace(
+        plain, steps=6, prompt_tokens=300, images_encoded=2, step_seconds=3.25, vision_seconds=1.5
+    )
+    metrics.count_step(start, plain)
+    metrics.count_step(plain, seeing)
+    values = values_of(metrics.exposition()[0].decode())
+    assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (2, 8 + 200)
+    assert (values["step_time_seconds_count"], values["step_time_seconds_sum"]) == (2, 1.25)
+    assert (values["step_vision_time_seconds_count"], values["step_vision_time_seconds_sum"]) == (1, 0.5)
+
+
+def test_every_step_of_an_engine_counts(live):
+    before = scrape(live)
+    live.ask(max_tokens=7, ignore_eos=True)
+    grown = since(live, before)
+    assert grown["iteration_tokens_total_count"] == grown["step_time_seconds_count"] == grown["steps_total"]
+    assert grown["iteration_tokens_total_sum"] == grown["prompt_tokens_total"] + grown["generation_tokens_total"]
+    assert grown["step_time_seconds_sum"] == pytest.approx(grown["step_seconds_total"])
+
+
+def test_what_requests_ask_for_counts_once_for_each(live):
+    before = scrape(live)
+    live.ask(n=3, max_tokens=2)
+    live.ask(max_tokens=20)
+    grown = since(live, before)
+    assert (grown["request_params_n_count"], grown["request_params_n_sum"]) == (2, 3 + 1)
+    assert (grown["request_params_max_tokens_count"], grown["request_params_max_tokens_sum"]) == (2, 2 + 20)
+
+
+def test_what_was_cached_of_a_prompt_does_not_count_as_computed():
+    metrics = metrics_of()
+    record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
+    record.output(RequestOutput("a", [1], "length", cached_tokens=8))
+    record.end("length")
+    values = values_of(metrics.exposition()[0].decode())
+    assert (values["request_prompt_tokens_sum"], values["request_prefill_kv_computed_tokens_sum"]) == (10, 2)
+
+
+def test_a_server_tells_what_it_has_loaded_and_how_long_that_took(live):
+    page = httpx.get(f"{live.url}/metrics", timeout=60).text
+    labels = {
+        family.name.removeprefix("vlmserve:"): sample.labels
+        for family in parse(page)
+        for sample in family.samples
+        if family.name.endswith("_info")
+    }
+    assert labels["model_info"]["architecture"] == "mock"
+    total = int(values_of(page)["kv_cache_blocks"])
+    assert total > 0
+    assert labels["cache_config_info"]["num_gpu_blocks"] == str(total)
+    assert (labels["cache_config_info"]["block_size"], labels["cache_config_info"]["enable_prefix_caching"]) == (
+        "16",
+        "true",
+    )
+    assert scrape(live)["model_load_time_seconds"] == live.client.load_seconds > 0
+
+
+async def test_figures_of_the_gpu_are_there_if_the_engine_runs_on_one(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    metrics = metrics_of(engine=ON_GPU)
+    assert "gpu_memory_bytes/3" not in values_of(metrics.exposition()[0].decode()), "nobody has looked"
+    await metrics.refresh()
+    values = values_of(metrics.exposition()[0].decode())
+    assert (values["gpu_utilization_perc/3"], values["gpu_memory_bytes/3"]) == (0.75, 80_000)
+    assert (values["gpu_memory_used_bytes/3"], values["gpu_process_memory_bytes/3"]) == (50_000, 40_000)
+    on_cpu = metrics_of()
+    await on_cpu.refresh()
+    assert not [name for name in values_of(on_cpu.exposition()[0].decode()) if name.startswith("gpu_")]
+
+
+def test_an_engine_that_is_gone_has_no_process():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    values = values_of(metrics_of(engine=RunningEngine(gone.pid, INFO, 1.0)).exposition()[0].decode())
+    assert values["process_cpu_seconds_total/server"] > 0
+    assert values["process_start_time_seconds/server"] == pytest.approx(psutil.Process().create_time())
+    assert "process_cpu_seconds_total/engine" not in values
+
+
+@given(numbers=st.lists(st.floats(0, 1000) | st.sampled_from([0.001, 0.5, 100.0]), max_size=30))
+def test_a_distribution_says_what_the_librarys_histogram_says(numbers):
+    bounds = (0.001, 0.5, 100.0)
+    registry = CollectorRegistry()
+    theirs = Histogram("vlmserve:x", "A text.", ("model_name",), buckets=bounds, registry=registry)
+    ours = Distribution("tiny", "x", "A text.", bounds)
+    for number in numbers:
+        theirs.labels("tiny").observe(number)
+        ours.observe(number)
+    [expected], [got] = registry.collect(), ours.collect()
+    if numbers:  # theirs has no samples for labels that it has not seen
+        samples = [sample for sample in expected.samples if not sample.name.endswith("_created")]
+        assert sorted(map(str, got.samples)) == sorted(map(str, samples))
+    assert (got.name, got.type, got.documentation) == (expected.name, expected.type, expected.documentation)
+
+
 def test_servers_in_one_process_count_on_their_own():
     one, other = metrics_of(), metrics_of()
     one.count_error("overloaded")
@@ -227,6 +347,7 @@ def test_the_engines_timings_arrive_in_the_histograms_and_an_end_counts_once():
     values = values_of(metrics.exposition()[0].decode())
     for part, seconds in (("queue", 0.5), ("vision", 0.25), ("prefill", 1.5), ("decode", 4.0)):
         assert values[f"request_{part}_time_seconds_sum"] == seconds
+    assert values["request_inference_time_seconds_sum"] == 1.5 + 4.0
     assert values["request_generation_tokens_sum"] == 4
     assert values["inter_token_latency_seconds_count"] == values["request_time_per_output_token_seconds_count"] == 1
     assert (values["request_success_total/stop"], values["request_success_total/abort"]) == (1, 0)
@@ -256,24 +377,33 @@ def test_an_answer_without_tokens_has_no_time_per_token():
     assert values["e2e_request_latency_seconds_count"] == 1
 
 
-def test_openmetrics_is_spoken_to_who_asks_for_it(live):
-    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+@pytest.mark.parametrize("escaping", ["", ";escaping=allow-utf-8", ";escaping=underscores"])
+def test_openmetrics_is_spoken_to_who_asks_for_it_with_the_same_names(live, escaping):
+    accept = f"application/openmetrics-text;version=1.0.0{escaping},text/plain;version=0.0.4;q=0.5"
     response = httpx.get(f"{live.url}/metrics", headers={"accept": accept}, timeout=60)
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     names = {family.name for family in parse_openmetrics(response.text)}
     assert {"vlmserve:request_success", "vlmserve:e2e_request_latency_seconds"} <= names
+    text = httpx.get(f"{live.url}/metrics", timeout=60).text
+    samples = [
+        {re.split("[ {]", line)[0] for line in page.splitlines() if line[0] != "#"} for page in (response.text, text)
+    ]
+    assert samples[0] == samples[1]
 
 
 def test_series_do_not_carry_when_they_began():
     assert b"_created" not in metrics_of().exposition()[0]
 
 
-def test_the_document_lists_every_metric():
-    metrics = metrics_of()
+async def test_the_document_lists_every_metric(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    metrics = metrics_of(engine=ON_GPU)
     metrics.count_error("overloaded")
+    await metrics.refresh()
     rows = []
     for family in metrics.collect():
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"model_name", "le"})
+        assert {"model_name"} <= {label for sample in family.samples for label in sample.labels}
         name = family.name + "_total" * (family.type == "counter")
         shown = f"{name}{{{','.join(labels)}}}" if labels else name
         rows.append(f"| `{shown}` | {family.type} | {family.documentation} |")

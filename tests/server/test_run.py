@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 import vlmserve
+from tests.checkpoints import make_llama
 from tests.server.live import QUESTION, stream_lines, wait_until
 from vlmserve.server.run import SIGNAL_ECHO
 
@@ -246,6 +247,55 @@ def test_each_request_has_a_line_in_the_log_if_that_is_wanted(folder, capfd, wan
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
     assert ("GET /v1/models 200" in capfd.readouterr().err) == wanted
+
+
+def test_the_whole_log_is_json_if_that_is_wanted(tmp_path, capfd):
+    said = ""
+
+    def lines() -> list[dict[str, Any]]:
+        nonlocal said
+        said += capfd.readouterr().err
+        return [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
+
+    def find(text: str) -> dict[str, Any]:
+        wait_until(lambda: any(text in line["message"] for line in lines()))
+        return next(line for line in lines() if text in line["message"])
+
+    engine = {"engine": "real", "device": "cpu", "dtype": "float32", "kv_cache_memory": "8MiB", "num_threads": 1}
+    server = {"log_format": "json", "log_prompts": True, "restart_backoff": 0.0, "served_model_name": ["tiny"]}
+    folder = make_llama(tmp_path)
+    capfd.readouterr()  # what making it said
+    with serving(folder, ready=False, server=server, **engine) as running:
+        ready = find("vlmserve is ready")
+        assert (ready["level"], ready["process"], ready["model"]) == ("info", "server", "tiny")
+        body = {"messages": QUESTION, "max_tokens": 2, "ignore_eos": True}
+        url = f"{ready['url']}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers={"x-request-id": "one"}, timeout=60).json()
+        line = find(answer["id"])
+        assert line["logger"] == "vlmserve.access"
+        assert {name: line[name] for name in ("method", "path", "status", "request_id", "client", "response_id")} == {
+            "method": "POST", "path": "/v1/chat/completions", "status": 200, "request_id": "one",
+            "client": "127.0.0.1", "response_id": answer["id"],
+        }  # fmt: skip
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (answer["usage"]["prompt_tokens"], 2)
+        assert 0 < line["seconds"] < 60
+        assert find("one says")["prompt"] == {"messages": QUESTION}
+        httpx.post(url, json={**body, "max_tokens": -1}, headers={"x-request-id": "two"}, timeout=60)
+        assert find("400")["error"] == "invalid_request"
+        running.engine().kill()
+        assert find("killed by SIGKILL")["level"] == "error"
+        find("The engine runs again")
+    assert {line["process"] for line in lines()} == {"server", "engine"}
+
+
+def test_what_a_server_dies_of_is_the_last_line_of_a_log_of_json(folder):
+    arguments = ["--engine", "mock", "--port", "0", "--log-format", "json", "--max-model-len", "99999999"]
+    program = [sys.executable, "-m", "vlmserve", "serve", str(folder), *arguments]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    *_, last = map(json.loads, done.stderr.splitlines())
+    assert last["level"] == "critical"
+    assert "--max-model-len" in last["message"]
 
 
 def test_an_address_in_use_is_a_clear_error(folder):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, read_so
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.config import Settings, is_secret, read_settings
 from vlmserve.errors import ConfigurationError, VLMServeError
+from vlmserve.logs import log_format_in_use
 
 SHORT = {"model": ("-m",)}
 
@@ -81,7 +83,10 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
 
 
 def report(message: str) -> None:
-    """One red line on the error stream."""
+    """One red line on the error stream; of a server whose log is JSON, one more line of that."""
+    if log_format_in_use() == "json":
+        logging.getLogger("vlmserve").critical(message)
+        return
     _line(f"Error: {message}", "red")
 
 

@@ -193,6 +193,8 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--prefix-caching-hash-algo",): Unused("Blocks are known by blake3 digests of their content."),
     ("--mm-processor-cache-type",): Unused("Prepared pictures are kept in the server's memory."),
     ("--skip-mm-profiling",): Unused("Nothing is profiled when the server starts.", is_switch=True),
+    ("--collect-detailed-traces",): Unused("Traces always have all that there is."),
+    ("--show-hidden-metrics-for-version",): Unused("No metrics are hidden."),
     ("--enable-prompt-tokens-details",): Unused("`usage` always has these details.", is_switch=True),
     ("--enable-request-id-headers",): Unused("Every answer has its X-Request-Id.", is_switch=True),
     ("--disable-frontend-multiprocessing",): Unused("The engine always has a process of its own.", is_switch=True),
@@ -255,11 +257,9 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
         "Grammars are always llguidance's; the documentation of the API says what requests may ask for."
     ),
     ("--logits-processors", "--logits-processor-pattern"): Missing("Code from outside is never run."),
-    ("--enable-log-outputs", "--max-log-len", "--log-config-file"): Missing(
+    ("--log-config-file",): Missing("--log-format json writes the log for programs."),
+    ("--enable-log-outputs", "--max-log-len"): Missing(
         "--log-prompts logs what requests say, and --enable-debug serves /debug/cache, which shows where each stands."
-    ),
-    ("--otlp-traces-endpoint", "--collect-detailed-traces", "--show-hidden-metrics-for-version"): Missing(
-        "/metrics has the figures, for Prometheus; there are no traces."
     ),
     ("--enable-sleep-mode",): Missing("--load lazy loads the model when the first request comes."),
     ("--kv-transfer-config", "--kv-events-config", "--enable-expert-parallel", "--data-parallel-rank",

@@ -98,6 +98,7 @@ class Engine:
         self._state_bytes = cross.state_size * model.dtype.itemsize if cross else 0
         self._num_added = 0
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
+        self._step_seconds = self._vision_seconds = 0.0
         self.timings = StepTimings()
         # Evicted blocks are found again by the keys of the prefix cache only.
         num_host_blocks = config.swap_memory // block_bytes if config.enable_prefix_caching else 0
@@ -132,6 +133,7 @@ class Engine:
             kv_cache_bytes=num_blocks * block_bytes,
             sees_images=model.vision is not None,
             end_token_ids=sorted(model.end_token_ids),
+            gpu_uuid=gpu_uuid(model.device),
         )
 
     @property
@@ -161,7 +163,7 @@ class Engine:
             sees_ahead=self._sees_ahead,
             matcher=None if grammar is None else self._grammars.matcher(grammar),
         )
-        sequence.arrived = time.perf_counter()
+        sequence.arrived, sequence.arrived_at = time.perf_counter(), time.time()
         self._scheduler.add(sequence)
         self._num_added += 1
 
@@ -196,7 +198,10 @@ class Engine:
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         self._images_encoded += len(step.encode)
         self._steps += 1
-        self.timings = StepTimings(planned - started + time.perf_counter() - ran, run)
+        ended = time.perf_counter()
+        self._step_seconds += ended - started
+        self._vision_seconds += run.vision if step.encode else 0.0
+        self.timings = StepTimings(planned - started + ended - ran, run)
         return outputs
 
     def _note_times(self, step: Step, planned: float, ran: float) -> None:
@@ -209,6 +214,7 @@ class Engine:
             if encoded:
                 reach = sequence.num_computed + chunk.num_tokens
                 if any(image.key in encoded for image in sequence.pictures_for(sequence.num_computed, reach)):
+                    sequence.vision_started = sequence.vision_started or planned + self._runner.timings.transfer
                     sequence.vision_seconds += self._runner.timings.vision
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -229,6 +235,8 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             images_encoded=self._images_encoded,
             steps=self._steps,
+            step_seconds=self._step_seconds,
+            vision_seconds=self._vision_seconds,
             prefix_queried_tokens=self._scheduler.prefix_queried_tokens,
             prefix_cached_tokens=self._scheduler.prefix_cached_tokens,
             kv_blocks_cached=self._cache.pool.num_cached,
@@ -304,6 +312,8 @@ def _timings(sequence: Sequence, output: RequestOutput, now: float) -> RequestTi
         vision=sequence.vision_seconds,
         prefill=sequence.answered - sequence.started,
         decode=None if output.finish_reason is None else now - sequence.answered,
+        arrived=sequence.arrived_at,
+        before_vision=max(0.0, sequence.vision_started - sequence.arrived),
     )
 
 
@@ -319,6 +329,13 @@ def _snapshot(sequence: Sequence, *, runs: bool) -> RequestSnapshot:
         num_images=len(sequence.pictures_for(0, sequence.num_prompt_tokens)),
         num_blocks=len(sequence.block_table) - sequence.first_block,
     )
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """NVML's name of a CUDA device; None for others."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:

@@ -60,9 +60,11 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded. Sent once, first."""
+    """The model is loaded. Sent once, first. load_seconds: how long that took."""
 
     info: ModelInfo
+    stats: EngineStats
+    load_seconds: float
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):

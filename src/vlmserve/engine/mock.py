@@ -46,8 +46,8 @@ class _Answer:
     """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
 
     __slots__ = (
-        "added", "closing", "digest", "due", "first", "length", "matcher", "num_images", "produced", "request", "room",
-        "started", "tokens", "vocab_size",
+        "added", "added_at", "closing", "digest", "due", "first", "length", "matcher", "num_images", "produced",
+        "request", "room", "started", "tokens", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +69,7 @@ class _Answer:
         self.num_images = request.prompt.num_images
         self.vocab_size = vocab_size
         self.produced = 0
-        self.added = time.monotonic()
+        self.added, self.added_at = time.monotonic(), time.time()
         self.due = self.started = 0.0
         self.first: float | None = None
 
@@ -149,7 +149,13 @@ class _Answer:
     def timings(self, now: float, *, ended: bool) -> RequestTimings:
         """What it spent its time on until `now`, when it had its first token or ended."""
         first = now if self.first is None else self.first
-        return RequestTimings(self.started - self.added, 0.0, first - self.started, now - first if ended else None)
+        return RequestTimings(
+            self.started - self.added,
+            0.0,
+            first - self.started,
+            now - first if ended else None,
+            arrived=self.added_at,
+        )
 
     def snapshot(self, *, runs: bool, block_size: int) -> RequestSnapshot:
         """The same numbers as the real engine's, as if it computed."""
@@ -195,6 +201,7 @@ class MockEngine:
         self._running: dict[str, _Answer] = {}
         self._next_tick = 0.0
         self._prompt_tokens = self._generation_tokens = self._images = self._steps = 0
+        self._step_seconds = 0.0
 
     @property
     def info(self) -> ModelInfo:
@@ -218,11 +225,13 @@ class MockEngine:
         self._waiting.append(answer)
 
     def step(self) -> list[RequestOutput]:
+        began = time.monotonic()
         self._admit()
         if not self._running:
             return []
         self._steps += 1
         if not self._sleep_until_due():
+            self._step_seconds += time.monotonic() - began
             return []
         now = time.monotonic()
         outputs = []
@@ -238,6 +247,7 @@ class MockEngine:
             if ended:
                 del self._running[output.request_id], self._unfinished[output.request_id]
             outputs.append(output)
+        self._step_seconds += time.monotonic() - began
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -262,6 +272,7 @@ class MockEngine:
             generation_tokens=self._generation_tokens,
             images_encoded=self._images,
             steps=self._steps,
+            step_seconds=self._step_seconds,
         )
 
     def inspect(self) -> EngineSnapshot:

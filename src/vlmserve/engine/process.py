@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,7 @@ from vlmserve.engine.messages import (
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
 from vlmserve.garbage import spare_loaded_objects
+from vlmserve.logs import LogFormat, log_format_in_use, set_up_logging
 from vlmserve.types import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class _Launch(msgspec.Struct, frozen=True):
     config: str
     folder: str | None
     log_level: int
+    log_format: LogFormat
 
 
 class EngineProcess:
@@ -95,6 +98,7 @@ class EngineProcess:
             config=config.model_dump_json(),
             folder=None if folder is None else str(folder),
             log_level=logging.getLogger().getEffectiveLevel(),
+            log_format=log_format_in_use(),
         )
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vlmserve.engine.process"],
@@ -187,7 +191,7 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the parent says when to stop
         signal.signal(ignored, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Launch)
-    logging.basicConfig(level=launch.log_level, format="%(asctime)s engine %(message)s", datefmt="%H:%M:%S")
+    set_up_logging(launch.log_format, "engine", launch.log_level)
     threading.Thread(target=_exit_with_parent, args=(launch.endpoint,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -203,6 +207,7 @@ def main() -> int:
 
 def _load_and_serve(launch: _Launch, socket: zmq.Socket[bytes]) -> int:
     config = EngineConfig.model_validate_json(launch.config)
+    began = time.monotonic()
     try:
         engine = create_engine(config, None if launch.folder is None else Path(launch.folder))
     except (ModelLoadError, ConfigurationError) as error:
@@ -213,7 +218,7 @@ def _load_and_serve(launch: _Launch, socket: zmq.Socket[bytes]) -> int:
         _send(socket, Fatal(Failure.of(ModelLoadError(f"{config.model} could not be loaded: {_describe(error)}"))))
         return 1
     spare_loaded_objects()
-    _send(socket, Ready(engine.info))
+    _send(socket, Ready(engine.info, engine.stats(), time.monotonic() - began))
     try:
         serve_engine(engine, socket)
     except Exception as error:

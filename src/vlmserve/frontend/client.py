@@ -141,6 +141,10 @@ class EngineClient:
         self._closing = False
         self.stats = EngineStats()
         """The engine's latest snapshot."""
+        self.on_step: Callable[[EngineStats, EngineStats], None] | None = None
+        """Told of every step that reports: the snapshots before and after it."""
+        self.load_seconds = 0.0
+        """How long the engine took to load the model."""
 
     @classmethod
     async def start(
@@ -352,6 +356,8 @@ class EngineClient:
             frames = await self._socket.recv_multipart()
             match decode_from_engine(frames[0]):
                 case Outputs(outputs, stats):
+                    if self.on_step is not None and stats.steps > self.stats.steps:
+                        self.on_step(self.stats, stats)
                     self.stats = stats
                     for output in outputs:
                         self._dispatch(output)
@@ -363,7 +369,8 @@ class EngineClient:
                     self._end(request_id, failure.error)
                 case Inspected(snapshot):
                     self._end_inspection(snapshot)
-                case Ready(info):
+                case Ready(info, stats, load_seconds):
+                    self.stats, self.load_seconds = stats, load_seconds
                     self._ready.set_result(info)
                 case Fatal(failure):
                     self._last_words.set_result(failure.error())

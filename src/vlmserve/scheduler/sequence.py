@@ -36,8 +36,9 @@ class Sequence:
     matcher: where its answer stands in the grammar that it has to obey, if there is one.
     adjustment: what it changes in its logits, if anything. prompt_logprobs: those of the prompt's leading tokens, while
     they are asked for and not yet told; as long as that is so, it reads no cached prefix.
-    arrived, started, answered: when it was added, first ran and had its first token, on the clock of
-    `time.perf_counter`, 0 before. vision_seconds: how long steps encoded pictures that it needed.
+    arrived, started, vision_started, answered: when it was added, first ran, had a picture encoded and had its first
+    token, on the clock of `time.perf_counter`, 0 before. arrived_at: when it was added, as Unix time. vision_seconds:
+    how long steps encoded pictures that it needed.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class Sequence:
         "adjustment",
         "answered",
         "arrived",
+        "arrived_at",
         "block_keys",
         "block_table",
         "cross",
@@ -68,6 +70,7 @@ class Sequence:
         "started",
         "token_ids",
         "vision_seconds",
+        "vision_started",
         "whole_ranges",
     )
 
@@ -100,7 +103,8 @@ class Sequence:
         self.num_computed = 0
         self.num_cached: int | None = None
         self.num_encoded = 0
-        self.arrived = self.started = self.answered = self.vision_seconds = 0.0
+        self.arrived = self.started = self.vision_started = self.answered = 0.0
+        self.arrived_at = self.vision_seconds = 0.0
         self.block_table = array("i")
         self.first_block = 0
         self.first_position = first_position

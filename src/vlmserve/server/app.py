@@ -18,10 +18,10 @@ from starlette.routing import Route
 
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.accounts import RATE_LIMIT_HEADERS
-from vlmserve.server.connection import RequestLog
+from vlmserve.server.connection import RequestLog, note_error
 from vlmserve.server.debug import show_caches
 from vlmserve.server.errors import (
-    error_body,
+    error_code,
     handle_http_exception,
     handle_vlmserve_error,
     json_response,
@@ -82,7 +82,7 @@ def create_app(service: Service) -> Starlette:
     async def show_document(request: Request) -> Response:
         return Response(described(), media_type="application/json")
 
-    middleware = [Middleware(RequestLog), Middleware(Guard, service=service)]
+    middleware = [Middleware(RequestLog, service=service), Middleware(Guard, service=service)]
     if service.config.cors_origins:
         # Outside of all others: a browser's preflight has no key, and it shows a page no error without these headers.
         cors = Middleware(
@@ -165,6 +165,7 @@ async def show_version(request: Request) -> Response:
 async def show_metrics(request: Request) -> Response:
     """All metrics for Prometheus; those of the engine while there is one."""
     service: Service = request.app.state.service
+    await service.metrics.refresh()
     page, content_type = service.metrics.exposition(request.headers.get("accept", ""))
     return Response(page, headers={"Content-Type": content_type})
 
@@ -173,7 +174,9 @@ async def count_and_handle_error(request: Request, error: Exception) -> Response
     """Exception handler for `VLMServeError`."""
     assert isinstance(error, VLMServeError)
     service: Service = request.app.state.service
-    service.metrics.count_error(error_body(error)["error"]["code"])
+    code = error_code(error)
+    service.metrics.count_error(code)
+    note_error(request.scope, code)
     return await handle_vlmserve_error(request, error)
 
 

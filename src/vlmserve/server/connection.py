@@ -8,9 +8,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +18,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmserve.server.errors import internal_error_response
+from vlmserve.server.spans import TRACE
+
+if TYPE_CHECKING:
+    from vlmserve.server.service import Service
+    from vlmserve.server.tracing import Trace
 
 access_log = logging.getLogger("vlmserve.access")
 logger = logging.getLogger(__name__)
@@ -26,6 +31,7 @@ CLIENT_CLOSED_REQUEST = 499
 """What the log says when the client left first; https://nginx.org writes it so."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _NOTES = "vlmserve.notes"
+_FIELDS = "vlmserve.fields"
 _REQUEST_ID_KEY = "vlmserve.request_id"
 _WATCH_AFTER = 0.02
 """Seconds that a client may have left before it is noticed."""
@@ -122,14 +128,20 @@ def _shown(path: str) -> str:
     return (path if path.isprintable() else ascii(path))[:200]
 
 
-def note(request: Request, text: str) -> None:
-    """Add something to the request's line in the access log."""
-    add_note(request.scope, text)
+def note(request: Request, text: str, **fields: str | int) -> None:
+    """Add something to the request's line in the access log: text, and fields, which only JSON has."""
+    add_note(request.scope, text, **fields)
 
 
-def add_note(scope: Scope, text: str) -> None:
+def add_note(scope: Scope, text: str, **fields: str | int) -> None:
     """The same from a middleware."""
     scope[_NOTES].append(text)
+    scope[_FIELDS].update(fields)
+
+
+def note_error(scope: Scope, code: str) -> None:
+    """Remember the code of the error that the request gets for an answer."""
+    scope[_FIELDS]["error"] = code
 
 
 def request_id_of(request: Request) -> str:
@@ -139,21 +151,29 @@ def request_id_of(request: Request) -> str:
 
 
 class RequestLog:
-    """Middleware: gives every request an id, logs a line when it is over, and keeps tracebacks from the client."""
+    """Middleware: gives every request an id and, if anybody wants them, what asks for something a trace; logs a line
+    when it is over, and keeps tracebacks from the client."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
+        self._metrics = service.metrics
+        self._tracing = service.tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = time.monotonic()
-        wanted_id = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        wanted_id = headers.get("x-request-id", "")
         request_id = wanted_id if _REQUEST_ID.fullmatch(wanted_id) else f"req-{secrets.token_hex(16)}"
         notes: list[str] = []
-        scope[_NOTES] = notes
-        scope[_REQUEST_ID_KEY] = request_id
+        fields: dict[str, str | int] = {}
+        scope[_NOTES], scope[_FIELDS], scope[_REQUEST_ID_KEY] = notes, fields, request_id
+        trace = None
+        if self._tracing is not None and scope["method"] == "POST":
+            trace = scope[TRACE] = self._tracing.begin(scope["method"], _shown(scope["path"]), headers)
+            fields["trace_id"] = trace.trace_id
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -168,21 +188,55 @@ class RequestLog:
         except ClientDisconnect:
             status = CLIENT_CLOSED_REQUEST
             notes.append("the client left")
+            fields["error"] = "client_left"
         except Exception:
-            logger.exception("%s %s failed, request %s", scope["method"], _shown(scope["path"]), request_id)
+            fields["error"] = "internal_error"
+            self._log_bug(scope, request_id, fields)
             if status == 0:
                 await internal_error_response()(scope, receive, send_with_id)
         finally:
-            client = scope["client"][0] if scope.get("client") else "-"
-            routine = status == HTTPStatus.OK and scope["path"] in _PROBES
-            access_log.log(
-                logging.DEBUG if routine else logging.INFO,
-                "%s %s %s %d in %.3f s, %s%s",
-                client,
-                scope["method"],
-                _shown(scope["path"]),
-                status or CLIENT_CLOSED_REQUEST,
-                time.monotonic() - started,
-                request_id,
-                "".join(f", {text}" for text in notes),
-            )
+            status = status or CLIENT_CLOSED_REQUEST
+            _log_access(scope, status, time.monotonic() - started, request_id, notes, fields)
+            if trace is not None:
+                _end_trace(trace, scope, status, request_id, fields)
+
+    def _log_bug(self, scope: Scope, request_id: str, fields: Mapping[str, str | int]) -> None:
+        self._metrics.count_error("internal_error")
+        logger.exception(
+            "%s %s failed, request %s",
+            scope["method"],
+            _shown(scope["path"]),
+            request_id,
+            extra={"fields": {"request_id": request_id, **fields}},
+        )
+
+
+def _log_access(
+    scope: Scope, status: int, seconds: float, request_id: str, notes: Sequence[str], fields: Mapping[str, str | int]
+) -> None:
+    client = scope["client"][0] if scope.get("client") else "-"
+    path = _shown(scope["path"])
+    routine = status == HTTPStatus.OK and path in _PROBES
+    about = {"client": client, "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
+    access_log.log(
+        logging.DEBUG if routine else logging.INFO,
+        "%s %s %s %d in %.3f s, %s%s",
+        client,
+        scope["method"],
+        path,
+        status,
+        seconds,
+        request_id,
+        "".join(f", {text}" for text in notes),
+        extra={"fields": {**about, "request_id": request_id, **fields}},
+    )
+
+
+def _end_trace(trace: Trace, scope: Scope, status: int, request_id: str, fields: Mapping[str, str | int]) -> None:
+    error = fields.get("error")
+    attributes = {"vlmserve.request_id": request_id}
+    if (route := scope.get("route")) is not None:
+        attributes["http.route"] = route.path
+    # A stream whose answer fails has a good status by then.
+    failed = status >= CLIENT_CLOSED_REQUEST or (error is not None and status < HTTPStatus.BAD_REQUEST)
+    trace.end(status, None if error is None else str(error), attributes, failed=failed)

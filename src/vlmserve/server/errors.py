@@ -103,6 +103,12 @@ def error_body(error: VLMServeError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "param", None), "code": code}}
 
 
+def error_code(error: VLMServeError) -> str:
+    """What an error's body has as its code."""
+    code: str = error_body(error)["error"]["code"]
+    return code
+
+
 def messages_error_body(error: VLMServeError) -> dict[str, Any]:
     """The JSON object of an error as Anthropic writes it."""
     kind = _MESSAGES_KINDS.get(status_of(error), "api_error")

@@ -17,10 +17,11 @@ from vlmserve.errors import VLMServeError
 from vlmserve.frontend.beams import BeamSearch, first_request_id, start_beam_search
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolUse
+from vlmserve.server.errors import error_code
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
-from vlmserve.types import MAX_SEED, EngineRequest, Prompt, RequestOutput, SamplingParams, TokenLogprobs
+from vlmserve.types import MAX_SEED, EngineRequest, Prompt, RequestOutput, RequestTimings, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class Answer:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_images_encoded = 0
+        self.finish_reason: str | None = None
+        """How it ended; None while it goes on, and if it was cut off."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         """Of the prompt's tokens, if they are asked for, from the first piece on."""
         self._held: deque[Told] = deque()
@@ -106,6 +109,7 @@ class Answer:
                 stop_string = self._text.stop_string
                 finish_reason = "stop" if stop_string is not None else output.finish_reason
                 if finish_reason is not None:
+                    self.finish_reason = finish_reason
                     self._record.end(finish_reason)
                 if text or finish_reason is not None:
                     yield Piece(self.index, text, finish_reason, stop_string, self._shown(finish_reason))
@@ -116,6 +120,16 @@ class Answer:
             raise
         finally:
             self.close()
+
+    @property
+    def timings(self) -> RequestTimings | None:
+        """Where its time went until now; None before its first token."""
+        return self._record.timings
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from the request's arrival to its first token; None before that."""
+        return self._record.ttft
 
     def _push(self, output: RequestOutput) -> str:
         """The text that can be shown now."""
@@ -165,6 +179,11 @@ class Generation:
         self._question = question
 
     @property
+    def question(self) -> Question:
+        """What the request asks for."""
+        return self._question
+
+    @property
     def usage(self) -> Usage:
         prompts = self._question.prompts
         asked = sum(len(prompt.token_ids) for prompt in prompts)
@@ -177,10 +196,21 @@ class Generation:
         )
         return Usage(asked, generated, asked + generated, details)
 
-    def __str__(self) -> str:
+    def summary(self) -> tuple[str, dict[str, str | int]]:
+        """What its line in the access log says of it, as text and as fields."""
         usage = self.usage
-        failure = f", failed: {self.failure}" if self.failure else ""
-        return f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {self.id}{failure}"
+        text = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {self.id}"
+        fields: dict[str, str | int] = {
+            "response_id": self.id,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "images": usage.prompt_tokens_details.images,
+        }
+        if self.failure is not None:
+            text += f", failed: {self.failure}"
+            fields["error"] = error_code(self.failure)
+        return text, fields
 
     def close(self) -> None:
         """Abort what has not ended."""
@@ -280,6 +310,7 @@ async def begin(
             for request in requests[:: question.num_answers]
             for stream in start_beam_search(client, request, question.beams, question.num_answers, service.max_logprobs)
         ]
+    service.metrics.count_question(question.num_answers, question.params.max_tokens)
     answers = [
         Answer(
             number,

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vlmserve.errors import VLMServeError
 from vlmserve.server.accounts import Account
 from vlmserve.server.body import drop_body
-from vlmserve.server.connection import add_note
-from vlmserve.server.errors import RefusedError, error_body, error_response, head_too_large
+from vlmserve.server.connection import add_note, note_error
+from vlmserve.server.errors import RefusedError, error_code, error_response, head_too_large
 from vlmserve.server.history import OWNER
 from vlmserve.server.service import Service
 
@@ -57,7 +57,9 @@ class Guard:
                     if account is not None:
                         stack.enter_context(account.admit())
             except VLMServeError as error:
-                self._service.metrics.count_error(error_body(error)["error"]["code"])
+                code = error_code(error)
+                self._service.metrics.count_error(code)
+                note_error(scope, code)
                 await error_response(error, scope["path"])(scope, receive, send_with_headers)
                 return
             await self._app(scope, receive, send_with_headers)
@@ -84,7 +86,7 @@ class Guard:
             raise RefusedError(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key", headers=headers)
         scope[_ACCOUNT] = account
         scope[OWNER] = account.owner
-        add_note(scope, f"key {account.name}")
+        add_note(scope, f"key {account.name}", key=account.name)
         return account
 
     async def _check_open(self, scope: Scope, receive: Receive) -> None:

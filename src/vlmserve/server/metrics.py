@@ -6,131 +6,42 @@ https://docs.vllm.ai/en/stable/usage/metrics/
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import get_args
 
-import psutil
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
 from vlmserve.media.cache import PictureCacheStats
+from vlmserve.server.collectors import (
+    ENGINE_FIGURES,
+    PICTURE_CACHE_FIGURES,
+    PREFIX,
+    Distribution,
+    Figures,
+    Gpu,
+    ModelFacts,
+    Processes,
+    RunningEngine,
+)
 from vlmserve.types import EngineStats, FinishReason, RequestOutput, RequestTimings
-
-PREFIX = "vlmserve:"
 
 _DECADES = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 _SECONDS = tuple(round(decade * step, 4) for decade in _DECADES for step in (1, 2.5, 5))
 _TOKENS = tuple(float(10**power * step) for power in range(6) for step in (1, 2, 5))
-
-
-Stats = TypeVar("Stats")
-
-
-@dataclass(frozen=True, slots=True)
-class _Figure(Generic[Stats]):
-    """A number among some statistics. A counter's name goes without its ``_total``."""
-
-    kind: Literal["gauge", "counter"]
-    name: str
-    text: str
-    value: Callable[[Stats], float]
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
-_ENGINE: tuple[_Figure[EngineStats], ...] = (
-    _Figure("gauge", "num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
-    _Figure("gauge", "num_requests_waiting", "Requests that wait for their turn.", lambda s: s.num_waiting),
-    _Figure(
-        "gauge",
-        "kv_cache_usage_perc",
-        "Share of the KV cache's blocks that requests hold; 1 is all.",
-        lambda s: _share(s.kv_blocks_used, s.kv_blocks_total),
-    ),
-    _Figure("gauge", "kv_cache_blocks", "Blocks of the KV cache.", lambda s: s.kv_blocks_total),
-    _Figure("gauge", "kv_cache_used_blocks", "Blocks that requests hold.", lambda s: s.kv_blocks_used),
-    _Figure(
-        "gauge",
-        "kv_cache_cached_blocks",
-        "Blocks whose content can be found again, those that requests hold included.",
-        lambda s: s.kv_blocks_cached,
-    ),
-    _Figure(
-        "counter", "kv_cache_evictions", "Cached blocks that were taken for something else.", lambda s: s.kv_evictions
-    ),
-    _Figure("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
-    _Figure("gauge", "host_cache_used_blocks", "Host blocks with something in them.", lambda s: s.host_blocks_used),
-    _Figure("counter", "blocks_swapped_out", "Blocks copied to host memory.", lambda s: s.blocks_swapped_out),
-    _Figure("counter", "blocks_swapped_in", "Blocks copied back from host memory.", lambda s: s.blocks_swapped_in),
-    _Figure(
-        "counter", "num_preemptions", "Running requests that had to give up their blocks.", lambda s: s.preemptions
-    ),
-    _Figure(
-        "counter",
-        "prompt_tokens",
-        "Prompt tokens computed: cached ones are not in it, those computed again are.",
-        lambda s: s.prompt_tokens,
-    ),
-    _Figure("counter", "generation_tokens", "Tokens generated, end tokens left out.", lambda s: s.generation_tokens),
-    _Figure(
-        "counter",
-        "prefix_cache_queries",
-        "Prompt tokens of requests that have started.",
-        lambda s: s.prefix_queried_tokens,
-    ),
-    _Figure(
-        "counter",
-        "prefix_cache_hits",
-        "Prompt tokens of requests that have started, found in the prefix cache.",
-        lambda s: s.prefix_cached_tokens,
-    ),
-    _Figure(
-        "counter", "encoder_cache_queries", "Pictures whose embeddings a request needed.", lambda s: s.encoder_queries
-    ),
-    _Figure(
-        "counter",
-        "encoder_cache_hits",
-        "Pictures that a request needed and whose embeddings were there or about to be.",
-        lambda s: s.encoder_hits,
-    ),
-    _Figure("gauge", "encoder_cache_bytes", "Bytes that the encoder cache may take.", lambda s: s.encoder_cache_bytes),
-    _Figure(
-        "gauge", "encoder_cache_used_bytes", "Bytes that the encoder cache takes.", lambda s: s.encoder_cache_used_bytes
-    ),
-    _Figure(
-        "gauge",
-        "encoder_cache_pinned_pictures",
-        "Pictures whose embeddings a running request needs.",
-        lambda s: s.encoder_cache_pinned,
-    ),
-    _Figure("counter", "images_encoded", "Pictures that went through the vision tower.", lambda s: s.images_encoded),
-    _Figure("counter", "steps", "Batches run.", lambda s: s.steps),
-)
-_PICTURE_CACHE: tuple[_Figure[PictureCacheStats], ...] = (
-    _Figure("counter", "mm_cache_queries", "Pictures in requests.", lambda s: s.hits + s.misses),
-    _Figure(
-        "counter",
-        "mm_cache_hits",
-        "Pictures in requests that were prepared already or about to be.",
-        lambda s: s.hits,
-    ),
-    _Figure("gauge", "mm_cache_pictures", "Prepared pictures in memory.", lambda s: s.num_pictures),
-    _Figure("gauge", "mm_cache_bytes", "Bytes that prepared pictures may take.", lambda s: s.capacity_bytes),
-    _Figure("gauge", "mm_cache_used_bytes", "Bytes that prepared pictures take.", lambda s: s.used_bytes),
-)
+_ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class ServerMetrics:
     """All metrics of one server, in a registry of their own. To be used from one thread.
 
-    engine_stats, picture_cache_stats, engine_pid: asked at every scrape; what returns None is left out.
+    engine_stats, picture_cache_stats, engine: asked at every scrape; what returns None is left out. cache_config: what
+    is set of the KV cache, by names of labels.
     """
 
     def __init__(
@@ -139,19 +50,24 @@ class ServerMetrics:
         *,
         engine_stats: Callable[[], EngineStats | None],
         picture_cache_stats: Callable[[], PictureCacheStats | None],
-        engine_pid: Callable[[], int | None],
+        engine: Callable[[], RunningEngine | None],
+        cache_config: Mapping[str, object],
     ) -> None:
         self._model_name = model_name
         self._registry = CollectorRegistry()
-        self._registry.register(_Figures(model_name, _ENGINE, engine_stats))
-        self._registry.register(_Figures(model_name, _PICTURE_CACHE, picture_cache_stats))
-        self._registry.register(_Memory(engine_pid))
+        self._registry.register(Figures(model_name, ENGINE_FIGURES, engine_stats))
+        self._registry.register(ModelFacts(model_name, engine, engine_stats, cache_config))
+        self._registry.register(Figures(model_name, PICTURE_CACHE_FIGURES, picture_cache_stats))
+        self._registry.register(Processes(model_name, engine))
         self._restarts = Counter(
             PREFIX + "engine_restarts",
             "Times that the engine was restarted after it had died.",
             ("model_name",),
             registry=self._registry,
         ).labels(model_name)
+        self._gpu = Gpu(model_name, engine)
+        self._registry.register(self._gpu)
+        self._add_steps()
         ended = self._counter(
             "request_success", "Answers that ended, by how; n of one request count n times.", "finished_reason"
         )
@@ -159,6 +75,19 @@ class ServerMetrics:
         self.num_served = 0
         """Complete answers."""
         self._errors = self._counter("request_errors", "HTTP requests answered with an error, by its code.", "code")
+        self._add_latencies()
+        self._add_sizes()
+
+    def _add_steps(self) -> None:
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens that a step computed of prompts and generated.", _TOKENS
+        )
+        self._step_time = self._histogram("step_time_seconds", "Seconds that a step took.")
+        self._step_vision = self._histogram(
+            "step_vision_time_seconds", "Seconds in the vision tower of a step that encoded pictures."
+        )
+
+    def _add_latencies(self) -> None:
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
         )
@@ -180,12 +109,40 @@ class ServerMetrics:
             "request_prefill_time_seconds", "Seconds from when it first ran to its first token, vision included."
         )
         self.decode = self._histogram("request_decode_time_seconds", "Seconds from its first token to its end.")
+        self.inference = self._histogram(
+            "request_inference_time_seconds", "Seconds from when it first ran to its end: prefill and decode."
+        )
+
+    def _add_sizes(self) -> None:
         self.prompt_tokens = self._histogram(
             "request_prompt_tokens", "Tokens of the prompt, pictures included.", _TOKENS
+        )
+        self.computed_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens", "Tokens of the prompt that were not cached.", _TOKENS
         )
         self.generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens of the answer, its end token included.", _TOKENS
         )
+        self._wanted_answers = self._histogram("request_params_n", "Answers that a request asked for.", _ANSWERS)
+        self._wanted_tokens = self._histogram(
+            "request_params_max_tokens",
+            "Tokens that an answer may have, by its request or else by the server.",
+            _TOKENS,
+        )
+
+    def count_step(self, before: EngineStats, after: EngineStats) -> None:
+        """The engine has run a step: its snapshots before and after that."""
+        tokens = after.prompt_tokens - before.prompt_tokens + after.generation_tokens - before.generation_tokens
+        self._step_tokens.observe(tokens)
+        self._step_time.observe(after.step_seconds - before.step_seconds)
+        if after.images_encoded > before.images_encoded:
+            self._step_vision.observe(after.vision_seconds - before.vision_seconds)
+
+    def count_question(self, num_answers: int, max_tokens: int | None) -> None:
+        """A request is handed to the engine. max_tokens: of each answer; None: as many as there is room for."""
+        self._wanted_answers.observe(num_answers)
+        if max_tokens is not None:
+            self._wanted_tokens.observe(max_tokens)
 
     def count_error(self, code: str) -> None:
         """An HTTP request got an error instead of an answer."""
@@ -194,6 +151,10 @@ class ServerMetrics:
     def count_restart(self) -> None:
         """The engine has died and is started again."""
         self._restarts.inc()
+
+    async def refresh(self) -> None:
+        """Ask the GPU's driver, if there is one, what `collect` shows from then on."""
+        await self._gpu.refresh()
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
@@ -205,14 +166,18 @@ class ServerMetrics:
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The page in the format that the header `accept` asks for, and its content type."""
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            # Our names need no escaping, and the library would take their colons for something that does.
+            encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # which it has in that case
         return encode(_Page(self.collect)), content_type
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(PREFIX + name, text, ("model_name", label), registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-        family = Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self._registry)
-        return family.labels(self._model_name)
+    def _histogram(self, name: str, text: str, bounds: Sequence[float] = _SECONDS) -> Distribution:
+        distribution = Distribution(self._model_name, name, text, bounds)
+        self._registry.register(distribution)
+        return distribution
 
 
 class AnswerRecord:
@@ -227,13 +192,14 @@ class AnswerRecord:
         self._arrived = arrived
         self._first = self._last = 0.0
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached_tokens = 0
         self._timings: RequestTimings | None = None
         self._ended = False
 
     def output(self, output: RequestOutput) -> None:
         """The engine produced something."""
         self._timings = output.timings or self._timings
+        self._num_cached_tokens = output.cached_tokens
         count = len(output.token_ids) + (output.stop_token_id is not None)
         if count == 0:
             return
@@ -258,16 +224,30 @@ class AnswerRecord:
         metrics.num_served += 1
         metrics.e2e.observe(time.monotonic() - self._arrived)
         metrics.prompt_tokens.observe(self._num_prompt_tokens)
+        metrics.computed_tokens.observe(self._num_prompt_tokens - self._num_cached_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         if self._num_tokens > 1:
             metrics.tpot.observe((self._last - self._first) / (self._num_tokens - 1))
-        if self._timings is not None:
-            metrics.queue.observe(self._timings.queue)
-            metrics.vision.observe(self._timings.vision)
-            metrics.prefill.observe(self._timings.prefill)
-            # A stop string ends an answer here before the engine knows of it.
-            decode = self._timings.decode
-            metrics.decode.observe(self._last - self._first if decode is None else decode)
+        if (timings := self.timings) is not None:
+            metrics.queue.observe(timings.queue)
+            metrics.vision.observe(timings.vision)
+            metrics.prefill.observe(timings.prefill)
+            metrics.decode.observe(timings.decode or 0.0)
+            metrics.inference.observe(timings.prefill + (timings.decode or 0.0))
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from the request's arrival to its first token; None before that."""
+        return self._first - self._arrived if self._num_tokens else None
+
+    @property
+    def timings(self) -> RequestTimings | None:
+        """Where its time went until now; None before its first token."""
+        timings = self._timings
+        if timings is None or timings.decode is not None:
+            return timings
+        # A stop string ends an answer here before the engine knows of it.
+        return msgspec.structs.replace(timings, decode=self._last - self._first)
 
 
 class _Page(Collector):
@@ -276,38 +256,3 @@ class _Page(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return self._collect()
-
-
-class _Figures(Collector, Generic[Stats]):
-    """Figures as they are at the scrape; none while there are no statistics."""
-
-    def __init__(self, model_name: str, figures: Sequence[_Figure[Stats]], stats: Callable[[], Stats | None]) -> None:
-        self._model_name = model_name
-        self._figures = figures
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
-        for figure in self._figures:
-            make = GaugeMetricFamily if figure.kind == "gauge" else CounterMetricFamily
-            family = make(PREFIX + figure.name, figure.text, labels=("model_name",))
-            family.add_metric((self._model_name,), figure.value(stats))
-            yield family
-
-
-class _Memory(Collector):
-    def __init__(self, engine_pid: Callable[[], int | None]) -> None:
-        self._engine_pid = engine_pid
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            f"{PREFIX}process_resident_memory_bytes",
-            "Bytes of resident memory of the two processes.",
-            labels=("process",),
-        )
-        for process, pid in (("server", os.getpid()), ("engine", self._engine_pid())):
-            if pid is not None and psutil.pid_exists(pid):
-                family.add_metric((process,), psutil.Process(pid).memory_info().rss)
-        yield family

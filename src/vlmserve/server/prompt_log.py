@@ -20,7 +20,9 @@ _LONGEST = 2000
 def log_prompt(request: Request, body: SamplingRequest) -> None:
     """One line with what the request says, as JSON. Of pictures and long texts only the beginning."""
     said = body.model_dump(include=set(body.content_fields), exclude_none=True, mode="json")
-    logger.info("%s says %s", request_id_of(request), msgspec.json.encode(_cut(said)).decode())
+    shown, request_id = _cut(said), request_id_of(request)
+    fields = {"request_id": request_id, "prompt": shown}
+    logger.info("%s says %s", request_id, msgspec.json.encode(shown).decode(), extra={"fields": fields})
 
 
 def _cut(value: Any) -> Any:

@@ -22,6 +22,7 @@ from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.defaults import default_sampling
 from vlmserve.garbage import spare_loaded_objects
+from vlmserve.logs import log_format_in_use, set_up_logging
 from vlmserve.models.hub import resolve_model
 from vlmserve.server.activity import activity_log
 from vlmserve.types import ModelInfo
@@ -46,9 +47,7 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
     The port opens before the model is loaded, with a `/health` that says so.
     Raises ConfigurationError if the address cannot be had, ModelLoadError if the model cannot be loaded.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    # Nothing in a line asks for these, and each of them costs every line something.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    set_up_logging(server.log_format)
     for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     _raise_file_limit()
@@ -129,7 +128,8 @@ async def _serve(service: Service, web: WebServer, launcher: _Launcher, media: M
     web.start()
     try:
         if service.phase == "asleep":
-            print(f"vlmserve listens on {web.url}; the first request loads {service.model_name}", flush=True)
+            waiting = f"vlmserve listens on {web.url}; the first request loads {service.model_name}"
+            _announce(waiting, web.url, service.model_name)
         loading = asyncio.ensure_future(_load(service.wanted, launcher, media))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -141,7 +141,7 @@ async def _serve(service: Service, web: WebServer, launcher: _Launcher, media: M
         client, preparer, load_time = loading.result()
         service.open(client, preparer, default_sampling(launcher.folder))
         spare_loaded_objects()
-        print(ready_line(web.url, service.model_name, client.info), flush=True)
+        _announce(ready_line(web.url, service.model_name, client.info), web.url, service.model_name)
         async with activity_log(service.engine_stats, service.config.stats_interval):
             await _supervise(service, client, launcher, load_time, stopping)
     finally:
@@ -230,6 +230,14 @@ def _raise_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # macOS has lower limits that it does not tell of
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _announce(line: str, url: str, model: str) -> None:
+    """Tell people, or what reads the log as JSON, that the server is up."""
+    if log_format_in_use() == "json":
+        logger.info(line, extra={"fields": {"url": url, "model": model}})
+    else:
+        print(line, flush=True)
 
 
 def ready_line(url: str, model: str, info: ModelInfo) -> str:

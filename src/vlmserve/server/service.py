@@ -20,8 +20,10 @@ from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import PictureCache, PictureCacheStats
 from vlmserve.server.accounts import KeyRing
 from vlmserve.server.body import BodyMemory
+from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
+from vlmserve.server.spans import open_tracing
 from vlmserve.storage.store import open_store
 from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
 
@@ -88,7 +90,7 @@ class Preparer(Protocol):
 class Service:
     """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on.
 
-    Raises ConfigurationError for API keys that cannot be read.
+    Raises ConfigurationError for API keys that cannot be read, and for traces that cannot be sent.
     """
 
     def __init__(self, engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
@@ -103,6 +105,8 @@ class Service:
         self.defaults = SamplingParams()
         self.keys = KeyRing.of(server)
         """Who may ask; None: everybody."""
+        self.tracing = open_tracing(server.otlp_traces_endpoint)
+        """What tells of requests; None: nobody asked for that."""
         self.store = open_store(server)
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
@@ -126,7 +130,8 @@ class Service:
             self.model_name,
             engine_stats=self.engine_stats,
             picture_cache_stats=self.picture_cache_stats,
-            engine_pid=lambda: None if self._client is None else self._client.pid,
+            engine=self._running_engine,
+            cache_config={"block_size": engine.block_size, "enable_prefix_caching": engine.enable_prefix_caching},
         )
         # A slow picture must not hold up text, nor a slow host the pictures that are here already.
         self._text_workers = ThreadPoolExecutor(1, "prepare-text")
@@ -135,7 +140,7 @@ class Service:
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
         """Begin to serve. defaults: what requests that say nothing about sampling get."""
-        self._client = client
+        self.replace(client)
         self._preparer = preparer
         self.defaults = defaults or self.defaults
         self._opened.set()
@@ -143,6 +148,7 @@ class Service:
     def replace(self, client: EngineClient) -> None:
         """Go on with another engine after the one from before has died."""
         self._client = client
+        client.on_step = self.metrics.count_step
 
     @property
     def awake(self) -> bool:
@@ -164,11 +170,13 @@ class Service:
         return self._idle.is_set()
 
     def close(self) -> None:
-        """Let go of the worker threads and the history. The client belongs to the caller."""
+        """Let go of the worker threads, the traces and the history. The client belongs to the caller."""
         for pool in (self._text_workers, self._picture_workers, self._fetch_workers):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.store is not None:
             self.store.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     @property
     def num_answers(self) -> int:
@@ -201,6 +209,10 @@ class Service:
         stats = self._client.stats
         waiting = max(stats.num_waiting, self._client.num_unfinished - stats.num_running)
         return msgspec.structs.replace(stats, num_waiting=waiting)
+
+    def _running_engine(self) -> RunningEngine | None:
+        client = self._client
+        return None if client is None else RunningEngine(client.pid, client.info, client.load_seconds)
 
     def picture_cache_stats(self) -> PictureCacheStats | None:
         """The figures of the picture cache; None while the model is loading."""

@@ -8,7 +8,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -25,7 +25,11 @@ from vlmserve.server.prompt_log import log_prompt
 from vlmserve.server.schema.base import parse_body
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.service import Service
+from vlmserve.server.spans import tell_generation, tell_preparation, trace_of
 from vlmserve.server.waiting import limit_preparation, limit_wait
+
+if TYPE_CHECKING:
+    from vlmserve.server.tracing import Trace
 
 Body = TypeVar("Body", bound=SamplingRequest)
 
@@ -38,6 +42,8 @@ class Dialect(ABC, Generic[Body]):
 
     kind: type[Body]
     id_prefix: str
+    operation: str = "chat"
+    """What it does, in the words of OpenTelemetry's conventions."""
     content_field: str = "messages"
     """Of the body, where the prompt comes from."""
 
@@ -71,6 +77,7 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     service: Service = request.app.state.service
     service.check_serving()
     account = account_of(request)
+    trace = trace_of(request)
     with contextlib.ExitStack() as stack:
         stack.callback(dialect.close)
         with service.bodies.share() as share:
@@ -87,9 +94,10 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
             client = service.client
             stack.enter_context(service.admit(dialect.num_answers(body)))
             async with limit_preparation(service.config.max_wait):
-                generation = await unless_disconnected(request, _begin(service, client, dialect, body, arrived))
+                beginning = _begin(service, client, dialect, body, arrived, trace)
+                generation = await unless_disconnected(request, beginning)
             body = body.without_content()  # its pictures are prepared, and an answer may take long
-        stack.callback(lambda: note(request, str(generation)))
+        stack.callback(_tell, request, dialect, generation, trace)
         stack.callback(generation.close)
         if account is not None:
             account.charge(generation.usage.prompt_tokens)
@@ -101,16 +109,28 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
 
 
 async def _begin(
-    service: Service, client: EngineClient, dialect: Dialect[Body], body: Body, arrived: float
+    service: Service, client: EngineClient, dialect: Dialect[Body], body: Body, arrived: float, trace: Trace | None
 ) -> Generation:
     started = time.monotonic()
     try:
-        question = _bounded(await dialect.ask(service, body), body, service.config.max_output_tokens)
+        try:
+            question = _bounded(await dialect.ask(service, body), body, service.config.max_output_tokens)
+        finally:
+            if trace is not None:
+                tell_preparation(trace, time.monotonic() - started)
         service.metrics.media.observe(time.monotonic() - started)
         return await begin(service, client, question, f"{dialect.id_prefix}{secrets.token_hex(16)}", arrived)
     except InvalidRequestError as error:
         dialect.reword(error)
         raise
+
+
+def _tell(request: Request, dialect: Dialect[Body], generation: Generation, trace: Trace | None) -> None:
+    """Say in the log, and in the trace if there is one, what came of a request."""
+    text, fields = generation.summary()
+    note(request, text, **fields)
+    if trace is not None:
+        tell_generation(trace, dialect.operation, generation)
 
 
 def _bounded(question: Question, body: SamplingRequest, most: int | None) -> Question:

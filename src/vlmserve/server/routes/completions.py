@@ -33,6 +33,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
 
     kind = CompletionRequest
     id_prefix = "cmpl-"
+    operation = "text_completion"
     content_field = "prompt"
 
     def __init__(self) -> None:

@@ -1,0 +1,102 @@
+"""What a process writes into its log, as text for people or as JSON for what collects logs.
+
+A record's ``fields``, given as ``extra={"fields": {...}}``, stand in its JSON by their names; text leaves them out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import types
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+
+
+class JsonFormatter(logging.Formatter):
+    """A line with one JSON object for a record, a traceback included. process: which one writes."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {
+            "time": when.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": self._process,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            line["error_type"] = record.exc_info[0].__name__
+            line["traceback"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(line, default=str)
+
+
+class _WithoutHandlers(logging.Logger):
+    """Leaves its records to the root logger, although the library that it belongs to has a handler for them. One that
+    is kept silent, without a handler, remains so."""
+
+    _has_refused = False
+    _propagates = True
+
+    def addHandler(self, hdlr: logging.Handler) -> None:
+        self._has_refused = True
+
+    @property
+    def propagate(self) -> bool:
+        return self._propagates or self._has_refused
+
+    @propagate.setter
+    def propagate(self, wanted: bool) -> None:
+        self._propagates = wanted
+
+
+def set_up_logging(log_format: LogFormat, process: str = "server", level: int = logging.INFO) -> None:
+    """Say how this process logs, to standard error, once and before anything else logs.
+
+    process: "server", whose text lines do not name it, or another one.
+    """
+    name = "" if process == "server" else f"{process} "
+    handler = logging.StreamHandler()
+    text = logging.Formatter(f"%(asctime)s {name}%(message)s", datefmt="%H:%M:%S")
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else text)
+    logging.basicConfig(level=level, handlers=[handler])
+    # Nothing in a line asks for these, and each of them costs every line something.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    if log_format == "json":
+        _catch_other_lines()
+
+
+def log_format_in_use() -> LogFormat:
+    """How this process logs."""
+    handlers = logging.getLogger().handlers
+    return "json" if any(isinstance(handler.formatter, JsonFormatter) for handler in handlers) else "text"
+
+
+def _catch_other_lines() -> None:
+    """What would be written beside the log goes into it: what libraries' own handlers write, Python's warnings, and
+    exceptions that nobody caught."""
+    logging.setLoggerClass(_WithoutHandlers)
+    logging.captureWarnings(True)
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+            return
+        logging.getLogger(__name__).critical("Nobody caught this", exc_info=(kind, error, trace))
+
+    def uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_value is not None and not issubclass(arguments.exc_type, SystemExit):
+            uncaught(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+
+    sys.excepthook = uncaught
+    threading.excepthook = uncaught_in_thread

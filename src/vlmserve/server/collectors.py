@@ -1,0 +1,268 @@
+"""What /metrics shows of the state of things: each of these looks at its source when it is scraped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import psutil
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from vlmserve.media.cache import PictureCacheStats
+from vlmserve.server.gpu import GpuFigures, GpuReader
+from vlmserve.types import EngineStats, ModelInfo
+
+PREFIX = "vlmserve:"
+
+Stats = TypeVar("Stats")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure(Generic[Stats]):
+    """A number among some statistics. A counter's name goes without its ``_total``."""
+
+    kind: Literal["gauge", "counter"]
+    name: str
+    text: str
+    value: Callable[[Stats], float]
+
+
+class RunningEngine(NamedTuple):
+    """An engine process and what it has loaded. load_seconds: how long that took."""
+
+    pid: int
+    info: ModelInfo
+    load_seconds: float
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+ENGINE_FIGURES: tuple[Figure[EngineStats], ...] = (
+    Figure("gauge", "num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
+    Figure("gauge", "num_requests_waiting", "Requests that wait for their turn.", lambda s: s.num_waiting),
+    Figure(
+        "gauge",
+        "kv_cache_usage_perc",
+        "Share of the KV cache's blocks that requests hold; 1 is all.",
+        lambda s: _share(s.kv_blocks_used, s.kv_blocks_total),
+    ),
+    Figure("gauge", "kv_cache_blocks", "Blocks of the KV cache.", lambda s: s.kv_blocks_total),
+    Figure("gauge", "kv_cache_used_blocks", "Blocks that requests hold.", lambda s: s.kv_blocks_used),
+    Figure(
+        "gauge",
+        "kv_cache_cached_blocks",
+        "Blocks whose content can be found again, those that requests hold included.",
+        lambda s: s.kv_blocks_cached,
+    ),
+    Figure(
+        "counter", "kv_cache_evictions", "Cached blocks that were taken for something else.", lambda s: s.kv_evictions
+    ),
+    Figure("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
+    Figure("gauge", "host_cache_used_blocks", "Host blocks with something in them.", lambda s: s.host_blocks_used),
+    Figure("counter", "blocks_swapped_out", "Blocks copied to host memory.", lambda s: s.blocks_swapped_out),
+    Figure("counter", "blocks_swapped_in", "Blocks copied back from host memory.", lambda s: s.blocks_swapped_in),
+    Figure("counter", "num_preemptions", "Running requests that had to give up their blocks.", lambda s: s.preemptions),
+    Figure(
+        "counter",
+        "prompt_tokens",
+        "Prompt tokens computed: cached ones are not in it, those computed again are.",
+        lambda s: s.prompt_tokens,
+    ),
+    Figure("counter", "generation_tokens", "Tokens generated, end tokens left out.", lambda s: s.generation_tokens),
+    Figure(
+        "counter",
+        "prefix_cache_queries",
+        "Prompt tokens of requests that have started.",
+        lambda s: s.prefix_queried_tokens,
+    ),
+    Figure(
+        "counter",
+        "prefix_cache_hits",
+        "Prompt tokens of requests that have started, found in the prefix cache.",
+        lambda s: s.prefix_cached_tokens,
+    ),
+    Figure(
+        "counter", "encoder_cache_queries", "Pictures whose embeddings a request needed.", lambda s: s.encoder_queries
+    ),
+    Figure(
+        "counter",
+        "encoder_cache_hits",
+        "Pictures that a request needed and whose embeddings were there or about to be.",
+        lambda s: s.encoder_hits,
+    ),
+    Figure("gauge", "encoder_cache_bytes", "Bytes that the encoder cache may take.", lambda s: s.encoder_cache_bytes),
+    Figure(
+        "gauge", "encoder_cache_used_bytes", "Bytes that the encoder cache takes.", lambda s: s.encoder_cache_used_bytes
+    ),
+    Figure(
+        "gauge",
+        "encoder_cache_pinned_pictures",
+        "Pictures whose embeddings a running request needs.",
+        lambda s: s.encoder_cache_pinned,
+    ),
+    Figure("counter", "images_encoded", "Pictures that went through the vision tower.", lambda s: s.images_encoded),
+    Figure("counter", "steps", "Batches run.", lambda s: s.steps),
+    Figure("counter", "step_seconds", "Seconds that the engine spent in steps.", lambda s: s.step_seconds),
+    Figure("counter", "vision_seconds", "Seconds of steps that went to the vision tower.", lambda s: s.vision_seconds),
+)
+PICTURE_CACHE_FIGURES: tuple[Figure[PictureCacheStats], ...] = (
+    Figure("counter", "mm_cache_queries", "Pictures in requests.", lambda s: s.hits + s.misses),
+    Figure(
+        "counter",
+        "mm_cache_hits",
+        "Pictures in requests that were prepared already or about to be.",
+        lambda s: s.hits,
+    ),
+    Figure("gauge", "mm_cache_pictures", "Prepared pictures in memory.", lambda s: s.num_pictures),
+    Figure("gauge", "mm_cache_bytes", "Bytes that prepared pictures may take.", lambda s: s.capacity_bytes),
+    Figure("gauge", "mm_cache_used_bytes", "Bytes that prepared pictures take.", lambda s: s.used_bytes),
+)
+
+
+class Figures(Collector, Generic[Stats]):
+    """Figures as they are at the scrape; none while there are no statistics."""
+
+    def __init__(self, model_name: str, figures: Sequence[Figure[Stats]], stats: Callable[[], Stats | None]) -> None:
+        self._model_name = model_name
+        self._figures = figures
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        for figure in self._figures:
+            make = GaugeMetricFamily if figure.kind == "gauge" else CounterMetricFamily
+            family = make(PREFIX + figure.name, figure.text, labels=("model_name",))
+            family.add_metric((self._model_name,), figure.value(stats))
+            yield family
+
+
+class Distribution(Collector):
+    """A histogram, to be used from one thread. The library's own takes a lock and searches for every number, which was
+    a tenth of what a streamed token costs the server."""
+
+    def __init__(self, model_name: str, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._model_name, self._name, self._text = model_name, PREFIX + name, text
+        self._bounds = list(bounds)
+        self._labels = [*map(floatToGoString, bounds), "+Inf"]
+        self._counts = [0] * len(self._labels)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """One more number."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=("model_name",))
+        buckets = list(zip(self._labels, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric((self._model_name,), buckets, sum_value=self._sum)
+        yield family
+
+
+class ModelFacts(Collector):
+    """What is loaded, once it is."""
+
+    def __init__(
+        self,
+        model_name: str,
+        engine: Callable[[], RunningEngine | None],
+        stats: Callable[[], EngineStats | None],
+        cache_config: Mapping[str, object],
+    ) -> None:
+        self._model_name = model_name
+        self._engine = engine
+        self._stats = stats
+        self._cache_config = {label: str(value).lower() for label, value in cache_config.items()}
+
+    def collect(self) -> Iterator[Metric]:
+        engine, stats = self._engine(), self._stats()
+        if engine is None or stats is None:
+            return
+        yield self._gauge("model_load_time_seconds", "Seconds that the engine took to load it.", engine.load_seconds)
+        info = engine.info
+        about = {"architecture": info.architecture, "device": info.device, "dtype": info.dtype}
+        yield self._gauge("model_info", "1; what the model is, in labels.", 1, about)
+        cache = {**self._cache_config, "cache_dtype": info.dtype, "num_gpu_blocks": str(stats.kv_blocks_total)}
+        yield self._gauge("cache_config_info", "1; what the KV cache is like, in labels.", 1, cache)
+
+    def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> GaugeMetricFamily:
+        all_labels = {"model_name": self._model_name, **(labels or {})}
+        family = GaugeMetricFamily(PREFIX + name, text, labels=tuple(all_labels))
+        family.add_metric(tuple(all_labels.values()), value)
+        return family
+
+
+class Processes(Collector):
+    """Memory and processor time of the server and its engine."""
+
+    def __init__(self, model_name: str, engine: Callable[[], RunningEngine | None]) -> None:
+        self._model_name = model_name
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("model_name", "process")
+        memory = GaugeMetricFamily(
+            f"{PREFIX}process_resident_memory_bytes", "Bytes of resident memory of the two processes.", labels=labels
+        )
+        processor = CounterMetricFamily(
+            f"{PREFIX}process_cpu_seconds", "Processor seconds that the two processes have used.", labels=labels
+        )
+        began = GaugeMetricFamily(
+            f"{PREFIX}process_start_time_seconds", "When the two processes began, as Unix time.", labels=labels
+        )
+        engine = self._engine()
+        for name, pid in (("server", os.getpid()), ("engine", None if engine is None else engine.pid)):
+            if pid is None:
+                continue
+            # An engine that has just died has no figures.
+            with contextlib.suppress(psutil.NoSuchProcess), (process := psutil.Process(pid)).oneshot():
+                times = process.cpu_times()
+                memory.add_metric((self._model_name, name), process.memory_info().rss)
+                processor.add_metric((self._model_name, name), times.user + times.system)
+                began.add_metric((self._model_name, name), process.create_time())
+        yield from (memory, processor, began)
+
+
+class Gpu(Collector):
+    """Figures of the latest look at the GPU; none without one."""
+
+    def __init__(self, model_name: str, engine: Callable[[], RunningEngine | None]) -> None:
+        self._model_name = model_name
+        self._engine = engine
+        self._reader = GpuReader()
+        self._figures: GpuFigures | None = None
+
+    async def refresh(self) -> None:
+        engine = self._engine()
+        uuid = None if engine is None else engine.info.gpu_uuid
+        self._figures = None
+        if engine is not None and uuid is not None:
+            self._figures = await asyncio.to_thread(self._reader.read, uuid, engine.pid)
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._figures
+        if figures is None:
+            return
+        for name, text, value in (
+            ("gpu_utilization_perc", "Share of time in which the GPU was busy; 1 is all.", figures.utilization),
+            ("gpu_memory_bytes", "Bytes of the GPU's memory.", figures.total_bytes),
+            ("gpu_memory_used_bytes", "Bytes of it in use, by whomever.", figures.used_bytes),
+            ("gpu_process_memory_bytes", "Bytes of it that the engine uses.", figures.process_bytes),
+        ):
+            if value is not None:
+                family = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "gpu"))
+                family.add_metric((self._model_name, str(figures.index)), value)
+                yield family

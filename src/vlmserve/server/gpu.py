@@ -1,0 +1,92 @@
+"""What NVIDIA's driver says of the GPU that the engine runs on, by NVML."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFigures:
+    """index: the GPU's number as the driver counts. None: the driver does not tell, as of a part of a divided GPU.
+
+    utilization: share of the last moments in which anything ran on it. process_bytes: memory of one process.
+    """
+
+    index: int
+    utilization: float | None
+    used_bytes: int | None
+    total_bytes: int | None
+    process_bytes: int | None
+
+
+class GpuReader:
+    """Asks the driver. The first question loads its library, which may take seconds; others take milliseconds."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._broken = False
+
+    def read(self, uuid: str, pid: int) -> GpuFigures | None:
+        """The figures of the GPU with that UUID, and of that process on it; None if there is nobody to ask.
+
+        Why nobody can be asked is logged once.
+        """
+        if self._broken:
+            return None
+        try:
+            if self._nvml is None:
+                self._nvml = _open_nvml()
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            index = self._nvml.nvmlDeviceGetIndex(handle)
+        except ImportError:
+            self._give_up("pip install 'vlmserve[gpu]' adds what reads them")
+            return None
+        except self._errors() as error:
+            self._give_up(str(error))
+            return None
+        return self._figures(handle, index, pid)
+
+    def _figures(self, handle: Any, index: int, pid: int) -> GpuFigures:
+        nvml = self._nvml
+        memory = self._told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = self._told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        processes = self._told(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+        own = [process.usedGpuMemory for process in processes if process.pid == pid]
+        return GpuFigures(
+            index=index,
+            utilization=None if rates is None else rates.gpu / 100,
+            used_bytes=None if memory is None else memory.used,
+            total_bytes=None if memory is None else memory.total,
+            process_bytes=own[0] if own else None,
+        )
+
+    def _told(self, ask: Callable[[], Any]) -> Any:
+        """What the driver answers; None if it cannot tell that of this GPU."""
+        try:
+            return ask()
+        except self._errors():
+            return None
+
+    def _errors(self) -> type[Exception]:
+        error: type[Exception] = OSError if self._nvml is None else self._nvml.NVMLError
+        return error
+
+    def _give_up(self, reason: str) -> None:
+        self._broken = True
+        logger.warning("/metrics has no figures of the GPU: %s", reason)
+
+
+def _open_nvml() -> Any:
+    """The library, ready to be asked. Raises ImportError if it is not installed, OSError if there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise OSError(str(error)) from None
+    return pynvml

@@ -1,0 +1,87 @@
+"""Logs as JSON, in processes of their own: how a process logs is said once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+from vlmserve.logs import JsonFormatter, log_format_in_use
+
+
+def lines_of(program: str, log_format: str = "json") -> list[str]:
+    """What a program that has set up logging writes to standard error."""
+    start = f"import logging\nfrom vlmserve.logs import *\nset_up_logging({log_format!r}, 'engine')\n"
+    done = subprocess.run([sys.executable, "-c", start + program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def objects_of(program: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in lines_of(program)]
+
+
+def test_a_line_is_an_object_with_when_how_bad_who_and_what():
+    [line] = objects_of("logging.getLogger('vlmserve.eyes').warning('%d pictures', 3)")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(line.pop("time")))
+    assert line == {"level": "warning", "logger": "vlmserve.eyes", "process": "engine", "message": "3 pictures"}
+
+
+def test_fields_are_the_objects_own():
+    [line] = objects_of("logging.warning('a', extra={'fields': {'status': 200, 'path': '/é\\n', 'more': {1, 2}}})")
+    assert (line["status"], line["path"], line["message"]) == (200, "/é\n", "a")
+    assert isinstance(line["more"], list | str)
+
+
+def test_a_traceback_stays_within_its_line():
+    [line] = objects_of("try:\n  1 / 0\nexcept ZeroDivisionError:\n  logging.exception('broken')")
+    assert (line["level"], line["message"], line["error_type"]) == ("error", "broken", "ZeroDivisionError")
+    assert str(line["traceback"]).startswith("Traceback (most recent call last)")
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        pytest.param("raise ValueError('nobody')", "ValueError: nobody", id="uncaught"),
+        pytest.param(
+            "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start(); t.join()",
+            "ZeroDivisionError",
+            id="uncaught in a thread",
+        ),
+        pytest.param("import warnings\nwarnings.warn('old')", "old", id="a warning"),
+        pytest.param(
+            "library = logging.getLogger('library')\nlibrary.propagate = False\n"
+            "library.addHandler(logging.StreamHandler())\nlibrary.warning('by itself')",
+            "by itself",
+            id="a library with a handler of its own",
+        ),
+    ],
+)
+def test_what_would_be_written_beside_the_log_is_an_object_as_well(program, said):
+    [line] = lines_of(program)
+    assert said in json.dumps(json.loads(line))
+
+
+def test_a_logger_that_is_kept_silent_remains_so():
+    assert objects_of("logging.getLogger('a').propagate = False\nlogging.getLogger('a').info('b')") == []
+
+
+def test_text_is_what_it_was():
+    program = "logging.warning('%s', 'seen', extra={'fields': {'a': 1}})"
+    [line] = lines_of(program, "text")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d engine seen", line)
+
+
+def test_what_cannot_be_written_as_json_is_written_as_text():
+    record = logging.LogRecord("a", logging.INFO, "", 0, "broken \udc80", (), None)
+    record.fields = {"path": "\udc80", "value": object()}
+    line = json.loads(JsonFormatter("server").format(record))
+    assert line["value"].startswith("<object")
+
+
+def test_a_process_that_has_set_up_nothing_logs_text():
+    assert log_format_in_use() == "text"
