@@ -19,7 +19,7 @@ serve: $(VENV)/.core ## Start the server; flags go in ARGS="--port 8001"
 	@exec $(BIN)/vlmserve serve $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests; pytest's flags go in ARGS="-k name"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .
