@@ -32,6 +32,8 @@ WRONG_USE = 2
 def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a typer command: expand parameters that are settings into flags, add ``--debug``, report errors.
 
+    Settings that are no server's, and so in no section, have flags alone.
+
     fields: the only ones that get a flag, and that the environment and a file are asked for; default: all. A field with
     the name of another parameter of the command gets no flag but that parameter's value. A parameter of the type
     `Origins` gets where the settings come from.
@@ -65,7 +67,8 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
                 report(str(error))
                 raise typer.Exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED) from None
 
-        parameters = [*plain.values(), *flags.values(), *([_SETTINGS_FILE] if kinds else []), _DEBUG, _CONTEXT]
+        has_file = bool(SECTION_OF.keys() & kinds.values())
+        parameters = [*plain.values(), *flags.values(), *([_SETTINGS_FILE] if has_file else []), _DEBUG, _CONTEXT]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -91,9 +94,8 @@ def _line(text: str, style: str) -> None:
 
 def panel(kind: type[Settings]) -> str:
     """The heading above the flags of a section."""
-    section = SECTION_OF[kind]
     meaning = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
-    return f"{section.capitalize()}: {meaning[:1].lower()}{meaning[1:]}"
+    return f"{SECTION_OF[kind].capitalize()}: {meaning[:1].lower()}{meaning[1:]}" if kind in SECTION_OF else meaning
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
@@ -113,7 +115,7 @@ def _read(
     typed: values on the command line. known: the fields that the command has. written: how they were typed if it was
     not as our flag.
     """
-    found = read_sources(path, os.environ)
+    found = read_sources(path, os.environ) if SECTION_OF.keys() & kinds.values() else {}
     origins, settings = Origins(), {}
     for parameter, kind in kinds.items():
         values = {}

@@ -145,7 +145,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(_Figures(model_name, _ENGINE, engine_stats))
         self._registry.register(_Figures(model_name, _PICTURE_CACHE, picture_cache_stats))
-        self._registry.register(_Memory(engine_pid))
+        self._registry.register(_Processes(engine_pid))
         self._restarts = Counter(
             PREFIX + "engine_restarts",
             "Times that the engine was restarted after it had died.",
@@ -297,17 +297,26 @@ class _Figures(Collector, Generic[Stats]):
             yield family
 
 
-class _Memory(Collector):
+class _Processes(Collector):
+    """Under the names that Prometheus' own clients have for a process, which they tell only of the one they are in."""
+
     def __init__(self, engine_pid: Callable[[], int | None]) -> None:
         self._engine_pid = engine_pid
 
     def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
+        memory = GaugeMetricFamily(
             f"{PREFIX}process_resident_memory_bytes",
             "Bytes of resident memory of the two processes.",
             labels=("process",),
         )
+        seconds = CounterMetricFamily(
+            f"{PREFIX}process_cpu_seconds", "Processor seconds of the two processes.", labels=("process",)
+        )
         for process, pid in (("server", os.getpid()), ("engine", self._engine_pid())):
             if pid is not None and psutil.pid_exists(pid):
-                family.add_metric((process,), psutil.Process(pid).memory_info().rss)
-        yield family
+                found = psutil.Process(pid)
+                times = found.cpu_times()
+                memory.add_metric((process,), found.memory_info().rss)
+                seconds.add_metric((process,), times.user + times.system)
+        yield memory
+        yield seconds
