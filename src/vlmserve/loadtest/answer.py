@@ -12,13 +12,14 @@ MAX_EVENT = 16 * 1024**2
 """Bytes of an event, or of an error."""
 
 _FAILED = 400
+_NOTHING = msgspec.Raw(b"null")
 
 
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: msgspec.Raw = _NOTHING
 
 
 class _Choice(msgspec.Struct):
@@ -41,7 +42,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _NOTHING
 
 
 class _Error(msgspec.Struct):
@@ -50,7 +51,7 @@ class _Error(msgspec.Struct):
     message: object = None
     code: object = None
     type: object = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _NOTHING
 
 
 _chunk = msgspec.json.Decoder(_Chunk)
@@ -121,7 +122,7 @@ class Answer:
             chunk = _chunk.decode(data)
         except msgspec.DecodeError as error:
             raise RequestFailedError("broken stream", f"an event is no completion: {error}") from None
-        if chunk.error is not None:
+        if chunk.error != _NOTHING:
             code, message = _describe(bytes(chunk.error))
             raise RequestFailedError(f"error in the stream{code}", message)
         if chunk.usage is not None:
@@ -137,7 +138,8 @@ class Answer:
             self.is_whole = True
         delta = choice.delta or choice.message
         text = choice.text if delta is None else delta.content
-        if text or (delta is not None and (delta.reasoning_content or delta.reasoning or delta.tool_calls is not None)):
+        thought = delta is not None and (delta.reasoning_content or delta.reasoning or delta.tool_calls != _NOTHING)
+        if text or thought:
             self.times.append(now)
             if text and self._keeps_text:
                 self._text.append(text)
@@ -153,7 +155,7 @@ def _describe(body: bytes) -> tuple[str, str]:
     """An error's code behind a space, and its message."""
     try:
         error = msgspec.json.decode(body, type=_Error)
-        if error.error is not None and bytes(error.error)[:1] == b"{":
+        if bytes(error.error)[:1] == b"{":
             error = msgspec.json.decode(error.error, type=_Error)
     except msgspec.DecodeError:
         return "", body[:300].decode(errors="replace")

@@ -17,7 +17,7 @@ _PAGE = files("vlmserve.loadtest") / "page"
 
 def as_json(report: Report) -> str:
     """All figures; times in milliseconds, those of single requests in seconds."""
-    return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(report, enc_hook=list)).decode() + "\n"
 
 
 def as_markdown(report: Report) -> str:

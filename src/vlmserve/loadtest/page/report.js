@@ -12,7 +12,8 @@
   function axis(label, extra = {}) {
     return {
       label,
-      labelSize: 22,
+      labelSize: 18,
+      labelGap: 0,
       labelFont: "12px system-ui, sans-serif",
       font: "12px system-ui, sans-serif",
       stroke: colour("quiet"),
@@ -22,8 +23,9 @@
     };
   }
 
-  const xAxis = (label) => axis(label, { space: 60 });
-  const yAxis = (label) => axis(label, { size: 56, values: (_, values) => values.map((v) => (v == null ? "" : v.toLocaleString("en"))) });
+  const xAxis = (label) => axis(label, { size: 30, space: 60 });
+  const yAxis = (extra = {}) => axis(null, { size: 56, values: (_, values) => values.map((v) => (v == null ? "" : v.toLocaleString("en"))), ...extra });
+  const COUNTS = [1, 2, 5, 10, 20, 50, 100, 200, 500].flatMap((step) => [step, step * 1e3, step * 1e6]).sort((a, b) => a - b);
   const line = (label, name) => ({ label, stroke: colour(name), width: 2, points: { show: false }, value: (_, v) => short(v) });
   const dots = (label, name) => ({
     label,
@@ -45,7 +47,7 @@
     const draw = () => {
       const made = options();
       const width = card.clientWidth - 24;
-      made.axes ??= [xAxis("seconds"), yAxis("")];
+      made.axes ??= [xAxis("seconds"), yAxis()];
       made.series[0] = { label: made.axes[0].label, value: (_, v) => short(v) };
       return new uPlot({ width, height: HEIGHT, scales: { x: { time: false } }, cursor: { drag: { x: false } }, ...made }, columns, card);
     };
@@ -57,7 +59,7 @@
     const middles = shape.counts.map((_, place) => shape.edges[place] + width / 2);
     const beyond = shape.beyond ? `; ${shape.beyond.toLocaleString("en")} above ${short(shape.edges.at(-1))} ms` : "";
     plot(data.names[name], `How often, by milliseconds${beyond}`, [middles, shape.counts], () => ({
-      axes: [xAxis("milliseconds"), yAxis("")],
+      axes: [xAxis("milliseconds"), yAxis({ incrs: COUNTS })],
       scales: { x: { time: false, range: [shape.edges[0], shape.edges.at(-1)] }, y: { range: (_, low, high) => [0, high * 1.05] } },
       series: [{}, { ...line("count", "one"), fill: colour("one"), width: 0, paths: uPlot.paths.bars({ size: [0.9, 100] }) }],
     }));
@@ -67,7 +69,7 @@
     const trials = [...data.trials].sort((a, b) => a.rate - b.rate);
     const columns = [trials.map((t) => t.rate), trials.map((t) => (t.passed ? t.share * 100 : null)), trials.map((t) => (t.passed ? null : t.share * 100))];
     plot("Rates that were tried", "Share of requests within the objectives, in percent", columns, () => ({
-      axes: [xAxis("requests/s"), yAxis("")],
+      axes: [xAxis("requests/s"), yAxis()],
       scales: { x: { time: false }, y: { range: [0, 105] } },
       series: [{}, dots("passed", "good"), dots("failed", "bad")],
     }));
@@ -90,9 +92,11 @@
       const zero = { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(high * 1.05, 0.1)] } };
       plot("Requests at once", "Over time", [series.times, series.running], () => ({ scales: zero, series: [{}, line("running", "one")] }));
       plot("Output tokens", "A second, over time", [series.times, series.tokens], () => ({ scales: zero, series: [{}, line("tokens/s", "one")] }));
-      plot("Requests that ended", "A second, over time", [series.times, series.finished, series.failed], () => ({
+      const failed = series.failed.some((rate) => rate > 0);
+      const ended = [series.times, series.finished, series.failed];
+      plot("Requests that ended", "A second, over time", failed ? ended : ended.slice(0, 2), () => ({
         scales: zero,
-        series: [{}, line("succeeded/s", "one"), line("failed/s", "bad")],
+        series: [{}, line("succeeded/s", "one"), ...(failed ? [line("failed/s", "bad")] : [])],
       }));
     }
   }
