@@ -32,8 +32,8 @@ from vlmserve.loadtest.settings import LoadConfig, TestConfig, WorkloadConfig
 
 DELAY = 0.05
 """Seconds until the known server's first token."""
-PACE = 0.02
-TOKENS = 50
+PACE = 0.1
+TOKENS = 10
 
 
 class KnownServer(asyncio.Protocol):
@@ -156,7 +156,7 @@ def main() -> None:
             for streams in (1, 64, arguments.streams):
                 clocks.append(measure_clock(streams, arguments.seconds))
             load = LoadConfig(max_concurrency=arguments.streams, duration=arguments.seconds, num_warmups=arguments.streams)
-            report = test(url, load, arguments.streams * 100, tokens=100)
+            report = test(url, load, arguments.streams * 20, tokens=100)
             cores.append(report.client.cores or 0.0)
             rates.append(report.throughput.output_tokens)
     table = Table("streams", "client's TTFT", "server's TTFT", "added", "client")

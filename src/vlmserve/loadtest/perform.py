@@ -125,13 +125,12 @@ class _Test:
 
     async def _warm_up(self, num_sessions: int) -> None:
         """Requests that nobody counts: connections are opened, and the server does what it does only once."""
-        at_once = min(self._config.concurrency or _MOST_WARMUPS, num_sessions)
         wanted = self._config.load.num_warmups
-        count = min(at_once, _MOST_WARMUPS) if wanted is None else wanted
+        count = min(self._config.concurrency or _MOST_WARMUPS, num_sessions, _MOST_WARMUPS) if wanted is None else wanted
         if count == 0:
             return
         sessions = [Session(session.turns[:1], session.num_pictures) for session in self._make(count, _WARM_UP)]
-        await self._send("Warming up", sessions, None, None, at_once=at_once)
+        await self._send("Warming up", sessions, None, None, at_once=self._config.concurrency or count)
 
     async def _send(
         self,
