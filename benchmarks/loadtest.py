@@ -104,7 +104,7 @@ class Silent:
     def advance(self, done: int, counts: Counts | None) -> None: ...
 
 
-def test(url: str, load: LoadConfig, num_prompts: int, tokens: int = TOKENS) -> Report:
+def measure(url: str, load: LoadConfig, num_prompts: int, tokens: int) -> Report:
     """A load test without anything on the terminal."""
     workload = WorkloadConfig(num_prompts=num_prompts, random_input_len=16, random_output_len=tokens)
     return uvloop.run(perform(TestConfig(url=url, workload=workload, load=load), Silent()))
@@ -132,7 +132,7 @@ def measure_clock(streams: int, seconds: float) -> Clock:
     process = multiprocessing.Process(target=serve_known, args=(other,), daemon=True)
     process.start()
     try:
-        report = test(f"http://127.0.0.1:{pipe.recv()}", load, max(20, int(rate * seconds)))
+        report = measure(f"http://127.0.0.1:{pipe.recv()}", load, max(20, int(rate * seconds)), TOKENS)
         pipe.send("taken")
         # Those of the probe and of the warm-up came first.
         taken = pipe.recv()[-(report.num_good + report.num_failed) :]
@@ -151,12 +151,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     arguments = parser.parse_args()
     clocks, cores, rates = [], [], []
-    with server(["--engine", "mock", "--mock-ttft", "0.05", "--mock-tpot", "0.02", "--max-num-seqs", "1024"]) as (url, _):
+    with server(["--engine", "mock", "--mock-ttft", "0.05", "--mock-tpot", "0.02", "--max-num-seqs", "1024"]) as (
+        url,
+        _,
+    ):
         for _ in range(arguments.repeats):
             for streams in (1, 64, arguments.streams):
                 clocks.append(measure_clock(streams, arguments.seconds))
-            load = LoadConfig(max_concurrency=arguments.streams, duration=arguments.seconds, num_warmups=arguments.streams)
-            report = test(url, load, arguments.streams * 20, tokens=100)
+            load = LoadConfig(
+                max_concurrency=arguments.streams, duration=arguments.seconds, num_warmups=arguments.streams
+            )
+            report = measure(url, load, arguments.streams * 20, 100)
             cores.append(report.client.cores or 0.0)
             rates.append(report.throughput.output_tokens)
     table = Table("streams", "client's TTFT", "server's TTFT", "added", "client")

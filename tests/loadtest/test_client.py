@@ -66,8 +66,16 @@ async def test_events_with_carriage_returns_and_comments_are_read():
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [
-        ("429 Too Many", b'{"error": {"message": "slow down", "type": "x", "code": "rate_limit"}}', "HTTP 429 rate_limit"),
-        ("400 Bad", b'{"object": "error", "message": "slow down", "type": "BadRequest", "code": 400}', "HTTP 400 BadRequest"),
+        (
+            "429 Too Many",
+            b'{"error": {"message": "slow down", "type": "x", "code": "rate_limit"}}',
+            "HTTP 429 rate_limit",
+        ),
+        (
+            "400 Bad",
+            b'{"object": "error", "message": "slow down", "type": "BadRequest", "code": 400}',
+            "HTTP 400 BadRequest",
+        ),
         ("502 Bad Gateway", b"<html>slow down</html>", "HTTP 502"),
     ],
 )
@@ -138,7 +146,9 @@ async def test_a_kept_connection_that_the_server_has_closed_costs_no_request():
 
 async def test_tls_is_spoken_and_checked(tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    )
     try:
         subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
     except FileNotFoundError:

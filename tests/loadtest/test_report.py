@@ -19,7 +19,9 @@ from vlmserve.loadtest.search import Trial
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TestConfig, parse_objective
 
 
-def record(sent: float, times: list[float], *, end: float | None = None, scheduled: float | None = None, **fields) -> Record:
+def record(
+    sent: float, times: list[float], *, end: float | None = None, scheduled: float | None = None, **fields
+) -> Record:
     """A request whose pieces came at these seconds after it was sent."""
     at = [sent + time for time in times]
     whole = sent + (end if end is not None else (times or [0.0])[-1])
@@ -122,7 +124,12 @@ def test_the_bound_on_gaps_is_for_the_longest():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("ttft=500ms", ("ttft", 0.5)), ("tpot:50", ("tpot", 0.05)), ("e2el = 2s", ("e2el", 2.0)), ("itl=1.5", ("itl", 0.0015))],
+    [
+        ("ttft=500ms", ("ttft", 0.5)),
+        ("tpot:50", ("tpot", 0.05)),
+        ("e2el = 2s", ("e2el", 2.0)),
+        ("itl=1.5", ("itl", 0.0015)),
+    ],
 )
 def test_objectives_are_written_in_two_ways(text, expected):
     assert parse_objective(text) == expected
@@ -163,7 +170,7 @@ def test_every_report_can_be_written(made):
 
 def test_the_page_needs_nothing_else():
     page = as_html(GOOD)
-    assert not re.findall(r'(?:src|href)\s*=|@import|url\(', page.partition("<script>")[0])
+    assert not re.findall(r"(?:src|href)\s*=|@import|url\(", page.partition("<script>")[0])
     assert "Rates that were tried" in page
 
 
@@ -175,5 +182,5 @@ def test_the_json_has_every_request_that_was_asked_for():
 
 def test_only_known_kinds_of_files_are_written(tmp_path):
     check_paths([tmp_path / "a.json", tmp_path / "b.md", tmp_path / "c.html"])
-    with pytest.raises(ConfigurationError, match=".html"):
+    with pytest.raises(ConfigurationError, match="html"):
         check_paths([tmp_path / "a.pdf"])

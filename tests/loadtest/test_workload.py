@@ -153,9 +153,7 @@ def test_all_at_once():
 
 @pytest.mark.parametrize("strategy", ["linear", "exponential"])
 def test_ramps_begin_and_end_at_their_rates(strategy):
-    load = LoadConfig(
-        ramp_up_strategy=strategy, ramp_up_start_rps=2, ramp_up_end_rps=50, burstiness=float("inf")
-    )
+    load = LoadConfig(ramp_up_strategy=strategy, ramp_up_start_rps=2, ramp_up_end_rps=50, burstiness=float("inf"))
     times = arrival_times(load, 3000, 0)
     rates = 1 / np.diff(times)
     assert (rates[0], rates[-1]) == (pytest.approx(2, rel=0.1), pytest.approx(50, rel=0.1))
@@ -166,6 +164,6 @@ def test_ramps_begin_and_end_at_their_rates(strategy):
 def test_a_ramp_needs_its_rates():
     with pytest.raises(ConfigurationError, match="--ramp-up-start-rps"):
         arrival_times(LoadConfig(ramp_up_strategy="linear"), 3, 0)
+    both = LoadConfig(ramp_up_strategy="linear", ramp_up_start_rps=1, ramp_up_end_rps=2, request_rate=3)
     with pytest.raises(ConfigurationError, match="one of the two"):
-        both = LoadConfig(ramp_up_strategy="linear", ramp_up_start_rps=1, ramp_up_end_rps=2, request_rate=3)
         arrival_times(both, 3, 0)

@@ -165,7 +165,8 @@ def loadtest(
     goal: GoalConfig,
     url: Annotated[str, typer.Argument(help="A server with an OpenAI-compatible API, like http://127.0.0.1:8000.")],
     output: Annotated[
-        list[Path] | None, typer.Option("--output", "-o", help="Write the report: .json, .md or .html; may be repeated.")
+        list[Path] | None,
+        typer.Option("--output", "-o", help="A file for the report: .json, .md, .html; may be repeated."),
     ] = None,
     save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Every request in the JSON as well.")] = False,
 ) -> None:

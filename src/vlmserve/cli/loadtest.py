@@ -85,7 +85,9 @@ def _bar() -> Iterator[_Bar]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
     )
-    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
+    ) as bar:
         yield _Bar(bar)
 
 

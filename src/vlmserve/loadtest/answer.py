@@ -65,8 +65,8 @@ class Answer:
     """
 
     __slots__ = (
-        "_error", "_keeps_text", "_rest", "_streams", "_text", "cached_tokens", "ended", "is_whole", "num_prompt_tokens",
-        "num_tokens", "times",
+        "_error", "_keeps_text", "_rest", "_streams", "_text", "cached_tokens", "ended", "is_whole",
+        "num_prompt_tokens", "num_tokens", "times",
     )  # fmt: skip
 
     def __init__(self, *, streams: bool = True, keeps_text: bool = False) -> None:

@@ -12,15 +12,15 @@ from vlmserve.loadtest.settings import LoadConfig
 def arrival_times(load: LoadConfig, count: int, seed: int) -> npt.NDArray[np.float64]:
     """Seconds after the start at which each of `count` requests is sent, [count], rising.
 
-    Gaps are drawn from a gamma distribution whose shape is `burstiness`, for 1 the exponential one of a Poisson process,
-    and then stretched so that the last request comes when it would if all gaps were of mean length: a short test has
-    the rate that it was given. Raises ConfigurationError for a ramp without its rates.
+    Gaps are drawn from a gamma distribution whose shape is `burstiness`, for 1 the exponential one of a Poisson
+    process, and then stretched so that the last request comes when it would if all gaps were of mean length: a short
+    test has the rate that it was given. Raises ConfigurationError for a ramp without its rates.
     """
-    if load.request_rate == np.inf:
+    if load.request_rate is not None and np.isinf(load.request_rate):
         return np.zeros(count)
     mean_gaps = 1 / _rates(load, count)
     if np.isinf(load.burstiness):
-        return np.cumsum(mean_gaps) - mean_gaps[0]
+        return np.asarray(np.cumsum(mean_gaps) - mean_gaps[0], dtype=np.float64)
     draw = np.random.default_rng((seed, 1))
     times = np.cumsum(draw.gamma(load.burstiness, mean_gaps / load.burstiness))
     return np.asarray(times * (mean_gaps.sum() / times[-1]), dtype=np.float64)

@@ -132,7 +132,7 @@ class Client:
     def __init__(
         self, url: str, *, headers: Sequence[tuple[str, str]] = (), timeout: float = 600.0, insecure: bool = False
     ) -> None:
-        """url: scheme, host and port. timeout: seconds of a whole request. Raises ConfigurationError for no such URL."""
+        """url: scheme, host and port. timeout: seconds of a whole request. Raises ConfigurationError for no URL."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -153,7 +153,8 @@ class Client:
     def request(self, method: str, path: str, body: Sequence[bytes] = ()) -> list[bytes]:
         """The bytes of a request. body: in parts, which are not copied."""
         length = sum(map(len, body))
-        return [b"%s %s HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n" % (method.encode(), path.encode(), self._head, length), *body]
+        line = f"{method} {path} HTTP/1.1\r\n".encode()
+        return [b"%s%sContent-Length: %d\r\n\r\n" % (line, self._head, length), *body]
 
     async def send(self, request: Sequence[bytes], sink: Sink) -> int:
         """Send a request, give all of its answer's body to `sink`, and return the status.

@@ -40,8 +40,18 @@ class Summary(msgspec.Struct, frozen=True):
         array = np.fromiter(values, np.float64)
         if not array.size:
             return None
-        percentiles = map(float, np.percentile(array, PERCENTILES))
-        return cls(array.size, float(array.mean()), float(array.std()), float(array.min()), *percentiles, float(array.max()))
+        median, p90, p95, p99 = map(float, np.percentile(array, PERCENTILES))
+        return cls(
+            count=array.size,
+            mean=float(array.mean()),
+            std=float(array.std()),
+            min=float(array.min()),
+            median=median,
+            p90=p90,
+            p95=p95,
+            p99=p99,
+            max=float(array.max()),
+        )
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -128,7 +138,8 @@ def concurrency(records: Sequence[Record]) -> tuple[float, int]:
     span = float(ended.max() - sent.min())
     # At one and the same moment the one that ends makes room for the one that begins.
     events = sorted([(at, 1) for at in sent] + [(at, -1) for at in ended])
-    return (float((ended - sent).sum() / span) if span > 0 else 1.0), int(np.cumsum([change for _, change in events]).max())
+    running = np.cumsum([change for _, change in events])
+    return (float((ended - sent).sum() / span) if span > 0 else 1.0), int(running.max())
 
 
 def series(records: Sequence[Record]) -> Series:
@@ -160,6 +171,4 @@ def series(records: Sequence[Record]) -> Series:
 def points(records: Sequence[Record]) -> list[Point]:
     """Requests in the order of their sending; of very many, every so-manieth."""
     chosen = sorted(records, key=lambda record: record.sent)[:: max(1, -(-len(records) // _POINTS))]
-    return [
-        Point(r.sent, None if (ttft := r.ttft) is None else ttft * 1e3, r.e2el * 1e3, r.is_good) for r in chosen
-    ]
+    return [Point(r.sent, None if (ttft := r.ttft) is None else ttft * 1e3, r.e2el * 1e3, r.is_good) for r in chosen]

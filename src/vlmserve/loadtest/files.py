@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jinja2
 import msgspec
+from markupsafe import Markup
 
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.report import Report
@@ -52,9 +53,9 @@ def as_html(report: Report) -> str:
         headline=headline(report),
         tables=list(tables(report)),
         settings={name: _plain(value) for name, value in report.settings.items()},
-        data=jinja2.utils.markupsafe.Markup(data),
-        styles=jinja2.utils.markupsafe.Markup(_read("uPlot.min.css") + _read("report.css")),
-        scripts=[jinja2.utils.markupsafe.Markup(_read(name)) for name in ("uPlot.iife.min.js", "report.js")],
+        data=Markup(data),
+        styles=Markup(_read("uPlot.min.css") + _read("report.css")),
+        scripts=[Markup(_read(name)) for name in ("uPlot.iife.min.js", "report.js")],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import math
@@ -10,14 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
-import asyncio
-
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.arrivals import arrival_times
+from vlmserve.loadtest.figures import Summary, latencies
 from vlmserve.loadtest.machine import Monitor
 from vlmserve.loadtest.record import Record
 from vlmserve.loadtest.report import Report, client_limits, make_report, throughput
-from vlmserve.loadtest.figures import Summary, latencies
 from vlmserve.loadtest.run import Counts, Outcome, Run, shown_every
 from vlmserve.loadtest.search import Trial, best, find_rate
 from vlmserve.loadtest.settings import TestConfig
@@ -125,12 +124,14 @@ class _Test:
 
     async def _warm_up(self, num_sessions: int) -> None:
         """Requests that nobody counts: connections are opened, and the server does what it does only once."""
-        wanted = self._config.load.num_warmups
-        count = min(self._config.concurrency or _MOST_WARMUPS, num_sessions, _MOST_WARMUPS) if wanted is None else wanted
+        at_once = self._config.concurrency
+        count = self._config.load.num_warmups
+        if count is None:
+            count = min(at_once or _MOST_WARMUPS, num_sessions, _MOST_WARMUPS)
         if count == 0:
             return
         sessions = [Session(session.turns[:1], session.num_pictures) for session in self._make(count, _WARM_UP)]
-        await self._send("Warming up", sessions, None, None, at_once=self._config.concurrency or count)
+        await self._send("Warming up", sessions, None, None, at_once=at_once or count)
 
     async def _send(
         self,
@@ -227,8 +228,8 @@ def _judge(rate: float, outcome: Outcome, bad: int, wanted: float) -> Trial:
         share=share,
         num_requests=len(records),
         output_tokens_per_s=throughput([r for r in records if r.is_good], outcome.seconds).output_tokens,
-        ttft_p99=ttft and ttft.p99,
-        tpot_p99=tpot and tpot.p99,
+        ttft_p99=None if ttft is None else ttft.p99,
+        tpot_p99=None if tpot is None else tpot.p99,
         why=why,
     )
 

@@ -187,10 +187,11 @@ def _warnings(report: Report, config: TestConfig) -> list[str]:
             f"The client was a bottleneck: {', and '.join(limits)}. Its times are upper bounds of the server's; use "
             "another machine for it, or several."
         )
-    if config.is_open and config.load.max_concurrency is not None and report.concurrency.peak >= config.load.max_concurrency:
+    places = config.load.max_concurrency
+    if config.is_open and places is not None and report.concurrency.peak >= places:
         warnings.append(
-            f"All {config.load.max_concurrency} places of --max-concurrency were taken at times, and requests were sent "
-            "late; times from the schedule count that."
+            f"All {places} places of --max-concurrency were taken at times, and requests were sent late; times from "
+            "the schedule count that."
         )
     if report.num_good + report.num_failed == 0:
         warnings.append("No request ended: there is nothing to report.")

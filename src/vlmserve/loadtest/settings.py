@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from vlmserve.config import Settings, parse_json
+from vlmserve.config import Settings, parse_json, read_settings
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 OBJECTIVES = ("ttft", "tpot", "itl", "e2el")
@@ -123,10 +123,10 @@ class TestConfig(Settings):
 
     __test__ = False
     url: str
-    target: TargetConfig = TargetConfig()
-    workload: WorkloadConfig = WorkloadConfig()
-    load: LoadConfig = LoadConfig()
-    goal: GoalConfig = GoalConfig()
+    target: TargetConfig = read_settings(TargetConfig, {})
+    workload: WorkloadConfig = read_settings(WorkloadConfig, {})
+    load: LoadConfig = read_settings(LoadConfig, {})
+    goal: GoalConfig = read_settings(GoalConfig, {})
 
     @property
     def concurrency(self) -> int | None:

@@ -34,7 +34,14 @@ class Table:
 
 def tables(report: Report) -> Iterator[Table]:
     """All tables that have something in them, most important first."""
-    for table in (_outcome(report), _trials(report), _latency(report), _tokens(report), _failures(report), _cost(report)):
+    for table in (
+        _outcome(report),
+        _trials(report),
+        _latency(report),
+        _tokens(report),
+        _failures(report),
+        _cost(report),
+    ):
         if table.rows:
             yield table
 
@@ -71,18 +78,14 @@ def milliseconds(summary: Summary | None, statistic: str) -> str:
     return NOTHING if summary is None else f"{number(getattr(summary, statistic))} ms"
 
 
-def definition(name: str) -> str:
-    """What a rate or a bound in the report is called."""
-    return name.upper()
-
-
 def _outcome(report: Report) -> Table:
     table = Table("Outcome", ("", "total", "per second"))
     rates = report.throughput
     total = report.num_good + report.num_failed
     table.rows.append(("Requests that succeeded", f"{report.num_good:,} of {total:,}", number(rates.requests)))
     if report.goodput is not None:
-        goals = ", ".join(f"{definition(name)} {number(bound)} ms" for name, bound in report.goodput.objectives_ms.items())
+        bounds = report.goodput.objectives_ms.items()
+        goals = ", ".join(f"{name.upper()} {number(bound)} ms" for name, bound in bounds)
         table.rows.append((f"Within {goals}", f"{report.goodput.count:,}", number(report.goodput.requests)))
     for name, tokens, rate in (
         ("Input tokens", report.input_tokens, rates.input_tokens),
@@ -108,7 +111,12 @@ def _trials(report: Report) -> Table:
     for trial in report.trials:
         verdict = ("best" if trial is highest else "passed") if trial.passed else "failed"
         times = (NOTHING if time is None else f"{number(time)} ms" for time in (trial.ttft_p99, trial.tpot_p99))
-        figures = (number(trial.rate), f"{trial.share:.1%}", f"{trial.num_requests:,}", number(trial.output_tokens_per_s))
+        figures = (
+            number(trial.rate),
+            f"{trial.share:.1%}",
+            f"{trial.num_requests:,}",
+            number(trial.output_tokens_per_s),
+        )
         table.rows.append((verdict, *figures, *times, trial.why))
     return table
 
@@ -138,7 +146,13 @@ def _failures(report: Report) -> Table:
 def _cost(report: Report) -> Table:
     table = Table("Processes", ("", "cores", "cores at most", "memory"))
     for process in (report.client, *report.server):
-        name = "client" if process is report.client else process.name if process.name == "server" else f"server: {process.name}"
+        name = (
+            "client"
+            if process is report.client
+            else process.name
+            if process.name == "server"
+            else f"server: {process.name}"
+        )
         table.rows.append((name, *_process(process)))
     return table
 

@@ -37,8 +37,8 @@ class TargetError(VLMServeError):
 class Target:
     """A server that answers. client, control: for what is measured, and for everything else.
 
-    max_model_len: its context in tokens, if it says so. has_metrics: whether there is something at /metrics. notes: what
-    the figures should be read with, in sentences.
+    max_model_len: its context in tokens, if it says so. has_metrics: whether there is something at /metrics. notes:
+    what the figures should be read with, in sentences.
     """
 
     url: str

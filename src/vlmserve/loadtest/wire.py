@@ -13,7 +13,7 @@ from vlmserve.loadtest.workload import Fragments
 
 
 class RequestFormat:
-    """How a server is asked. model: its name there. exact, usage: whether it knows `ignore_eos` and `stream_options`."""
+    """How a server is asked. model: its name there. exact, usage: whether it knows ignore_eos and stream_options."""
 
     def __init__(self, target: TargetConfig, model: str, *, exact: bool, usage: bool) -> None:
         self.path = target.endpoint
