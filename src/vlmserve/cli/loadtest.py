@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run_loadtest(config: TestConfig, paths: list[Path], *, detailed: bool) -> bool:
-    """Test, show the report and write it. Returns whether any request succeeded, and all objectives that count held."""
+    """Test, show the report and write it. Returns whether any request succeeded."""
     check_paths(paths)
     with _bar() as bar, _fast_loop() as runner:
         report = runner.run(perform(config, bar, detailed=detailed))

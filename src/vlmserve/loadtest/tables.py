@@ -34,14 +34,8 @@ class Table:
 
 def tables(report: Report) -> Iterator[Table]:
     """All tables that have something in them, most important first."""
-    for table in (
-        _outcome(report),
-        _trials(report),
-        _latency(report),
-        _tokens(report),
-        _failures(report),
-        _cost(report),
-    ):
+    makers = (_outcome, _failures, _trials, _latency, _tokens, _cost)
+    for table in (make(report) for make in makers):
         if table.rows:
             yield table
 
@@ -51,7 +45,7 @@ def headline(report: Report) -> list[tuple[str, str]]:
     times = report.latency_ms
     ended = report.num_good + report.num_failed
     shown = [
-        ("succeeded", f"{report.num_good / ended:.1%}".replace("100.0%", "100%") if ended else NOTHING),
+        ("succeeded", percent(report.num_good / ended) if ended else NOTHING),
         ("requests/s", number(report.throughput.requests)),
         ("output tokens/s", number(report.throughput.output_tokens)),
         ("median TTFT", milliseconds(times["ttft"], "median")),
@@ -62,7 +56,7 @@ def headline(report: Report) -> list[tuple[str, str]]:
         highest = best(report.trials)
         shown.insert(0, ("highest rate", f"{number(highest.rate)}/s" if highest else "none passed"))
     if report.goodput is not None:
-        shown.append(("within objectives", f"{report.goodput.share:.1%}"))
+        shown.append(("within objectives", percent(report.goodput.share)))
     return shown
 
 
@@ -71,6 +65,11 @@ def number(value: float) -> str:
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def percent(share: float) -> str:
+    """Only what is all of it is 100%."""
+    return "100%" if share == 1 else f"{min(share, 0.9999):.2%}" if share > 0.999 else f"{share:.1%}"
 
 
 def milliseconds(summary: Summary | None, statistic: str) -> str:
@@ -113,7 +112,7 @@ def _trials(report: Report) -> Table:
         times = (NOTHING if time is None else f"{number(time)} ms" for time in (trial.ttft_p99, trial.tpot_p99))
         figures = (
             number(trial.rate),
-            f"{trial.share:.1%}",
+            percent(trial.share),
             f"{trial.num_requests:,}",
             number(trial.output_tokens_per_s),
         )
@@ -146,14 +145,8 @@ def _failures(report: Report) -> Table:
 def _cost(report: Report) -> Table:
     table = Table("Processes", ("", "cores", "cores at most", "memory"))
     for process in (report.client, *report.server):
-        name = (
-            "client"
-            if process is report.client
-            else process.name
-            if process.name == "server"
-            else f"server: {process.name}"
-        )
-        table.rows.append((name, *_process(process)))
+        of_server = "server" if process.name == "server" else f"server: {process.name}"
+        table.rows.append(("client" if process is report.client else of_server, *_process(process)))
     return table
 
 

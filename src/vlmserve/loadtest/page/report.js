@@ -80,18 +80,22 @@
     if (data.trials.length) plotRates();
     for (const [name, shape] of Object.entries(data.histograms)) plotHistogram(name, shape);
     if (points.length) {
-      const pick = (value) => points.map(value);
-      const columns = [pick((p) => p.sent), pick((p) => (p.is_good ? p.e2el_ms : null)), pick((p) => (p.is_good ? p.ttft_ms : null)), pick((p) => (p.is_good ? null : p.e2el_ms))];
-      const failed = points.some((p) => !p.is_good);
-      plot("Requests", "Milliseconds of each, by when it was sent", failed ? columns : columns.slice(0, 3), () => ({
+      const kinds = [
+        [points.some((p) => p.is_good), () => dots("whole", "one"), (p) => (p.is_good ? p.e2el_ms : null)],
+        [points.some((p) => p.is_good && p.ttft_ms != null), () => dots("first token", "two"), (p) => (p.is_good ? p.ttft_ms : null)],
+        [points.some((p) => !p.is_good), () => dots("failed", "bad"), (p) => (p.is_good ? null : p.e2el_ms)],
+      ].filter(([there]) => there);
+      const columns = [points.map((p) => p.sent), ...kinds.map(([, , value]) => points.map(value))];
+      plot("Requests", "Milliseconds of each, by when it was sent", columns, () => ({
         scales: { x: { time: false }, y: { range: (_, low, high) => [0, high * 1.05] } },
-        series: [{}, dots("whole", "one"), dots("first token", "two"), ...(failed ? [dots("failed", "bad")] : [])],
+        series: [{}, ...kinds.map(([, make]) => make())],
       }));
     }
     if (series.times.length) {
       const zero = { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(high * 1.05, 0.1)] } };
       plot("Requests at once", "Over time", [series.times, series.running], () => ({ scales: zero, series: [{}, line("running", "one")] }));
-      plot("Output tokens", "A second, over time", [series.times, series.tokens], () => ({ scales: zero, series: [{}, line("tokens/s", "one")] }));
+      const answered = series.tokens.some((rate) => rate > 0);
+      if (answered) plot("Output tokens", "A second, over time", [series.times, series.tokens], () => ({ scales: zero, series: [{}, line("tokens/s", "one")] }));
       const failed = series.failed.some((rate) => rate > 0);
       const ended = [series.times, series.finished, series.failed];
       plot("Requests that ended", "A second, over time", failed ? ended : ended.slice(0, 2), () => ({
