@@ -14,7 +14,7 @@ LOWEST_RATE = 0.01
 class Trial(msgspec.Struct, frozen=True):
     """One rate that was tried. rate: requests a second; share: of those that kept all objectives; times: milliseconds.
 
-    why: what ended it early, or made it count as failed although the objectives were kept.
+    why: what ended it early, and whether the client may be why it failed.
     """
 
     rate: float

@@ -104,7 +104,7 @@ def _outcome(report: Report) -> Table:
 
 
 def _trials(report: Report) -> Table:
-    headings = ("", "requests/s", "kept", "requests", "tokens/s", "p99 TTFT", "p99 TPOT", "ended early")
+    headings = ("", "requests/s", "kept", "requests", "tokens/s", "p99 TTFT", "p99 TPOT", "remarks")
     table = Table("Rates that were tried", headings)
     highest = best(report.trials)
     for trial in report.trials:
