@@ -23,6 +23,7 @@ DOCUMENTS = [
         "docs/settings.md",
         "docs/api.md",
         "docs/operations.md",
+        "docs/loadtest.md",
     )
 ]
 

@@ -183,11 +183,12 @@ def test_requests_that_the_engine_has_not_reported_on_yet_are_waiting(live_waiti
         assert values["num_requests_running"] + values["num_requests_waiting"] == 1
 
 
-def test_the_memory_of_both_processes_is_there(live):
+def test_memory_and_processor_time_of_both_processes_are_there(live):
     values = scrape(live)
     for process, pid in (("server", os.getpid()), ("engine", live.client.pid)):
         rss = psutil.Process(pid).memory_info().rss
         assert values[f"process_resident_memory_bytes/{process}"] == pytest.approx(rss, rel=0.2)
+        assert values[f"process_cpu_seconds_total/{process}"] > 0
 
 
 async def test_a_server_that_loads_has_metrics_but_no_engines():

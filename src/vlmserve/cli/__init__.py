@@ -13,6 +13,7 @@ from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
 
 app = typer.Typer(
     help="Answer questions about pictures, for many users at once.",
@@ -153,6 +154,32 @@ def bench(
     from vlmserve.cli.bench import run_bench
 
     run_bench(engine, tuple(scheme or ("none", "int8", "int4")), tuple(at_once or (1, 16, 64)), json)
+
+
+@app.command(cls=SettingsCommand)
+@command()
+def loadtest(
+    target: TargetConfig,
+    workload: WorkloadConfig,
+    load: LoadConfig,
+    goal: GoalConfig,
+    url: Annotated[str, typer.Argument(help="A server with an OpenAI-compatible API, like http://127.0.0.1:8000.")],
+    output: Annotated[
+        list[Path] | None,
+        typer.Option("--output", "-o", help="A file for the report: .json, .md, .html; may be repeated."),
+    ] = None,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Every request in the JSON as well.")] = False,
+) -> None:
+    """Measure a server under load: vlmserve loadtest http://127.0.0.1:8000 --request-rate 4
+
+    Flags have the names that they have in `vllm bench serve` where they mean the same. Ends with status 1 if no request
+    succeeded.
+    """
+    from vlmserve.cli.loadtest import run_loadtest
+
+    config = TestConfig(url=url, target=target, workload=workload, load=load, goal=goal)
+    if not run_loadtest(config, output or [], detailed=save_detailed):
+        raise typer.Exit(1)
 
 
 @app.command(cls=SettingsCommand)

@@ -34,6 +34,8 @@ WRONG_USE = 2
 def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a typer command: expand parameters that are settings into flags, add ``--debug``, report errors.
 
+    Settings that are no server's, and so in no section, have flags alone.
+
     fields: the only ones that get a flag, and that the environment and a file are asked for; default: all. A field with
     the name of another parameter of the command gets no flag but that parameter's value. A parameter of the type
     `Origins` gets where the settings come from.
@@ -43,6 +45,7 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
         hints = get_type_hints(function, include_extras=True)
         given = inspect.signature(function).parameters
         kinds = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Settings)}
+        has_file = bool(SECTION_OF.keys() & kinds.values())
         made = {*kinds, *(name for name, hint in hints.items() if hint is Origins)}
         plain = {name: p.replace(annotation=hints[name]) for name, p in given.items() if name not in made}
         flags: dict[str, inspect.Parameter] = {}
@@ -64,7 +67,7 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
                 values_of = {name: values[name] for name in plain}
                 if kinds:
                     written = {name: name.upper() for name in plain} | context.meta.get(WRITTEN, {})
-                    found = read_sources(settings_file, worker, os.environ)
+                    found = read_sources(settings_file, worker, os.environ) if has_file else {}
                     read, origins = _read(kinds, typed, {*flags, *plain}, written, found)
                     values_of |= read | {name: origins for name in made - set(kinds)}
                 function(**values_of)
@@ -74,7 +77,8 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
                 report(str(error))
                 raise typer.Exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED) from None
 
-        parameters = [*plain.values(), *flags.values(), *([_SETTINGS_FILE, _WORKER] if kinds else []), _DEBUG, _CONTEXT]
+        places = [_SETTINGS_FILE, _WORKER] if has_file else []
+        parameters = [*plain.values(), *flags.values(), *places, _DEBUG, _CONTEXT]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -103,9 +107,8 @@ def _line(text: str, style: str) -> None:
 
 def panel(kind: type[Settings]) -> str:
     """The heading above the flags of a section."""
-    section = SECTION_OF[kind]
     meaning = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
-    return f"{section.capitalize()}: {meaning[:1].lower()}{meaning[1:]}"
+    return f"{SECTION_OF[kind].capitalize()}: {meaning[:1].lower()}{meaning[1:]}" if kind in SECTION_OF else meaning
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

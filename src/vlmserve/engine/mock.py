@@ -297,7 +297,7 @@ class MockEngine:
         if not (tpot or self._config.mock_ttft):
             return True
         now = time.monotonic()
-        wake = max(self._next_tick, min(answer.due for answer in self._running.values()) - tpot / 2)
+        wake = max(self._next_tick, min(answer.due for answer in self._running.values()))
         nap = wake - now
         if nap > max(tpot, _LONGEST_NAP):
             time.sleep(max(tpot, _LONGEST_NAP))

@@ -1,0 +1,77 @@
+"""Workloads from a file: one request a line, in JSON."""
+
+from __future__ import annotations
+
+import mimetypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vlmserve.errors import ConfigurationError
+from vlmserve.loadtest.pictures import data_url
+from vlmserve.loadtest.settings import WorkloadConfig
+
+_URL_SCHEMES = ("http://", "https://", "data:", "file://")
+
+
+class _Line(msgspec.Struct):
+    """A line as people write it; `output_tokens` is vLLM's name for `max_tokens`. Unknown keys are left alone."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    images: list[str] = []
+    max_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A request: a prompt, with URLs of pictures, or whole messages. line: where it stands in the file, from 1."""
+
+    line: int
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    urls: list[str]
+    max_tokens: int | None
+
+
+def read_dataset(config: WorkloadConfig) -> list[Entry]:
+    """All lines that are not empty; paths of pictures are relative to the file. Raises ConfigurationError."""
+    path = Path(str(config.dataset_path)).expanduser()
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"--dataset-path {path}: the file cannot be read: {error.strerror}") from None
+    entries = [_entry(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not entries:
+        raise ConfigurationError(f"--dataset-path {path}: there is nothing in it; write a JSON object on each line")
+    if config.images or config.turns > 1:
+        raise ConfigurationError("--images and --turns are of random workloads; a dataset has its own")
+    return entries
+
+
+def _entry(path: Path, number: int, text: bytes) -> Entry:
+    where = f"--dataset-path {path}: line {number}"
+    try:
+        line = msgspec.json.decode(text, type=_Line)
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f'{where}: {error}; write {{"prompt": "...", "max_tokens": 64}}') from None
+    if (line.prompt is None) == (line.messages is None):
+        raise ConfigurationError(f"{where}: needs either prompt or messages")
+    if line.messages is not None and line.images:
+        raise ConfigurationError(f"{where}: images go beside a prompt; in messages they are parts of their own")
+    urls = [_url(path.parent, image, where) for image in line.images]
+    return Entry(number, line.prompt, line.messages, urls, line.max_tokens or line.output_tokens)
+
+
+def _url(folder: Path, image: str, where: str) -> str:
+    if image.startswith(_URL_SCHEMES):
+        return image
+    file = folder / image
+    kind = (mimetypes.guess_type(file.name)[0] or "image/jpeg").removeprefix("image/")
+    try:
+        return data_url(file.read_bytes(), kind)
+    except OSError as error:
+        raise ConfigurationError(f"{where}: the picture {file} cannot be read: {error.strerror}") from None

@@ -1,0 +1,174 @@
+"""From records to figures. Times are milliseconds from here on, as people read them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vlmserve.loadtest.record import Record
+
+PERCENTILES = (50, 90, 95, 99)
+_BINS = 40
+_SHOWN = 99.0
+"""Percentile up to which a histogram goes, so that one straggler does not squeeze everything else into a bar."""
+_BUCKETS = 100
+_POINTS = 2000
+
+Numbers = npt.NDArray[np.float64]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Statistics of some values; std is that of a whole population."""
+
+    count: int
+    mean: float
+    std: float
+    min: float
+    median: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Summary | None:
+        """None without values."""
+        array = np.fromiter(values, np.float64)
+        if not array.size:
+            return None
+        median, p90, p95, p99 = map(float, np.percentile(array, PERCENTILES))
+        return cls(
+            count=array.size,
+            mean=float(array.mean()),
+            std=float(array.std()),
+            min=float(array.min()),
+            median=median,
+            p90=p90,
+            p95=p95,
+            p99=p99,
+            max=float(array.max()),
+        )
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Requests that failed for one reason, with the message of the first of them."""
+
+    reason: str
+    count: int
+    message: str
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """edges: one more than counts. beyond: values above the last edge."""
+
+    edges: list[float]
+    counts: list[int]
+    beyond: int
+
+
+class Series(msgspec.Struct, frozen=True):
+    """The test over time, in buckets. times: the middle of each, seconds after the start; the others are a second."""
+
+    times: list[float]
+    running: list[float]
+    finished: list[float]
+    failed: list[float]
+    tokens: list[float]
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One request. sent: seconds after the start."""
+
+    sent: float
+    ttft_ms: float | None
+    e2el_ms: float
+    is_good: bool
+
+
+def failures(records: Iterable[Record]) -> list[Failure]:
+    """By reason, most frequent first."""
+    failed = [record for record in records if record.reason is not None]
+    messages: dict[str, str] = {}
+    for record in failed:
+        messages.setdefault(str(record.reason), record.message)
+    return [Failure(r, count, messages[r]) for r, count in Counter(str(f.reason) for f in failed).most_common()]
+
+
+def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
+    """Milliseconds of all whole answers by the name of the time.
+
+    Those from the schedule begin when a request should have been sent, so that a client which was late, or waited for
+    its turn, hides nothing.
+    """
+    good = [record for record in records if record.is_good]
+    first = [(record, ttft) for record in good if (ttft := record.ttft) is not None]
+    seconds = {
+        "ttft": [ttft for _, ttft in first],
+        "tpot": [tpot for record in good if (tpot := record.tpot) is not None],
+        "itl": [gap for record in good for gap in record.gaps()],
+        "e2el": [record.e2el for record in good],
+        "ttft_from_schedule": [ttft + record.delay for record, ttft in first],
+        "e2el_from_schedule": [record.e2el + record.delay for record in good],
+    }
+    return {name: [value * 1e3 for value in values] for name, values in seconds.items()}
+
+
+def histogram(values: Sequence[float]) -> Histogram | None:
+    """None without values."""
+    if not values:
+        return None
+    array = np.asarray(values)
+    low, high = float(array.min()), float(np.percentile(array, _SHOWN))
+    if high - low < 1e-3 * max(high, 1e-3):
+        low, high = low * 0.95, max(high * 1.05, low + 1e-3)
+    counts, edges = np.histogram(array, bins=_BINS, range=(low, high))
+    return Histogram(edges.tolist(), counts.tolist(), int((array > high).sum()))
+
+
+def concurrency(records: Sequence[Record]) -> tuple[float, int]:
+    """Requests that were under way at a time: on average, and at most."""
+    if not records:
+        return 0.0, 0
+    sent = np.array([record.sent for record in records])
+    ended = np.array([record.end for record in records])
+    span = float(ended.max() - sent.min())
+    # At one and the same moment the one that ends makes room for the one that begins.
+    events = sorted([(at, 1) for at in sent] + [(at, -1) for at in ended])
+    running = np.cumsum([change for _, change in events])
+    return (float((ended - sent).sum() / span) if span > 0 else 1.0), int(running.max())
+
+
+def series(records: Sequence[Record]) -> Series:
+    """What went on in each of about a hundred stretches of time."""
+    if not records:
+        return Series([], [], [], [], [])
+    sent = np.array([record.sent for record in records])
+    ended = np.array([record.end for record in records])
+    good = np.array([record.is_good for record in records])
+    width = max(float(ended.max()) / _BUCKETS, 0.05)
+    edges = np.arange(int(np.ceil(ended.max() / width)) + 1) * width
+
+    def rate(times: Numbers, weights: Numbers | None = None) -> list[float]:
+        return [float(count) / width for count in np.histogram(times, edges, weights=weights)[0]]
+
+    times = np.concatenate([np.asarray(record.times) for record in records] or [np.empty(0)])
+    weights = [np.full(len(r.times), r.num_tokens / len(r.times) if r.num_tokens else 1.0) for r in records if r.times]
+    # The time that requests spend running up to a moment; its rise over a bucket is how many run in it.
+    spent = np.array([np.clip(edge - sent, 0, ended - sent).sum() for edge in edges])
+    return Series(
+        times=[float(edge) for edge in edges[:-1] + width / 2],
+        running=[float(rise) / width for rise in np.diff(spent)],
+        finished=rate(ended[good]),
+        failed=rate(ended[~good]),
+        tokens=rate(times, np.concatenate(weights or [np.empty(0)])),
+    )
+
+
+def points(records: Sequence[Record]) -> list[Point]:
+    """Requests in the order of their sending; of very many, every so-manieth."""
+    chosen = sorted(records, key=lambda record: record.sent)[:: max(1, -(-len(records) // _POINTS))]
+    return [Point(r.sent, None if (ttft := r.ttft) is None else ttft * 1e3, r.e2el * 1e3, r.is_good) for r in chosen]

@@ -1,0 +1,141 @@
+"""What a load test sends, how fast, and what it demands. Lengths are tokens, times seconds."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from vlmserve.config import Settings, parse_json, read_settings
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+OBJECTIVES = ("ttft", "tpot", "itl", "e2el")
+"""Times that an objective may bound, in the order in which reports have them."""
+
+
+def parse_objective(text: str) -> tuple[str, float]:
+    """A bound as people write it, ``ttft=500ms`` or vLLM's ``ttft:500``: its name, and seconds.
+
+    A number without a unit is milliseconds. Raises ValueError.
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*[=:]\s*(\d+(?:\.\d+)?)\s*(s|ms|us)?\s*", text)
+    if match is None or match[1] not in OBJECTIVES:
+        raise ValueError(f"{text!r} is no objective; write {'=500ms, '.join(OBJECTIVES)}=500ms")
+    return match[1], float(match[2]) * SECONDS[match[3] or "ms"]
+
+
+class TargetConfig(Settings):
+    """What is tested."""
+
+    model: str | None = Field(None, description="Model to ask for; default: the first that the server lists.")
+    endpoint: str = Field("/v1/chat/completions", description="Or /v1/completions.", pattern="^/.*completions$")
+    api_key: str | None = Field(
+        None, repr=False, description="Sent as bearer token; default: VLMSERVE_API_KEY or OPENAI_API_KEY."
+    )
+    header: tuple[str, ...] = Field((), description="A further header, as 'Name: value'; may be repeated.")
+    extra_body: Annotated[dict[str, Any], BeforeValidator(parse_json)] = Field(
+        {}, description='Further fields of every request, as JSON: {"top_p": 0.9}.'
+    )
+    temperature: float | None = Field(0.0, ge=0, description="Of every request.")
+    stream: bool = Field(True, description="Ask for streams; without, only whole requests are timed.")
+    ignore_eos: bool = Field(True, description="Ask for answers of exactly their length, if the server knows how.")
+    request_timeout: float = Field(600.0, gt=0, description="Seconds after which a request has failed.")
+    insecure: bool = Field(False, description="Accept any certificate.")
+
+
+class WorkloadConfig(Settings):
+    """What the requests ask."""
+
+    num_prompts: int | None = Field(
+        None, ge=1, le=10_000_000, description="Requests, or conversations with --turns; default: 100, or the dataset."
+    )
+    seed: int = Field(0, ge=0, description="The same seed sends the same requests at the same times.")
+    random_input_len: int = Field(128, ge=1, description="Tokens of each prompt's random text.")
+    random_output_len: int = Field(64, ge=1, description="Tokens of each answer.")
+    random_range_ratio: float = Field(
+        0.0, ge=0, le=1, description="Spread of both: 0.2 draws lengths from 80% to 120%."
+    )
+    random_prefix_len: int = Field(0, ge=0, description="Tokens at the head of prompts, the same in all of them.")
+    num_prefixes: int = Field(1, ge=1, description="Different ones of these heads, which take turns.")
+    images: int = Field(0, ge=0, le=1000, description="Random pictures in each request, or first turn.")
+    image_size: tuple[str, ...] = Field(
+        ("512x512",), description="Width and height of pictures; several take turns at random."
+    )
+    image_format: Literal["jpeg", "png"] = Field("jpeg", description="How they are encoded.")
+    image_reuse: float = Field(0.0, ge=0, le=1, description="Share of pictures that were sent before.")
+    turns: int = Field(1, ge=1, le=1000, description="Questions in each conversation, which remembers the answers.")
+    think_time: float = Field(0.0, ge=0, description="Seconds between an answer and the next question.")
+    dataset_path: str | None = Field(
+        None, description="A JSONL file instead of random texts, with prompt or messages, and max_tokens, images."
+    )
+
+
+class LoadConfig(Settings):
+    """How fast requests are sent."""
+
+    max_concurrency: int | None = Field(
+        None, ge=1, le=100_000, description="Requests at once; default: 8 without a rate, else no limit."
+    )
+    request_rate: float | None = Field(
+        None, gt=0, description="Requests a second, whether answers come or not; inf: all at once."
+    )
+    burstiness: float = Field(
+        1.0, gt=0, description="1: a Poisson process; smaller comes in bursts, larger is more even; inf: a metronome."
+    )
+    ramp_up_strategy: Literal["linear", "exponential"] | None = Field(
+        None, description="How the rate rises over the test, from start to end."
+    )
+    ramp_up_start_rps: float | None = Field(None, gt=0, description="Requests a second at the start.")
+    ramp_up_end_rps: float | None = Field(None, gt=0, description="Requests a second at the end.")
+    duration: float | None = Field(
+        None, gt=0, description="Seconds after which nothing more is sent; with --find-rate, of each trial (15)."
+    )
+    num_warmups: int | None = Field(
+        None, ge=0, description="Requests before the clock starts; default: as many as may run at once, at most 8."
+    )
+
+
+class GoalConfig(Settings):
+    """What is demanded."""
+
+    slo: tuple[str, ...] = Field(
+        (), description="Objectives of ttft, tpot, itl, e2el, like ttft=500ms,tpot=50ms; counts who keeps all of them."
+    )
+    goodput: tuple[str, ...] = Field((), description="The same as vLLM writes it: ttft:500 tpot:50.")
+    slo_share: float = Field(0.99, gt=0, le=1, description="Share of requests that must keep the objectives.")
+    find_rate: bool = Field(False, description="Search the highest request rate at which they are kept.")
+    find_rate_precision: float = Field(
+        0.05, gt=0, lt=1, description="How far apart a rate that passes and one that fails may be, as a share."
+    )
+
+    @property
+    def objectives(self) -> dict[str, float]:
+        """Bounds in seconds by name. Raises ValueError for what is none."""
+        texts = [part for text in (*self.slo, *self.goodput) for part in re.split(r"[,\s]+", text) if part]
+        found = dict(map(parse_objective, texts))
+        return {name: found[name] for name in OBJECTIVES if name in found}
+
+
+class TestConfig(Settings):
+    """All of a load test. url: the server, with or without ``/v1``."""
+
+    __test__ = False
+    url: str
+    target: TargetConfig = read_settings(TargetConfig, {})
+    workload: WorkloadConfig = read_settings(WorkloadConfig, {})
+    load: LoadConfig = read_settings(LoadConfig, {})
+    goal: GoalConfig = read_settings(GoalConfig, {})
+
+    @property
+    def concurrency(self) -> int | None:
+        """Requests at once; None: no limit."""
+        return 8 if self.load.max_concurrency is None and not self.is_open else self.load.max_concurrency
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests have a time of their own, instead of following answers."""
+        if self.load.request_rate == math.inf and self.load.max_concurrency is not None:
+            return False
+        return self.load.request_rate is not None or self.load.ramp_up_strategy is not None

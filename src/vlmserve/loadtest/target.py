@@ -1,0 +1,203 @@
+"""The server under test: its model, what it understands, and how many tokens words are to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from vlmserve.errors import ConfigurationError, VLMServeError
+from vlmserve.loadtest.answer import Answer, http_failure
+from vlmserve.loadtest.client import Client, RequestFailedError
+from vlmserve.loadtest.settings import TargetConfig, TestConfig
+from vlmserve.loadtest.text import ANCHOR, WORDS, Vocabulary
+from vlmserve.loadtest.wire import RequestFormat
+from vlmserve.loadtest.workload import user_message
+
+_CONTROL_TIMEOUT = 10.0
+"""Seconds for an answer that no model has to be run for."""
+_COPIES = 16
+"""Times that a word is repeated to see what it costs."""
+_AT_ONCE = 16
+"""Words that are asked about at a time."""
+_REFUSED = (400, 404, 405, 422, 501)
+"""What a server answers to a field or a path that it does not know."""
+_KEY_VARIABLES = ("VLMSERVE_API_KEY", "OPENAI_API_KEY")
+
+
+class TargetError(VLMServeError):
+    """The server cannot be tested: nobody is there, or it refuses the first request already."""
+
+
+@dataclass
+class Target:
+    """A server that answers. client, control: for what is measured, and for everything else.
+
+    max_model_len: its context in tokens, if it says so. has_metrics: whether there is something at /metrics. notes:
+    what the figures should be read with, in sentences.
+    """
+
+    url: str
+    client: Client
+    control: Client
+    form: RequestFormat
+    model: str
+    max_model_len: int | None = None
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    has_metrics: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close its connections."""
+        self.client.close()
+        self.control.close()
+
+
+async def open_target(config: TestConfig) -> Target:
+    """Ask a server what it serves, try a short request, and see what words cost.
+
+    Raises TargetError where that fails, ConfigurationError for wrong settings.
+    """
+    settings = config.target
+    url = config.url.rstrip("/").removesuffix("/v1")
+    headers = _headers(settings)
+    client = Client(url, headers=headers, timeout=settings.request_timeout, insecure=settings.insecure)
+    control = Client(url, headers=headers, timeout=_CONTROL_TIMEOUT, insecure=settings.insecure)
+    model, max_model_len = await _find_model(control, settings.model, url)
+    form, notes = await _probe(client, settings, model)
+    target = Target(url, client, control, form, model, max_model_len, notes=notes)
+    target.has_metrics = await _status(control, "/metrics") == 200
+    if config.workload.dataset_path is None:
+        target.vocabulary = await _vocabulary(target)
+        _check_lengths(config, max_model_len)
+    return target
+
+
+def _headers(settings: TargetConfig) -> list[tuple[str, str]]:
+    headers = []
+    for text in settings.header:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip():
+            raise ConfigurationError(f"--header {text!r}: write 'Name: value'")
+        headers.append((name.strip(), value.strip()))
+    key = settings.api_key or next((os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)), "")
+    # The server's own variable may hold several keys.
+    key = key.partition(",")[0].strip()
+    return [*headers, ("Authorization", f"Bearer {key}")] if key else headers
+
+
+async def _status(client: Client, path: str) -> int:
+    try:
+        return (await client.fetch("GET", path))[0]
+    except RequestFailedError:
+        return 0
+
+
+async def _find_model(client: Client, wanted: str | None, url: str) -> tuple[str, int | None]:
+    """The model's name and its context. A server without a list is believed to have the model that was named."""
+    try:
+        status, body = await client.fetch("GET", "/v1/models")
+    except RequestFailedError as error:
+        raise TargetError(f"there is no server at {url}: {error}") from None
+    if status in (401, 403):
+        raise TargetError(f"{url} wants a key ({http_failure(status, body)}); give --api-key")
+    models: list[dict[str, Any]] = []
+    if status == 200:
+        try:
+            models = msgspec.json.decode(body)["data"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            models = []
+    chosen = next((model for model in models if wanted in (None, model.get("id"))), None)
+    if wanted is None and chosen is None:
+        raise TargetError(f"{url}/v1/models lists no model (status {status}); name one with --model")
+    length = chosen.get("max_model_len") if chosen else None
+    return wanted or str(chosen and chosen.get("id")), length if isinstance(length, int) else None
+
+
+async def _probe(client: Client, settings: TargetConfig, model: str) -> tuple[RequestFormat, list[str]]:
+    """How the server can be asked: with as many of the useful extensions as it takes."""
+    notes = []
+    wanted = settings.ignore_eos
+    exacts = [True, False] if wanted else [False]
+    tries = [RequestFormat(settings, model, exact=e, usage=u) for u in (True, False) for e in exacts]
+    error: RequestFailedError | None = None
+    for form in tries:
+        try:
+            answer = await ask_once(client, form, "Say a word.", max_tokens=4)
+        except RequestFailedError as failure:
+            error = error or failure
+            if failure.reason.split(" ")[1:2] not in [[str(status)] for status in _REFUSED]:
+                break
+            continue
+        if wanted and not form.exact:
+            notes.append("The server does not know ignore_eos: answers may end before their length.")
+        if answer.num_tokens is None:
+            notes.append("The server does not count tokens: pieces of the answers are counted instead.")
+        return form, notes
+    raise TargetError(f"the server refused a short request: {error and error.reason}: {error}")
+
+
+async def ask_once(client: Client, form: RequestFormat, text: str, *, max_tokens: int) -> Answer:
+    """The answer to a question of its own. Raises RequestFailedError."""
+    content = user_message(text) if form.is_chat else (msgspec.json.encode(text),)
+    answer = Answer(streams=form.streams)
+    answer.check(await client.send(form.request(client, [content], max_tokens), answer.feed))
+    return answer
+
+
+async def _vocabulary(target: Target) -> Vocabulary:
+    """What words cost, by the server's tokenizer, or else as a mean by its count of two prompts."""
+    anchor = await _count(target, [ANCHOR])
+    if anchor is not None:
+        costs: dict[str, float] = {}
+        for start in range(0, len(WORDS), _AT_ONCE):
+            words = WORDS[start : start + _AT_ONCE]
+            counts = await asyncio.gather(*(_count(target, [ANCHOR, *[word] * _COPIES]) for word in words))
+            costs |= {
+                word: (count - anchor) / _COPIES
+                for word, count in zip(words, counts, strict=True)
+                if count is not None and count > anchor and (count - anchor) % _COPIES == 0
+            }
+        if costs:
+            return Vocabulary(costs, anchor, is_exact=True)
+    short, long = [await _prompt_tokens(target, words) for words in (WORDS[:16], WORDS[:144])]
+    if short is None or long is None or long <= short:
+        target.notes.append("The server counts no prompts: a word is taken for a token.")
+        return Vocabulary()
+    target.notes.append("The server has no /tokenize: the lengths of prompts are approximate.")
+    cost = (long - short) / (144 - 16)
+    return Vocabulary(dict.fromkeys(WORDS, cost), cost)
+
+
+async def _count(target: Target, words: Sequence[str]) -> int | None:
+    """Tokens of a text; None if the server does not tell."""
+    body = {"model": target.model, "prompt": " ".join(words), "add_special_tokens": False}
+    try:
+        status, data = await target.control.fetch("POST", "/tokenize", msgspec.json.encode(body))
+        count = msgspec.json.decode(data)["count"] if status == 200 else None
+    except (RequestFailedError, msgspec.DecodeError, KeyError, TypeError):
+        return None
+    return count if isinstance(count, int) else None
+
+
+async def _prompt_tokens(target: Target, words: Sequence[str]) -> int | None:
+    try:
+        return (await ask_once(target.client, target.form, " ".join(words), max_tokens=1)).num_prompt_tokens
+    except RequestFailedError:
+        return None
+
+
+def _check_lengths(config: TestConfig, max_model_len: int | None) -> None:
+    """Raises ConfigurationError for random texts that can never fit, as far as the server says what does."""
+    workload = config.workload
+    longest = (1 + workload.random_range_ratio) * (workload.random_input_len + workload.random_output_len)
+    wanted = int(longest * workload.turns) + workload.random_prefix_len
+    if max_model_len is not None and wanted > max_model_len:
+        raise ConfigurationError(
+            f"prompts and answers of {wanted} tokens do not fit into the model's context of {max_model_len}; lower "
+            "--random-input-len, --random-output-len, --random-range-ratio, --random-prefix-len or --turns"
+        )

@@ -1,0 +1,64 @@
+"""Random texts of a known number of tokens, without a tokenizer: the server says what words cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+ANCHOR = "the"
+"""How every text begins: what a tokenizer makes of a first word, without a space before it, is counted once."""
+
+WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city community name president team minute idea kid body "
+    "information back parent face others level office door health person art war history party result change morning "
+    "reason research girl guy moment air teacher force education and you that it he was for on are as with his they "
+    "at be this have from or one had by not but what all were we when your can said there use an each which she do "
+    "how their if will up other about out many then them these so some her would make like him into has look two "
+    "more write go see no could my than first been call who now find long down did get come made may red blue"
+).split()
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Words and what each costs in tokens behind a space. anchor: what the first word costs.
+
+    is_exact: whether this is what the server's tokenizer says of each word, or a mean over many.
+    """
+
+    costs: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(WORDS, 1.0))
+    anchor: float = 1.0
+    is_exact: bool = False
+
+    @cached_property
+    def _words(self) -> list[str]:
+        return list(self.costs)
+
+    @cached_property
+    def _tokens(self) -> np.ndarray:
+        return np.array([self.costs[word] for word in self._words])
+
+    @cached_property
+    def _fillers(self) -> list[str]:
+        """Words to fill up with, dearest first, one of each cost."""
+        by_cost = {cost: word for word, cost in sorted(self.costs.items(), reverse=True)}
+        return [by_cost[cost] for cost in sorted(by_cost, reverse=True)]
+
+    def text(self, draw: np.random.Generator, num_tokens: int) -> tuple[str, float]:
+        """Random words that are `num_tokens` tokens, or as close below as words get, and how many tokens they are."""
+        room = num_tokens - self.anchor
+        drawn = draw.integers(len(self._words), size=int(max(room, 0) / self._tokens.min()) + 1)
+        spent = np.cumsum(self._tokens[drawn])
+        count = int(np.searchsorted(spent, room + 1e-9, side="right"))
+        words = [ANCHOR, *(self._words[place] for place in drawn[:count])]
+        total = self.anchor + (float(spent[count - 1]) if count else 0.0)
+        for word in self._fillers:
+            while total + self.costs[word] <= num_tokens + 1e-9:
+                words.append(word)
+                total += self.costs[word]
+        return " ".join(words), total

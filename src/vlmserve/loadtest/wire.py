@@ -1,0 +1,45 @@
+"""Requests as they are sent: bytes, which are put together from parts that were made before the clock started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vlmserve.loadtest.client import Client
+from vlmserve.loadtest.settings import TargetConfig
+from vlmserve.loadtest.workload import Fragments
+
+
+class RequestFormat:
+    """How a server is asked. model: its name there. exact, usage: whether it knows ignore_eos and stream_options."""
+
+    def __init__(self, target: TargetConfig, model: str, *, exact: bool, usage: bool) -> None:
+        self.path = target.endpoint
+        self.streams = target.stream
+        self.is_chat = "chat" in target.endpoint
+        self.exact, self.usage = exact, usage
+        fields: dict[str, Any] = {"stream": target.stream}
+        if target.temperature is not None:
+            fields["temperature"] = target.temperature
+        if target.stream and usage:
+            fields["stream_options"] = {"include_usage": True}
+        if exact:
+            fields["ignore_eos"] = True
+        key, close = (b',"messages":[', b"],") if self.is_chat else (b',"prompt":', b",")
+        self._head = b'{"model":' + msgspec.json.encode(model) + key
+        self._tail = close + msgspec.json.encode({**fields, **target.extra_body})[1:-1] + b',"max_tokens":%d}'
+
+    def request(self, client: Client, messages: Sequence[Fragments], max_tokens: int) -> list[bytes]:
+        """A request's bytes. messages: JSON of a conversation so far, or of one prompt."""
+        body = [self._head]
+        for place, message in enumerate(messages):
+            body += [b",", *message] if place else message
+        body.append(self._tail % max_tokens)
+        return client.request("POST", self.path, body)
+
+
+def answer_message(text: str) -> Fragments:
+    """An answer as JSON, as part of the next request."""
+    return (msgspec.json.encode({"role": "assistant", "content": text}),)
