@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve.cache.blocks import BlockPool
 from vlmserve.config import EngineConfig
 from vlmserve.engine.messages import (
     Abort,
@@ -30,7 +31,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess, _environment, serve_engine
 from vlmserve.errors import InvalidRequestError
-from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, Prompt, RequestOutput
+from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, Prompt, RequestOutput
 
 
 class CountingEngine:
@@ -70,6 +71,9 @@ class CountingEngine:
 
     def inspect(self) -> EngineSnapshot:
         return EngineSnapshot(self.stats(), [])
+
+    def map_blocks(self) -> BlockMap:
+        return BlockPool(4).draw_map(2)
 
 
 class Peer:

@@ -19,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from vlmserve.media.cache import PictureCacheStats
+from vlmserve.server.recent import RecentLatencies
 from vlmserve.types import EngineStats, FinishReason, RequestOutput, RequestTimings
 
 PREFIX = "vlmserve:"
@@ -158,6 +159,7 @@ class ServerMetrics:
         self.ended = {reason: ended.labels(model_name, reason) for reason in get_args(FinishReason)}
         self.num_served = 0
         """Complete answers."""
+        self.recent = RecentLatencies()
         self._errors = self._counter("request_errors", "HTTP requests answered with an error, by its code.", "code")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
@@ -241,6 +243,7 @@ class AnswerRecord:
         if self._num_tokens == 0:
             self._first = now
             self._metrics.ttft.observe(now - self._arrived)
+            self._metrics.recent.note("ttft", now - self._arrived)
         else:
             self._metrics.gap.observe(now - self._last)
         self._last = now
@@ -256,11 +259,15 @@ class AnswerRecord:
         if reason not in ("stop", "length"):
             return
         metrics.num_served += 1
-        metrics.e2e.observe(time.monotonic() - self._arrived)
+        e2e = time.monotonic() - self._arrived
+        metrics.e2e.observe(e2e)
+        metrics.recent.note("e2e", e2e)
         metrics.prompt_tokens.observe(self._num_prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         if self._num_tokens > 1:
-            metrics.tpot.observe((self._last - self._first) / (self._num_tokens - 1))
+            tpot = (self._last - self._first) / (self._num_tokens - 1)
+            metrics.tpot.observe(tpot)
+            metrics.recent.note("tpot", tpot)
         if self._timings is not None:
             metrics.queue.observe(self._timings.queue)
             metrics.vision.observe(self._timings.vision)
