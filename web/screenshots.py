@@ -72,7 +72,9 @@ def under_load(url: str, clients: int) -> Iterator[None]:
 def opened(browser: Browser, url: str, scheme: str, size: dict[str, int]) -> Page:
     """The page in a browser that has never seen it."""
     phone = size == PHONE
-    context = browser.new_context(viewport=size, color_scheme=scheme, has_touch=phone, device_scale_factor=2 if phone else 1)
+    context = browser.new_context(
+        viewport=size, color_scheme=scheme, has_touch=phone, device_scale_factor=2 if phone else 1
+    )
     page = context.new_page()
     page.goto(url)
     return page
@@ -107,7 +109,11 @@ def main(folder: Path) -> None:
             shoot(page, f"error-{suffix}")
             page.context.close()
         with under_load(url, 16):
-            for scheme, size, suffix in (("light", DESKTOP, "light"), ("dark", DESKTOP, "dark"), ("light", PHONE, "phone")):
+            for scheme, size, suffix in (
+                ("light", DESKTOP, "light"),
+                ("dark", DESKTOP, "dark"),
+                ("light", PHONE, "phone"),
+            ):
                 page = opened(browser, url + "/#/live", scheme, size)
                 page.wait_for_timeout(15_000)
                 shoot(page, f"live-{suffix}")

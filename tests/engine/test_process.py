@@ -22,6 +22,8 @@ from vlmserve.engine.messages import (
     FromEngine,
     Inspect,
     Inspected,
+    MapBlocks,
+    Mapped,
     Outputs,
     Ready,
     Shutdown,
@@ -160,6 +162,8 @@ def test_an_abort_takes_effect_within_a_step_and_updates_the_stats(peer):
 def test_it_tells_what_the_engine_holds_while_it_is_idle_and_while_it_works(peer):
     peer.send(Inspect())
     assert peer.receive() == Inspected(EngineSnapshot(EngineStats(), []))
+    peer.send(MapBlocks())
+    assert peer.receive() == Mapped(BlockMap(4, 2, [0, 0], [0, 0], [0, 0]))
     peer.add("a", 60_000)
     while not isinstance(peer.receive(), Outputs):
         pass

@@ -2,6 +2,9 @@
 
 import type { Cost } from "./state/types";
 
+/** Seconds that an answer must have taken for its speed to be more than chance. */
+const MEASURABLE = 0.2;
+
 export function count(value: number): string {
   return Math.round(value).toLocaleString("en-US");
 }
@@ -17,7 +20,7 @@ export function percent(part: number, whole: number): string {
 }
 
 export function rate(value: number): string {
-  return value < 9.95 ? value.toFixed(1) : count(value);
+  return value > 0 && value < 9.95 ? value.toFixed(1) : count(value);
 }
 
 export function bytes(value: number): string {
@@ -30,6 +33,6 @@ export function describeCost(cost: Cost): string {
   const parts = [`${count(cost.promptTokens)} tokens read${cached}`, `${count(cost.answerTokens)} written`];
   parts.push(`first after ${seconds(cost.firstToken)}`);
   const later = cost.total - cost.firstToken;
-  if (cost.answerTokens > 1 && later > 0) parts.push(`${rate((cost.answerTokens - 1) / later)} tokens/s`);
+  if (later >= MEASURABLE) parts.push(`${rate((cost.answerTokens - 1) / later)} tokens/s`);
   return parts.join(" · ");
 }

@@ -216,7 +216,7 @@ function useFollow(conversation?: Conversation) {
       near.current = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;
     };
     scroller.addEventListener("scroll", look, { passive: true });
-    const growth = new ResizeObserver(() => near.current && end.current?.scrollIntoView({ block: "end" }));
+    const growth = new ResizeObserver(() => near.current && scroller.scrollTo({ top: scroller.scrollHeight }));
     for (const child of scroller.children) growth.observe(child);
     return () => {
       scroller.removeEventListener("scroll", look);
@@ -225,8 +225,9 @@ function useFollow(conversation?: Conversation) {
   }, [conversation?.turns.length === 0]);
   const count = conversation?.turns.length;
   useEffect(() => {
+    const scroller = end.current!.parentElement!;
     near.current = true;
-    end.current?.scrollIntoView({ block: "end" });
+    scroller.scrollTo({ top: scroller.scrollHeight });
   }, [count]);
   return end;
 }

@@ -158,7 +158,7 @@ function Sheet({ canvas, description, begin, onMark, onGrow }: SheetProps) {
         {focused && <span className="cross" style={{ left: `${(100 * cross[0]) / SIDE}%`, top: `${(100 * cross[1]) / SIDE}%` }} />}
       </div>
       <p className="hint" id="sheet-help">
-        Click or touch the sheet. By keyboard: arrows move the cross, Enter draws.
+        Click or touch the sheet. <span className="fine-only">By keyboard: arrows move the cross, Enter draws.</span>
       </p>
       <p className="visually-hidden" aria-live="polite">
         {focused ? `Cross at the ${placeOf(cross)}. ` : ""}

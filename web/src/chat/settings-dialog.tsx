@@ -50,7 +50,7 @@ export function SettingsDialog({ server, onKey, onClose }: { server: Server; onK
             : "This server keeps no conversations."}
         </Choice>
         <Choice<Theme> legend="Colours" name="theme" value={settings.theme} options={THEMES} onChange={(theme) => changeSettings({ theme })} />
-        <div className="buttons">
+        <div className="buttons end">
           <button type="button" onClick={onKey}>API key…</button>
           <button className="primary" onClick={onClose}>
             Done

@@ -2,8 +2,9 @@ import { useEffect, useRef } from "react";
 import { count, percent } from "../format";
 import type { Blocks } from "./figures";
 
-/** Pixels of a cell with the gap beside it. */
-const CELL = 13;
+/** Pixels of a cell with the gap beside it: as large as the picture may be high. */
+const CELLS = [10, 26] as const;
+const HEIGHT = 220;
 const GAP = 2;
 const FAINTEST = 0.4;
 
@@ -64,20 +65,21 @@ export function inWords({ num_blocks, blocks_per_cell, held, cached, holders }: 
 }
 
 function paint(canvas: HTMLCanvasElement, place: HTMLElement, blocks: Blocks): void {
-  const columns = Math.max(1, Math.floor(place.clientWidth / CELL));
+  const cell = Math.min(CELLS[1], Math.max(CELLS[0], Math.floor(Math.sqrt((place.clientWidth * HEIGHT) / blocks.held.length))));
+  const columns = Math.max(1, Math.floor(place.clientWidth / cell));
   const rows = Math.ceil(blocks.held.length / columns);
   const scale = devicePixelRatio;
-  canvas.width = columns * CELL * scale;
-  canvas.height = rows * CELL * scale;
-  canvas.style.width = `${columns * CELL}px`;
-  canvas.style.height = `${rows * CELL}px`;
+  canvas.width = columns * cell * scale;
+  canvas.height = rows * cell * scale;
+  canvas.style.width = `${columns * cell}px`;
+  canvas.style.height = `${rows * cell}px`;
   const context = canvas.getContext("2d")!;
   context.scale(scale, scale);
   const style = getComputedStyle(canvas);
   const colours = ["free", "cached", "held", "shared"].map((name) => style.getPropertyValue(`--block-${name}`).trim());
   blocks.held.forEach((held, index) => {
     const cached = blocks.cached[index]!;
-    const box = [(index % columns) * CELL, Math.floor(index / columns) * CELL, CELL - GAP, CELL - GAP] as const;
+    const box = [(index % columns) * cell, Math.floor(index / columns) * cell, cell - GAP, cell - GAP] as const;
     context.globalAlpha = 1;
     context.fillStyle = colours[0]!;
     context.fillRect(...box);

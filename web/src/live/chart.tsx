@@ -78,8 +78,8 @@ function options(element: HTMLElement, lines: Props["lines"], format: (value: nu
     legend: { show: false },
     scales: { x: { time: false, range: [-SPAN, 0] }, y: { range: (_plot, _least, top) => [0, Math.max(1, (top ?? 0) * 1.15)] } },
     axes: [
-      { ...axis, splits: () => [-300, -240, -180, -120, -60, 0], values: (_plot, splits) => splits.map((at) => (at ? `${at / 60} min` : "now")) },
-      { ...axis, size: 52, space: 40, values: (_plot, splits) => splits.map((value) => (Number.isInteger(value) || splits.at(-1)! < 5 ? format(value) : "")) },
+      { ...axis, size: 30, splits: () => [-300, -240, -180, -120, -60, 0], values: (_plot, splits) => splits.map((at) => (at ? `${at / 60} min` : "now")) },
+      { ...axis, size: 52, space: 40, values: (_plot, splits) => splits.map((value) => (Number.isInteger(value) ? format(value) : "")) },
     ],
     series: [
       {},

@@ -39,10 +39,7 @@ export default function Live() {
   const engine = figures?.engine;
   return (
     <main id="main" className="live" tabIndex={-1} aria-busy={!figures && !problem}>
-      <div className="head">
-        <h1>The engine, live</h1>
-        {figures && <p className="hint">{figures.model}</p>}
-      </div>
+      <h1>The engine, live</h1>
       {problem && (
         <p className="problem" role="alert">
           <strong>{problem.title}.</strong> {problem.detail} {figures && "What is shown is from before."}
