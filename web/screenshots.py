@@ -21,8 +21,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.web.browser import ARGUMENTS, find_chromium  # noqa: E402
-from tests.web.page import answer_of, ask, draw  # noqa: E402
+from tests.web.browser import ARGUMENTS, find_chromium
+from tests.web.page import answer_of, ask, draw
 
 DESKTOP = {"width": 1200, "height": 760}
 PHONE = {"width": 390, "height": 780}

@@ -22,11 +22,16 @@ def answer_of(page: Page, index: int) -> str:
 
 def add(page: Page, *pictures: Any) -> None:
     """Choose pictures: paths, or files as Playwright describes them."""
-    page.locator("input[type=file]").set_input_files(list(pictures))
+    files = [_payload(picture) if isinstance(picture, Path) else picture for picture in pictures]
+    page.locator("input[type=file]").set_input_files(files)
     page.get_by_role("button", name="Remove").nth(len(pictures) - 1).wait_for()
 
 
-def ask(page: Page, question: str, *pictures: Path) -> None:
+def _payload(path: Path) -> dict[str, Any]:
+    return {"name": path.name, "mimeType": f"image/{path.suffix[1:]}", "buffer": path.read_bytes()}
+
+
+def ask(page: Page, question: str, *pictures: Any) -> None:
     """Send a question."""
     if pictures:
         add(page, *pictures)
