@@ -7,6 +7,7 @@ Needs what `make test` installs, and Chromium.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import re
 import subprocess
@@ -47,15 +48,21 @@ def serving() -> Iterator[str]:
 
 @contextlib.contextmanager
 def under_load(url: str, clients: int) -> Iterator[None]:
-    """Clients that ask one question after the other."""
+    """Clients that ask one question after the other, most of them about the same picture."""
     done = threading.Event()
+    picture = "data:image/png;base64," + base64.b64encode(SHAPES.read_bytes()).decode()
+    shown = {"type": "image_url", "image_url": {"url": picture}}
 
     def work(number: int) -> None:
         turn = 0
         while not done.is_set():
             turn += 1
-            question = f"Say number {number} and {turn % 7}. " + "Describe the picture. " * (number % 5 + 1)
-            body = {"messages": [{"role": "user", "content": question}], "max_tokens": 60 + 10 * (turn % 9)}
+            text = {
+                "type": "text",
+                "text": f"Question {number} of {turn % 7}. " + "Describe the picture. " * (number % 5),
+            }
+            content = [shown, text] if number % 4 else [text]
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 60 + 10 * (turn % 9)}
             httpx.post(f"{url}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=60)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]

@@ -296,7 +296,9 @@ class ServerConfig(Settings):
         None, ge=1, description="Longest answer if a request sets no limit; default: a fifth of the context."
     )
     stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
-    access_log: bool = Field(True, description="A line in the log for each request but those for health and metrics.")
+    access_log: bool = Field(
+        True, description="A line in the log for each request but those for health, metrics and the live view."
+    )
     enable_page: bool = Field(True, description="Serve the chat page and the live view at /.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")

@@ -1,5 +1,6 @@
 import { Brush, ImagePlus, MessagesSquare } from "lucide-react";
 import { useCallback, useEffect, useRef, useState } from "react";
+import { flushSync } from "react-dom";
 import { explain, type Problem } from "../api/problems";
 import { go } from "../route";
 import { useShortcuts } from "../shortcuts";
@@ -113,9 +114,11 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
         <DrawDialog
           onClose={() => setDrawing(false)}
           onAdd={(picture) => {
-            setPictures([...pictures, picture]);
-            setDrawing(false);
-            setTimeout(() => area.current?.focus());
+            flushSync(() => {
+              setPictures([...pictures, picture]);
+              setDrawing(false);
+            });
+            area.current?.focus();
           }}
           onAsk={(picture, question) => {
             setDrawing(false);

@@ -29,7 +29,7 @@ function Question({ conversation, turn, busy, editing, onEdit }: Props) {
   if (editing) return <Editor conversation={conversation} turn={turn} onEnd={() => onEdit(undefined)} />;
   return (
     <li className="turn question">
-      <h3 className="visually-hidden">You asked</h3>
+      <h2 className="visually-hidden">You asked</h2>
       <Pictures pictures={turn.pictures} />
       {turn.text && <p className="text">{turn.text}</p>}
       <div className="actions">
@@ -70,7 +70,7 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
         <Pictures pictures={pictures} onRemove={(id) => setPictures(pictures.filter((picture) => picture.id !== id))} />
         <textarea
           ref={area}
-          aria-label="Edit the question"
+          aria-label="Changed question"
           value={text}
           onChange={(event) => setText(event.target.value)}
           onKeyDown={(event) => {
@@ -100,7 +100,7 @@ function Answer({ conversation, turn, question, busy, note, onKey }: Props) {
   const coming = turn.ending === undefined;
   return (
     <li className="turn answer" aria-busy={coming}>
-      <h3 className="visually-hidden">Answer</h3>
+      <h2 className="visually-hidden">Answer</h2>
       {turn.text && <Markdown text={turn.text} />}
       {coming && !turn.text && (
         <p className="thinking">

@@ -38,7 +38,7 @@ export default function Live() {
   const requests = useMemo(() => [...REQUESTS], []);
   const engine = figures?.engine;
   return (
-    <main id="main" className="live" tabIndex={-1} aria-busy={!figures && !problem}>
+    <main id="main" className="live" tabIndex={0} aria-busy={!figures && !problem}>
       <h1>The engine, live</h1>
       {problem && (
         <p className="problem" role="alert">
@@ -88,7 +88,7 @@ function Latencies({ latencies }: { latencies: Figures["latencies"] }) {
   return (
     <section className="panel">
       <h2 id="latencies">Latency</h2>
-      <div className="scrolls">
+      <div className="scrolls" tabIndex={0} role="region" aria-labelledby="latencies">
         <table aria-labelledby="latencies">
           <thead>
             <tr>
