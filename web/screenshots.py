@@ -1,6 +1,7 @@
 """Makes the pictures of the page that the README shows, with a real server and the built-in model.
 
-    python web/screenshots.py [FOLDER]
+    python web/screenshots.py           those that the documents show, into docs/images
+    python web/screenshots.py FOLDER    all, to look at what has changed
 
 Needs what `make test` installs, and Chromium.
 """
@@ -25,9 +26,11 @@ sys.path.insert(0, str(ROOT))
 from tests.web.browser import ARGUMENTS, find_chromium
 from tests.web.page import answer_of, ask, draw
 
-DESKTOP = {"width": 1200, "height": 760}
+DESKTOP = {"width": 1200, "height": 820}
 PHONE = {"width": 390, "height": 780}
 SHAPES = ROOT / "examples/shapes.png"
+IMAGES = ROOT / "docs/images"
+SHOWN = {f"{view}-{look}" for view in ("chat", "live") for look in ("light", "dark", "phone")} | {"draw-phone"}
 
 
 @contextlib.contextmanager
@@ -91,6 +94,8 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     def shoot(page: Page, name: str) -> None:
+        if folder == IMAGES and name not in SHOWN:
+            return
         page.wait_for_timeout(400)
         page.screenshot(path=folder / f"{name}.png")
 
@@ -131,4 +136,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES)

@@ -86,7 +86,7 @@ def test_a_drawing_can_be_made_by_keyboard_undone_and_asked_something_else(pixie
     page.keyboard.press("Space")
     assert "a red circle at the middle, a red star at the middle left" in page.get_by_role("dialog").inner_text()
     page.get_by_role("button", name="Undo").click()
-    page.get_by_role("button", name="Ask something else").click()
+    page.get_by_role("button", name="Other question").click()
     expect(page.get_by_label("Question", exact=True)).to_be_focused()
     page.keyboard.type("What colour is the circle?")
     page.keyboard.press("Enter")

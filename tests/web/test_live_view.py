@@ -24,9 +24,9 @@ def test_it_shows_requests_while_they_run_and_the_blocks_that_they_hold(slow, vi
         expect(rate).to_have_text(re.compile(r"^[1-9]"))
         held = page.get_by_role("img", name=re.compile(r"Map of the KV cache\. [1-9]\d* of [\d,]+ blocks held"))
         expect(held).to_be_visible()
-        expect(page.get_by_role("img", name=re.compile("Requests in the last 5 minutes: running 3"))).to_be_visible()
+        expect(page.get_by_role("img", name=re.compile("Requests in the last minutes: running 3"))).to_be_visible()
     expect(running).to_have_text("0")
-    latency = page.get_by_role("row", name=re.compile("To the first token")).first
+    latency = page.get_by_role("row", name=re.compile("First token")).first
     expect(latency).to_contain_text(re.compile(r"\d m?s"))
 
 

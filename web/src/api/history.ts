@@ -37,22 +37,22 @@ export async function createConversation(title: string): Promise<string> {
 }
 
 export async function renameConversation(id: string, title: string): Promise<void> {
-  await sendJson("POST", `v1/conversations/${id}`, { metadata: { title } });
+  await sendJson("POST", `v1/conversations/${encodeURIComponent(id)}`, { metadata: { title } });
 }
 
 export async function conversationTitle(id: string): Promise<string> {
-  return (await getJson<{ metadata: { title?: string } }>(`v1/conversations/${id}`)).metadata.title ?? "Conversation";
+  return (await getJson<{ metadata: { title?: string } }>(`v1/conversations/${encodeURIComponent(id)}`)).metadata.title ?? "Conversation";
 }
 
 export async function deleteConversation(id: string, fileIds: string[]): Promise<void> {
-  await sendJson("DELETE", `v1/conversations/${id}`);
+  await sendJson("DELETE", `v1/conversations/${encodeURIComponent(id)}`);
   await Promise.allSettled(fileIds.map((fileId) => sendJson("DELETE", `v1/files/${fileId}`)));
 }
 
 export async function loadTurns(id: string): Promise<Turn[]> {
   const turns: Turn[] = [];
   for (let after = ""; ; ) {
-    const page = await getJson<ItemList>(`v1/conversations/${id}/items?order=asc&limit=100${after && `&after=${after}`}`);
+    const page = await getJson<ItemList>(`v1/conversations/${encodeURIComponent(id)}/items?order=asc&limit=100${after && `&after=${after}`}`);
     for (const item of page.data) {
       if (item.role === "user" || item.role === "assistant") turns.push(turnOf(item, item.role));
     }
@@ -63,7 +63,7 @@ export async function loadTurns(id: string): Promise<Turn[]> {
 
 /** The names that the server gave the two latest turns. */
 export async function latestItemIds(id: string): Promise<string[]> {
-  const page = await getJson<ItemList>(`v1/conversations/${id}/items?order=desc&limit=2`);
+  const page = await getJson<ItemList>(`v1/conversations/${encodeURIComponent(id)}/items?order=desc&limit=2`);
   return page.data.map((item) => item.id).reverse();
 }
 
@@ -73,14 +73,14 @@ export async function addTurns(id: string, question: Turn, answer: Turn): Promis
     { role: "user", content: inputParts(question) },
     { role: "assistant", content: [{ type: "output_text", text: answer.text }] },
   ];
-  const added: ItemList = await (await sendJson("POST", `v1/conversations/${id}/items`, { items })).json();
+  const added: ItemList = await (await sendJson("POST", `v1/conversations/${encodeURIComponent(id)}/items`, { items })).json();
   return added.data.map((item) => item.id);
 }
 
 /** It is fine if it is gone already. */
 export async function deleteItem(id: string, itemId: string): Promise<void> {
   try {
-    await sendJson("DELETE", `v1/conversations/${id}/items/${itemId}`);
+    await sendJson("DELETE", `v1/conversations/${encodeURIComponent(id)}/items/${itemId}`);
   } catch (error) {
     if (!(error instanceof ApiError && error.status === 404)) throw error;
   }

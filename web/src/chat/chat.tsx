@@ -85,7 +85,7 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
             ))}
           </ol>
         ) : (
-          ready && <Welcome known={id === undefined || isLoaded(id)} />
+          ready && !(problem && id !== undefined) && <Welcome known={id === undefined || isLoaded(id)} />
         )}
         <div ref={end} />
       </div>

@@ -86,7 +86,7 @@ export function DrawDialog({ onClose, onAdd, onAsk }: Props) {
       </div>
       <div className="buttons end" role="group" aria-label="What to do with the drawing">
         <button type="button" disabled={empty} onClick={() => withPicture(onAdd)}>
-          Ask something else
+          Other question
         </button>
         {QUESTIONS.map((question) => (
           <button key={question} type="button" className="primary" disabled={empty} onClick={() => withPicture((picture) => onAsk(picture, question))}>

@@ -13,7 +13,8 @@ interface Props {
   format: (value: number) => string;
 }
 
-const HEIGHT = 170;
+const HEIGHT = 160;
+const SHORT = 60;
 
 /** The last minutes of some figures. The words below it say the same for who cannot see it. */
 export function Chart({ title, lines, samples, format }: Props) {
@@ -49,7 +50,7 @@ export function Chart({ title, lines, samples, format }: Props) {
           ))}
         </ul>
       </figcaption>
-      <div ref={place} className="plot" role="img" aria-label={`${title} in the last ${SPAN / 60} minutes: ${words.join("; ")}`} />
+      <div ref={place} className="plot" role="img" aria-label={`${title} in the last minutes: ${words.join("; ")}`} />
     </figure>
   );
 }
@@ -70,15 +71,16 @@ function dataOf(lines: Props["lines"], samples: readonly Sample[]): uPlot.Aligne
 function options(element: HTMLElement, lines: Props["lines"], format: (value: number) => string): uPlot.Options {
   const style = getComputedStyle(element);
   const colour = (name: string) => style.getPropertyValue(`--${name}`).trim();
-  const axis = { stroke: colour("muted"), font: `12px ${style.fontFamily}`, grid: { stroke: colour("line"), width: 1 }, ticks: { show: false } };
+  const axis = { stroke: colour("muted"), font: `12px ${style.fontFamily}`, grid: { stroke: colour("line"), width: 1 }, ticks: { show: false, size: 0 } };
   return {
     width: element.clientWidth,
     height: HEIGHT,
     cursor: { show: false },
     legend: { show: false },
-    scales: { x: { time: false, range: [-SPAN, 0] }, y: { range: (_plot, _least, top) => [0, Math.max(1, (top ?? 0) * 1.15)] } },
+    padding: [6, 18, 0, 0],
+    scales: { x: { time: false, range: (plot) => [-spanOf(plot.data[0]), 0] }, y: { range: (_plot, _least, top) => [0, Math.max(1, (top ?? 0) * 1.15)] } },
     axes: [
-      { ...axis, size: 30, splits: () => [-300, -240, -180, -120, -60, 0], values: (_plot, splits) => splits.map((at) => (at ? `${at / 60} min` : "now")) },
+      { ...axis, size: 24, splits: (plot) => ticks(spanOf(plot.data[0])), values: (_plot, splits) => splits.map(ago) },
       { ...axis, size: 52, space: 40, values: (_plot, splits) => splits.map((value) => (Number.isInteger(value) ? format(value) : "")) },
     ],
     series: [
@@ -86,6 +88,21 @@ function options(element: HTMLElement, lines: Props["lines"], format: (value: nu
       ...lines.map(({ colour: name }) => ({ stroke: colour(name), width: 2, fill: `${colour(name)}1f`, points: { show: false } })),
     ],
   };
+}
+
+/** How many seconds are shown: one minute as long as that is enough. */
+function spanOf(ages: ArrayLike<number>): number {
+  return (ages[0] ?? 0) < -SHORT ? SPAN : SHORT;
+}
+
+function ticks(span: number): number[] {
+  const step = span === SPAN ? 60 : 15;
+  return Array.from({ length: span / step + 1 }, (_, index) => index * step - span);
+}
+
+function ago(seconds: number): string {
+  if (seconds === 0) return "now";
+  return seconds % 60 ? `${seconds} s` : `${seconds / 60} min`;
 }
 
 /** A number that changes with the colours of the page. */

@@ -7,8 +7,8 @@ import type { Engine, Figures, Latency } from "./figures";
 import { useFigures } from "./use-figures";
 
 const LATENCIES: Record<Latency, string> = {
-  ttft: "To the first token",
-  tpot: "Each further token",
+  ttft: "First token",
+  tpot: "Further token",
   e2e: "Whole answer",
 };
 
@@ -96,7 +96,7 @@ function Latencies({ latencies }: { latencies: Figures["latencies"] }) {
               <th scope="col">50</th>
               <th scope="col">90</th>
               <th scope="col">99</th>
-              <th scope="col">answers</th>
+              <th scope="col">count</th>
             </tr>
           </thead>
           {(["60", "300"] as const).map((window) => (
