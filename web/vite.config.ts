@@ -2,7 +2,6 @@ import { createHash } from "node:crypto";
 import { readdirSync, readFileSync, writeFileSync } from "node:fs";
 import { join, relative, resolve, sep } from "node:path";
 import react from "@vitejs/plugin-react";
-import license from "rollup-plugin-license";
 import { defineConfig, type Plugin } from "vite";
 
 const here = import.meta.dirname;
@@ -30,14 +29,11 @@ function digest(): Plugin {
 
 export default defineConfig({
   base: "./",
-  plugins: [
-    react(),
-    license({ thirdParty: { output: { file: join(built, "licences.txt"), encoding: "utf-8" } } }) as Plugin,
-    digest(),
-  ],
+  plugins: [react(), digest()],
   build: {
     outDir: built,
     emptyOutDir: true,
+    license: { fileName: "licences.md" },
     assetsInlineLimit: 0,
     modulePreload: { polyfill: false },
     target: "es2022",
