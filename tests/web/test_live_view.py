@@ -58,6 +58,16 @@ def test_when_the_server_is_gone_it_says_so_and_shows_what_was_before(slow, visi
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
+def test_if_its_files_are_gone_since_the_server_is_another_one_it_says_what_to_do(slow, visit):
+    page = visit(slow, complains="ERR_FAILED|dynamically imported")
+    page.route("**/assets/live-*.js", lambda route: route.abort())
+    page.get_by_role("link", name="Live").click()
+    expect(page.get_by_role("heading", name="This view has failed")).to_be_visible()
+    page.unroute("**/assets/live-*.js")
+    page.get_by_role("button", name="Load the page again").click()
+    page.locator(".tiles").wait_for()
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [("loading", "The model is loading"), ("dead", "The engine has died"), ("asleep", "first question")],

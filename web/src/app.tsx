@@ -1,6 +1,7 @@
 import { KeyRound, LoaderCircle, Menu, RefreshCw, Settings2, X } from "lucide-react";
 import { lazy, Suspense, useEffect, useMemo, useState } from "react";
 import { useServer, type Server } from "./api/server";
+import { Boundary } from "./boundary";
 import { Chat } from "./chat/chat";
 import { KeyDialog } from "./chat/key-dialog";
 import { SettingsDialog } from "./chat/settings-dialog";
@@ -63,12 +64,16 @@ export function App() {
       {route.view === "chat" ? (
         <>
           <Sidebar open={menu} current={route.id} onShortcuts={() => setOpened("shortcuts")} onClose={() => setMenu(false)} />
-          <Chat key={route.id ?? "new"} id={route.id} onKey={() => setOpened("key")} />
+          <Boundary key={route.id ?? "new"}>
+            <Chat id={route.id} onKey={() => setOpened("key")} />
+          </Boundary>
         </>
       ) : (
-        <Suspense fallback={<main id="main" className="live" aria-busy="true" />}>
-          <Live />
-        </Suspense>
+        <Boundary>
+          <Suspense fallback={<main id="main" className="live" aria-busy="true" />}>
+            <Live />
+          </Suspense>
+        </Boundary>
       )}
       {opened === "settings" && <SettingsDialog server={server} onKey={() => setOpened("key")} onClose={() => setOpened(undefined)} />}
       {opened === "key" && <KeyDialog problem={needsKey ? server.problem : undefined} onClose={() => setOpened(undefined)} />}

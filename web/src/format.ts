@@ -16,7 +16,9 @@ export function seconds(value: number | null | undefined): string {
 }
 
 export function percent(part: number, whole: number): string {
-  return whole > 0 ? `${Math.round((100 * part) / whole)}%` : "–";
+  if (whole <= 0) return "–";
+  const rounded = Math.round((100 * part) / whole);
+  return `${part < whole ? Math.min(rounded, 99) : rounded}%`; // all is only what is all
 }
 
 export function rate(value: number): string {

@@ -1,5 +1,6 @@
 import { Brush, ImagePlus, SendHorizontal, Square } from "lucide-react";
 import { useEffect, useRef, type RefObject } from "react";
+import { coarse } from "../pointer";
 import type { Picture } from "../state/types";
 import { ACCEPTED, Pictures, picturesOf } from "./pictures";
 
@@ -18,7 +19,6 @@ interface Props {
 }
 
 const SUGGESTIONS = ["What is in the picture?", "How many objects are there?", "Which colours are there?"];
-const coarse = matchMedia("(pointer: coarse)");
 
 /** Where a question is written, and pictures are put beside it. */
 export function Composer(props: Props) {

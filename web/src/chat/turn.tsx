@@ -2,6 +2,7 @@ import { KeyRound, Pencil, RefreshCw, TriangleAlert } from "lucide-react";
 import { memo, useEffect, useRef, useState } from "react";
 import type { Problem } from "../api/problems";
 import { describeCost } from "../format";
+import { coarse } from "../pointer";
 import { askAgain } from "../state/session";
 import type { Turn } from "../state/types";
 import { CopyButton } from "./copy-button";
@@ -75,7 +76,7 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
           onChange={(event) => setText(event.target.value)}
           onKeyDown={(event) => {
             if (event.key === "Escape") onEnd();
-            if (event.key === "Enter" && !event.shiftKey && !event.nativeEvent.isComposing) {
+            if (event.key === "Enter" && !event.shiftKey && !event.nativeEvent.isComposing && !coarse.matches) {
               event.preventDefault();
               send();
             }

@@ -172,8 +172,9 @@ export async function remove(id: string): Promise<void> {
   stop(id);
   const conversation = find(id);
   if (conversation?.place === "server") {
-    const fileIds = conversation.turns.flatMap((turn) => turn.pictures.flatMap((picture) => picture.fileId ?? []));
     try {
+      const turns = loaded.has(id) ? conversation.turns : await history.loadTurns(id);
+      const fileIds = turns.flatMap((turn) => turn.pictures.flatMap((picture) => picture.fileId ?? []));
       await history.deleteConversation(id, fileIds);
     } catch (error) {
       if (!(error instanceof ApiError && error.status === 404)) throw error;
