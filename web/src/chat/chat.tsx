@@ -215,8 +215,13 @@ function useFollow(conversation?: Conversation) {
   const near = useRef(true);
   useEffect(() => {
     const scroller = end.current!.parentElement!;
+    let before = scroller.scrollTop;
     const look = () => {
-      near.current = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;
+      const top = scroller.scrollTop;
+      // What grows below moves the end away as well: only who goes up wants to stay there.
+      if (scroller.scrollHeight - top - scroller.clientHeight < NEAR) near.current = true;
+      else if (top < before) near.current = false;
+      before = top;
     };
     scroller.addEventListener("scroll", look, { passive: true });
     const growth = new ResizeObserver(() => near.current && scroller.scrollTo({ top: scroller.scrollHeight }));
@@ -225,7 +230,7 @@ function useFollow(conversation?: Conversation) {
       scroller.removeEventListener("scroll", look);
       growth.disconnect();
     };
-  }, [conversation?.turns.length === 0]);
+  }, [!conversation?.turns.length]);
   const count = conversation?.turns.length;
   useEffect(() => {
     const scroller = end.current!.parentElement!;
