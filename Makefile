@@ -10,7 +10,7 @@ ARGS ?=
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test lint sanitize bench format clean
+.PHONY: help serve test lint sanitize bench web format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,12 +37,17 @@ sanitize: $(VENV)/.dev ## Test the native kernels under AddressSanitizer and UBS
 bench: $(VENV)/.peers ## Compare with other servers' engines; flags go in ARGS="--repeats 5"
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
+web: ## Build the page that the server shows; needs Node 20.19 or newer
+	@command -v npm > /dev/null || { echo "make web needs Node.js with npm, 20.19 or newer. The built page is in" \
+		"the repository: only who changes web/ builds it again." >&2; exit 1; }
+	@cd web && npm ci --no-fund --no-audit && npm run build
+
 format: $(VENV)/.dev ## Put the code into its standard form
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 clean: ## Remove the virtual environment and what tools left behind
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist web/node_modules src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -20,6 +20,7 @@ DOCUMENTS = [
         "docs/architecture.md",
         "docs/caching.md",
         "docs/metrics.md",
+        "docs/page.md",
         "docs/settings.md",
         "docs/api.md",
         "docs/operations.md",

@@ -297,11 +297,14 @@ class ServerConfig(Settings):
         None, ge=1, description="Longest answer if a request sets no limit; default: a fifth of the context."
     )
     stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
-    access_log: bool = Field(True, description="A line in the log for each request but those for health and metrics.")
+    access_log: bool = Field(
+        True, description="A line in the log for each request but those for health, metrics and the live view."
+    )
     log_format: LogFormat = Field("text", description="How the log is written: text, or json, an object a line.")
     otlp_traces_endpoint: str | None = Field(
         None, description="Send OpenTelemetry traces of requests to this URL, like http://localhost:4318/v1/traces."
     )
+    enable_page: bool = Field(True, description="Serve the chat page and the live view at /.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     api_key: tuple[str, ...] = Field((), repr=False, description="Keys of which requests must have one, as they are.")
@@ -309,7 +312,7 @@ class ServerConfig(Settings):
         None,
         description="Keys with names and limits, from 'vlmserve keys add'; read again when it changes.",
     )
-    protect_metrics: bool = Field(False, description="Ask for a key at /metrics as well.")
+    protect_metrics: bool = Field(False, description="Ask for a key at /metrics and /live as well.")
     cors_origins: tuple[str, ...] = Field(
         (), description="Origins whose web pages may use the server, like https://chat.example.com; * allows all."
     )

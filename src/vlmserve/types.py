@@ -415,6 +415,24 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Pictures whose embeddings a running request needs."""
 
 
+MAX_MAP_CELLS = 1024
+"""Of a map of the KV cache."""
+
+
+class BlockMap(msgspec.Struct, frozen=True):
+    """The KV cache's blocks in the order of their ids, `blocks_per_cell` of them together where there are many.
+
+    Of each cell, held: blocks that requests hold. cached: those that nobody holds and that can be found again; all
+    others are free and empty. holders: how many requests hold the block that most of them hold.
+    """
+
+    num_blocks: int
+    blocks_per_cell: int
+    held: list[int]
+    cached: list[int]
+    holders: list[int]
+
+
 RequestState = Literal["running", "waiting", "preempted"]
 
 

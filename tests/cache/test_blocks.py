@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmserve.cache.blocks import BlockPool
+from vlmserve.types import BlockMap
 
 
 def test_a_block_is_free_only_when_all_have_released_it():
@@ -20,6 +21,27 @@ def test_taking_too_many_blocks_takes_none():
     with pytest.raises(ValueError, match="4 blocks wanted, 3 free"):
         pool.allocate(4)
     assert pool.num_free == 3
+
+
+def test_a_map_shows_which_blocks_are_held_by_how_many_and_which_are_cached():
+    pool = BlockPool(5)
+    held, kept, let_go = pool.allocate(3)
+    for block in (held, kept):
+        pool.register(block, bytes([block]))
+    pool.share([held])
+    pool.release([kept, let_go])
+    assert pool.draw_map(100) == BlockMap(5, 1, [1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [2, 0, 0, 0, 0])
+
+
+@given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 300))
+def test_a_map_of_many_blocks_has_few_cells_and_leaves_none_out(num_blocks, max_cells, num_held):
+    pool = BlockPool(num_blocks)
+    pool.allocate(min(num_held, num_blocks))
+    shown = pool.draw_map(max_cells)
+    assert len(shown.held) == len(shown.cached) == len(shown.holders) <= max_cells
+    assert len(shown.held) == -(-num_blocks // shown.blocks_per_cell)
+    assert sum(shown.held) == min(num_held, num_blocks)
+    assert max(shown.held) <= shown.blocks_per_cell
 
 
 def test_a_free_block_can_be_neither_released_nor_shared():

@@ -318,6 +318,19 @@ def test_a_look_inside_shows_every_unfinished_request_and_where_it_stands(make):
     assert engine.inspect().requests == []
 
 
+def test_a_map_of_the_blocks_agrees_with_the_stats(make):
+    engine = make()
+    engine.add(request_of("a", range(5, 25), max_tokens=20, ignore_eos=True))
+    while engine.stats().generation_tokens < 3:
+        engine.step()
+    stats, shown = engine.stats(), engine.map_blocks()
+    assert (shown.num_blocks, sum(shown.held)) == (stats.kv_blocks_total, stats.kv_blocks_used)
+    assert sum(shown.held) > 0
+    assert max(shown.holders) == 1
+    engine.abort("a")
+    assert sum(engine.map_blocks().held) == 0
+
+
 def test_logprobs_come_one_for_each_token_the_likeliest_in_order(engine):
     outputs = run(engine, request_of(logprobs=3, ignore_eos=True), request_of("b", logprobs=0), request_of("c"))
     for output in outputs["a"]:

@@ -17,6 +17,8 @@ from vlmserve.engine.messages import (
     Fatal,
     Inspect,
     Inspected,
+    MapBlocks,
+    Mapped,
     Outputs,
     Ready,
     Shutdown,
@@ -25,6 +27,7 @@ from vlmserve.engine.messages import (
     encode,
 )
 from vlmserve.types import (
+    BlockMap,
     CrossInput,
     EngineRequest,
     EngineSnapshot,
@@ -156,7 +159,7 @@ def test_read_only_pictures_cross_a_socket(sockets):
         np.testing.assert_array_equal(got.image.pixels, sent.image.pixels)
 
 
-@pytest.mark.parametrize("message", [Abort(["a", "b"]), Inspect(), Shutdown()])
+@pytest.mark.parametrize("message", [Abort(["a", "b"]), Inspect(), MapBlocks(), Shutdown()])
 def test_messages_to_the_engine(message):
     assert decode_to_engine(encode(message)) == message
 
@@ -180,6 +183,7 @@ def test_messages_to_the_engine(message):
             EngineStats(),
         ),
         Inspected(EngineSnapshot(EngineStats(steps=3), [RequestSnapshot("a", "preempted", 5, 6, 4, 0, 1, 2)])),
+        Mapped(BlockMap(5, 2, [2, 1, 0], [0, 1, 1], [3, 1, 0])),
         Failed("a", Failure("OverloadedError", "full")),
         Fatal(Failure("MissingWeightsError", "no weights")),
     ],

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve.cache.blocks import BlockPool
 from vlmserve.config import EngineConfig
 from vlmserve.engine.messages import (
     Abort,
@@ -21,6 +22,8 @@ from vlmserve.engine.messages import (
     FromEngine,
     Inspect,
     Inspected,
+    MapBlocks,
+    Mapped,
     Outputs,
     Ready,
     Shutdown,
@@ -30,7 +33,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess, _environment, serve_engine
 from vlmserve.errors import InvalidRequestError
-from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, Prompt, RequestOutput
+from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, Prompt, RequestOutput
 
 
 class CountingEngine:
@@ -70,6 +73,9 @@ class CountingEngine:
 
     def inspect(self) -> EngineSnapshot:
         return EngineSnapshot(self.stats(), [])
+
+    def map_blocks(self) -> BlockMap:
+        return BlockPool(4).draw_map(2)
 
 
 class Peer:
@@ -156,6 +162,8 @@ def test_an_abort_takes_effect_within_a_step_and_updates_the_stats(peer):
 def test_it_tells_what_the_engine_holds_while_it_is_idle_and_while_it_works(peer):
     peer.send(Inspect())
     assert peer.receive() == Inspected(EngineSnapshot(EngineStats(), []))
+    peer.send(MapBlocks())
+    assert peer.receive() == Mapped(BlockMap(4, 2, [0, 0], [0, 0], [0, 0]))
     peer.add("a", 60_000)
     while not isinstance(peer.receive(), Outputs):
         pass

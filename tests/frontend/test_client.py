@@ -190,6 +190,9 @@ async def test_it_shows_what_the_engine_holds_to_all_who_ask(start):
     first, second = await asyncio.gather(client.inspect(), client.inspect())
     assert [(shown.request_id, shown.state) for shown in first.requests] == [("a", "running"), ("b", "waiting")]
     assert second == first
+    maps = await asyncio.gather(client.map_blocks(), client.map_blocks())
+    assert maps[0] == maps[1]
+    assert sum(maps[0].held) > 0
     for stream in streams:
         stream.close()
     assert (await client.inspect()).requests == []
@@ -202,11 +205,14 @@ async def test_asking_an_engine_that_is_gone_or_going_fails(start):
     await until(lambda: client.stats.num_running == 1)
     os.kill(client.pid, signal.SIGSTOP)  # so that it cannot answer
     asking = [asyncio.ensure_future(client.inspect()) for _ in range(2)]
+    mapping = asyncio.ensure_future(client.map_blocks())
     await asyncio.sleep(0.01)
     asking[0].cancel()
     os.kill(client.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await asking[1]
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await mapping
     with pytest.raises(EngineDeadError):
         await client.inspect()
     await client.close()

@@ -39,13 +39,6 @@ def test_head_answers_as_get_does_without_a_body(live, path):
     assert head.content == b""
 
 
-def test_the_start_page_shows_a_command_with_the_right_address(live):
-    page = get(live, "/")
-    assert page.headers["content-type"].startswith("text/html")
-    assert f"curl {live.url}/v1/chat/completions" in page.text
-    assert "tiny" in page.text
-
-
 def test_a_request_id_comes_back_or_is_made_up(live):
     assert get(live, "/health", **{"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made_up = {get(live, "/health").headers["x-request-id"] for _ in range(2)}

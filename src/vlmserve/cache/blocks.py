@@ -10,6 +10,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
+from vlmserve.types import BlockMap
+
 
 def _let_go(block: int, keys: list[bytes]) -> None:
     """What happens to the content of an evicted block unless somebody wants it."""
@@ -46,6 +50,21 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that a key leads to, held ones included."""
         return len(self._keys)
+
+    def draw_map(self, max_cells: int) -> BlockMap:
+        """What the blocks are in now, in at most so many cells."""
+        per_cell = max(1, -(-self.num_blocks // max_cells))
+        ref_counts = np.frombuffer(self._ref_counts, dtype=np.intc)
+        known = np.zeros(self.num_blocks, dtype=bool)
+        known[np.fromiter(self._keys, dtype=np.int64, count=len(self._keys))] = True
+        starts = np.arange(0, self.num_blocks, per_cell)
+        return BlockMap(
+            self.num_blocks,
+            per_cell,
+            np.add.reduceat(ref_counts > 0, starts, dtype=np.int64).tolist(),
+            np.add.reduceat(known & (ref_counts == 0), starts, dtype=np.int64).tolist(),
+            np.maximum.reduceat(ref_counts, starts).tolist(),
+        )
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]

@@ -30,6 +30,8 @@ from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
 from vlmserve.types import (
     KEY_BYTES,
+    MAX_MAP_CELLS,
+    BlockMap,
     EngineRequest,
     EngineSnapshot,
     EngineStats,
@@ -256,6 +258,9 @@ class Engine:
         requests = [_snapshot(sequence, runs=True) for sequence in self._scheduler.running]
         requests += [_snapshot(sequence, runs=False) for sequence in self._scheduler.waiting]
         return EngineSnapshot(self.stats(), requests)
+
+    def map_blocks(self) -> BlockMap:
+        return self._cache.pool.draw_map(MAX_MAP_CELLS)
 
     def _check_times(self, prompt: Prompt) -> None:
         """The frames of a slow video may lie further apart than the model can tell, or memory for positions holds."""

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from vlmserve import errors
-from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, Pixels, RequestOutput
+from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, ModelInfo, Pixels, RequestOutput
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
@@ -55,6 +55,10 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     """Tell what the engine holds. Answered with `Inspected`, in order."""
 
 
+class MapBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Tell what the KV cache's blocks are in. Answered with `Mapped`, in order."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Exit now."""
 
@@ -93,14 +97,20 @@ class Inspected(msgspec.Struct, frozen=True, tag=True):
     snapshot: EngineSnapshot
 
 
+class Mapped(msgspec.Struct, frozen=True, tag=True):
+    """The KV cache's blocks when the engine read `MapBlocks`."""
+
+    blocks: BlockMap
+
+
 class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or go on; the process exits after this."""
 
     failure: Failure
 
 
-ToEngine: TypeAlias = Add | Abort | Inspect | Shutdown
-FromEngine: TypeAlias = Ready | Accepted | Outputs | Failed | Inspected | Fatal
+ToEngine: TypeAlias = Add | Abort | Inspect | MapBlocks | Shutdown
+FromEngine: TypeAlias = Ready | Accepted | Outputs | Failed | Inspected | Mapped | Fatal
 
 _plain_encoder = msgspec.msgpack.Encoder()
 _from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)

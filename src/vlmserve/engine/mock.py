@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.keys import cross_key
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
@@ -22,6 +23,8 @@ from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, OverloadedError
 from vlmserve.sampling.grammar import Matcher
 from vlmserve.types import (
+    MAX_MAP_CELLS,
+    BlockMap,
     EngineRequest,
     EngineSnapshot,
     EngineStats,
@@ -280,6 +283,13 @@ class MockEngine:
         requests = [answer.snapshot(runs=True, block_size=size) for answer in self._running.values()]
         requests += [answer.snapshot(runs=False, block_size=size) for answer in self._waiting]
         return EngineSnapshot(self.stats(), requests)
+
+    def map_blocks(self) -> BlockMap:
+        """As if the running requests had taken the first blocks, and nothing were cached."""
+        stats = self.stats()
+        pool = BlockPool(stats.kv_blocks_total)
+        pool.allocate(stats.kv_blocks_used)
+        return pool.draw_map(MAX_MAP_CELLS)
 
     def _admit(self) -> None:
         now = time.monotonic()

@@ -33,6 +33,8 @@ from vlmserve.engine.messages import (
     FromEngine,
     Inspect,
     Inspected,
+    MapBlocks,
+    Mapped,
     Outputs,
     Ready,
     Shutdown,
@@ -162,6 +164,8 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes]) -> None:
                     aborted = True
                 case Inspect():
                     _send(socket, Inspected(engine.inspect()))
+                case MapBlocks():
+                    _send(socket, Mapped(engine.map_blocks()))
                 case Shutdown():
                     return
         if accepted:

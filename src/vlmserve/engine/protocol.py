@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
+from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
 
 
 class VLMEngine(Protocol):
@@ -46,4 +46,8 @@ class VLMEngine(Protocol):
 
     def inspect(self) -> EngineSnapshot:
         """The stats and every unfinished request, for people who look for what goes wrong."""
+        ...
+
+    def map_blocks(self) -> BlockMap:
+        """What the KV cache's blocks are in, for people who watch; in at most `MAX_MAP_CELLS` cells."""
         ...

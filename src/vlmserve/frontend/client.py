@@ -26,6 +26,8 @@ from vlmserve.engine.messages import (
     Fatal,
     Inspect,
     Inspected,
+    MapBlocks,
+    Mapped,
     Outputs,
     Ready,
     Shutdown,
@@ -35,7 +37,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
-from vlmserve.types import EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
+from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,8 @@ class EngineClient:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, 0)
         self._streams: dict[str, EngineStream] = {}
-        self._inspection: asyncio.Future[EngineSnapshot | None] | None = None
+        self._looks: dict[type[Inspect | MapBlocks], asyncio.Future[Any]] = {}
+        """What the engine was asked of itself and has not answered."""
         self._outbox: list[ToEngine] = []
         self._sends: set[asyncio.Future[Any]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -242,16 +245,25 @@ class EngineClient:
 
     async def inspect(self) -> EngineSnapshot:
         """What the engine holds, asked between two of its steps. Raises EngineDeadError, UnavailableError."""
+        snapshot: EngineSnapshot = await self._look(Inspect())
+        return snapshot
+
+    async def map_blocks(self) -> BlockMap:
+        """What the KV cache's blocks are in, asked and answered in the same way."""
+        blocks: BlockMap = await self._look(MapBlocks())
+        return blocks
+
+    async def _look(self, question: Inspect | MapBlocks) -> Any:
         if not self.alive:
             raise self._gone()
-        if self._inspection is None:
-            self._inspection = self._loop.create_future()
-            self._send(Inspect())
+        if type(question) not in self._looks:
+            self._looks[type(question)] = self._loop.create_future()
+            self._send(question)
         # Shared by all who ask meanwhile, so that what waits for a busy engine does not grow.
-        snapshot = await asyncio.shield(self._inspection)
-        if snapshot is None:
+        answer = await asyncio.shield(self._looks[type(question)])
+        if answer is None:
             raise self._gone()
-        return snapshot
+        return answer
 
     def fail_all(self, error: Callable[[], VLMServeError]) -> None:
         """Abort every request; whoever waits for one gets this error."""
@@ -272,11 +284,15 @@ class EngineClient:
                     self._streams[request_id].fail(error)
                     self._forget(request_id)
 
-    def _end_inspection(self, snapshot: EngineSnapshot | None) -> None:
-        """Answer who asked; None means that the engine is gone."""
-        if self._inspection is not None:
-            self._inspection.set_result(snapshot)
-            self._inspection = None
+    def _end_look(self, question: type[Inspect | MapBlocks], answer: EngineSnapshot | BlockMap | None) -> None:
+        """Tell those who asked; None means that the engine is gone."""
+        look = self._looks.pop(question, None)
+        if look is not None:
+            look.set_result(answer)
+
+    def _end_looks(self) -> None:
+        for question in list(self._looks):
+            self._end_look(question, None)
 
     async def close(self, grace: float = 0.0) -> None:
         """Take no more requests, give running ones `grace` seconds, then stop the process."""
@@ -284,7 +300,7 @@ class EngineClient:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         self.fail_all(lambda: UnavailableError("The engine was closed before the answer was complete"))
-        self._end_inspection(None)
+        self._end_looks()
         if self._ready.done() and not self._exited.is_set():
             self._send(Shutdown())
             with contextlib.suppress(TimeoutError):
@@ -348,7 +364,7 @@ class EngineClient:
         else:
             logger.error("%s; %d requests fail", error, len(self._streams))
         self.fail_all(self._gone)
-        self._end_inspection(None)
+        self._end_looks()
         self._died.set()
 
     async def _receive(self) -> None:
@@ -368,7 +384,9 @@ class EngineClient:
                 case Failed(request_id, failure):
                     self._end(request_id, failure.error)
                 case Inspected(snapshot):
-                    self._end_inspection(snapshot)
+                    self._end_look(Inspect, snapshot)
+                case Mapped(blocks):
+                    self._end_look(MapBlocks, blocks)
                 case Ready(info, stats, load_seconds):
                     self.stats, self.load_seconds = stats, load_seconds
                     self._ready.set_result(info)

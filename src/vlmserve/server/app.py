@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from vlmserve.errors import EngineDeadError, VLMServeError
@@ -28,8 +28,9 @@ from vlmserve.server.errors import (
     retry_after,
 )
 from vlmserve.server.guard import Guard
+from vlmserve.server.live import LiveFigures, LiveView
 from vlmserve.server.openapi import Operation, document, routes
-from vlmserve.server.page import start_page
+from vlmserve.server.page import page_routes
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
 from vlmserve.server.routes.history import HISTORY_OPERATIONS
@@ -67,6 +68,7 @@ def operations(service: Service) -> list[Operation]:
         Operation("GET", "/ready", ready, answer=Health, errors=Health),
         Operation("GET", "/version", show_version, answer=dict[str, str]),
         Operation("GET", "/metrics", show_metrics, answer="text/plain"),
+        Operation("GET", "/live", show_live, answer=LiveFigures),
         *([caches] if service.config.enable_debug else []),
     ]  # fmt: skip
 
@@ -82,6 +84,7 @@ def create_app(service: Service) -> Starlette:
     async def show_document(request: Request) -> Response:
         return Response(described(), media_type="application/json")
 
+    pages = page_routes() if service.config.enable_page else []
     middleware = [Middleware(RequestLog, service=service), Middleware(Guard, service=service)]
     if service.config.cors_origins:
         # Outside of all others: a browser's preflight has no key, and it shows a page no error without these headers.
@@ -94,12 +97,13 @@ def create_app(service: Service) -> Starlette:
         )
         middleware.insert(0, cors)
     app = Starlette(
-        routes=[*routes(offered), Route("/openapi.json", show_document), Route("/", index)],
+        routes=[*routes(offered), Route("/openapi.json", show_document), *pages],
         middleware=middleware,
         exception_handlers={VLMServeError: count_and_handle_error, HTTPException: handle_http_exception},
     )
     app.router.redirect_slashes = False
     app.state.service = service
+    app.state.live = LiveView(service)
     return app
 
 
@@ -170,6 +174,12 @@ async def show_metrics(request: Request) -> Response:
     return Response(page, headers={"Content-Type": content_type})
 
 
+async def show_live(request: Request) -> Response:
+    """What the engine does now, and how long answers took in the last minutes."""
+    view: LiveView = request.app.state.live
+    return json_response(await view.figures())
+
+
 async def count_and_handle_error(request: Request, error: Exception) -> Response:
     """Exception handler for `VLMServeError`."""
     assert isinstance(error, VLMServeError)
@@ -178,9 +188,3 @@ async def count_and_handle_error(request: Request, error: Exception) -> Response
     service.metrics.count_error(code)
     note_error(request.scope, code)
     return await handle_vlmserve_error(request, error)
-
-
-async def index(request: Request) -> HTMLResponse:
-    """What this is, for people with a browser."""
-    service: Service = request.app.state.service
-    return HTMLResponse(start_page(service.model_name, str(request.base_url).rstrip("/")))

@@ -35,7 +35,7 @@ _FIELDS = "vlmserve.fields"
 _REQUEST_ID_KEY = "vlmserve.request_id"
 _WATCH_AFTER = 0.02
 """Seconds that a client may have left before it is noticed."""
-_PROBES = ("/health", "/ready", "/metrics")
+_PROBES = ("/health", "/ready", "/metrics", "/live")
 """Paths that machines ask all the time."""
 
 Result = TypeVar("Result")

@@ -15,10 +15,13 @@ from vlmserve.server.body import drop_body
 from vlmserve.server.connection import add_note, note_error
 from vlmserve.server.errors import RefusedError, error_code, error_response, head_too_large
 from vlmserve.server.history import OWNER
+from vlmserve.server.page import ASSETS
 from vlmserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
-"""Paths that need no key: what load balancers ask, and the start page."""
+"""Paths that need no key: what load balancers ask, and the page, which asks for a key itself."""
+FIGURES_PATHS = frozenset({"/metrics", "/live"})
+"""Paths that need one if the settings say so."""
 _ACCOUNT = "vlmserve.account"
 
 
@@ -31,7 +34,7 @@ class Guard:
         self._service = service
         self._keys = service.keys
         self._max_head = service.config.max_header_bytes
-        self._open = OPEN_PATHS if service.config.protect_metrics else OPEN_PATHS | {"/metrics"}
+        self._open = OPEN_PATHS if service.config.protect_metrics else OPEN_PATHS | FIGURES_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,7 +75,7 @@ class Guard:
 
     def _authenticate(self, scope: Scope) -> Account | None:
         """The account that asks; None where nobody needs one. Raises RefusedError (401)."""
-        if self._keys is None or scope["path"] in self._open:
+        if self._keys is None or scope["path"] in self._open or scope["path"].startswith(ASSETS):
             return None
         key = _presented(Headers(scope=scope))
         account = None if key is None else self._keys.find(key)

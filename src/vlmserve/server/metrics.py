@@ -29,6 +29,7 @@ from vlmserve.server.collectors import (
     Processes,
     RunningEngine,
 )
+from vlmserve.server.recent import RecentLatencies
 from vlmserve.types import EngineStats, FinishReason, RequestOutput, RequestTimings
 
 _DECADES = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
@@ -74,6 +75,7 @@ class ServerMetrics:
         self.ended = {reason: ended.labels(model_name, reason) for reason in get_args(FinishReason)}
         self.num_served = 0
         """Complete answers."""
+        self.recent = RecentLatencies()
         self._errors = self._counter("request_errors", "HTTP requests answered with an error, by its code.", "code")
         self._add_latencies()
         self._add_sizes()
@@ -207,6 +209,7 @@ class AnswerRecord:
         if self._num_tokens == 0:
             self._first = now
             self._metrics.ttft.observe(now - self._arrived)
+            self._metrics.recent.note("ttft", now - self._arrived)
         else:
             self._metrics.gap.observe(now - self._last)
         self._last = now
@@ -222,12 +225,16 @@ class AnswerRecord:
         if reason not in ("stop", "length"):
             return
         metrics.num_served += 1
-        metrics.e2e.observe(time.monotonic() - self._arrived)
+        e2e = time.monotonic() - self._arrived
+        metrics.e2e.observe(e2e)
+        metrics.recent.note("e2e", e2e)
         metrics.prompt_tokens.observe(self._num_prompt_tokens)
         metrics.computed_tokens.observe(self._num_prompt_tokens - self._num_cached_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         if self._num_tokens > 1:
-            metrics.tpot.observe((self._last - self._first) / (self._num_tokens - 1))
+            tpot = (self._last - self._first) / (self._num_tokens - 1)
+            metrics.tpot.observe(tpot)
+            metrics.recent.note("tpot", tpot)
         if (timings := self.timings) is not None:
             metrics.queue.observe(timings.queue)
             metrics.vision.observe(timings.vision)

@@ -1,0 +1,88 @@
+"""The chat page and the live view, as ``web/`` builds them: a document at ``/`` and what it loads from ``/assets/``.
+
+The page is a client of the public API like any other and knows nothing else of the server.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import mimetypes
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+ASSETS = "/assets/"
+"""Where paths begin that everybody may load: they are the same on every server."""
+
+_POLICY = "; ".join(
+    (
+        "default-src 'self'",
+        "img-src 'self' data: blob:",
+        "media-src 'self' blob:",
+        "object-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'self'",
+    )
+)
+"""Nothing is loaded from elsewhere and no script or style stands in the document, whatever an answer may contain."""
+_YEAR = 365 * 86400
+_COMPRESSED = ("text/", "application/json", "image/svg+xml")
+
+
+def page_routes() -> list[Route]:
+    """The routes of the page."""
+    return [Route("/", _show_document), Route(ASSETS + "{name}", _show_asset)]
+
+
+async def _show_document(request: Request) -> Response:
+    content, packed = _read("index.html")
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": _POLICY,
+        "ETag": tag,
+        "Referrer-Policy": "same-origin",
+    }
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return _response(request, content, packed, "text/html", headers)
+
+
+async def _show_asset(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in _asset_names():
+        raise HTTPException(404)
+    content, packed = _read("assets", name)
+    # The name holds a digest of the content, which therefore never changes.
+    headers = {"Cache-Control": f"public, max-age={_YEAR}, immutable"}
+    return _response(request, content, packed, mimetypes.guess_type(name)[0] or "application/octet-stream", headers)
+
+
+def _response(request: Request, content: bytes, packed: bytes, kind: str, headers: dict[str, str]) -> Response:
+    headers = {**headers, "X-Content-Type-Options": "nosniff", "Vary": "Accept-Encoding"}
+    if kind.startswith(_COMPRESSED) and "gzip" in request.headers.get("accept-encoding", ""):
+        content, headers["Content-Encoding"] = packed, "gzip"
+    return Response(content, headers=headers, media_type=kind)
+
+
+def _built() -> Traversable:
+    return resources.files(__name__) / "built"
+
+
+@functools.cache
+def _asset_names() -> frozenset[str]:
+    return frozenset(entry.name for entry in (_built() / "assets").iterdir())
+
+
+@functools.cache
+def _read(*parts: str) -> tuple[bytes, bytes]:
+    """A built file, as it is and packed."""
+    content = _built().joinpath(*parts).read_bytes()
+    return content, gzip.compress(content, mtime=0)

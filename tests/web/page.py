@@ -1,0 +1,56 @@
+"""What people do on the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Locator, Page
+
+
+def answers(page: Page) -> Locator:
+    """All answers that have ended."""
+    return page.locator(".turn.answer[aria-busy=false]")
+
+
+def answer_of(page: Page, index: int) -> str:
+    """The text of an answer, once it has ended."""
+    answer = answers(page).nth(index)
+    answer.wait_for()
+    return answer.locator(".markdown").inner_text()
+
+
+def add(page: Page, *pictures: Any) -> None:
+    """Choose pictures: paths, or files as Playwright describes them."""
+    files = [_payload(picture) if isinstance(picture, Path) else picture for picture in pictures]
+    page.locator("input[type=file]").set_input_files(files)
+    page.get_by_role("button", name="Remove").nth(len(pictures) - 1).wait_for()
+
+
+def _payload(path: Path) -> dict[str, Any]:
+    return {"name": path.name, "mimeType": f"image/{path.suffix[1:]}", "buffer": path.read_bytes()}
+
+
+def ask(page: Page, question: str, *pictures: Any) -> None:
+    """Send a question."""
+    if pictures:
+        add(page, *pictures)
+    page.get_by_label("Question", exact=True).fill(question)
+    page.get_by_role("button", name="Ask", exact=True).click()
+
+
+def draw(page: Page) -> None:
+    """Open the sheet and draw a red circle and a blue star, each with a click."""
+    page.get_by_role("button", name="Draw").click()
+    stamp(page, 0.28, 0.3)
+    page.get_by_role("button", name="star").click()
+    page.get_by_role("button", name="blue").first.click()
+    stamp(page, 0.7, 0.65)
+
+
+def stamp(page: Page, x: float, y: float) -> None:
+    """Click on the sheet, at shares of its width and height."""
+    sheet = page.locator("canvas").last
+    box = sheet.bounding_box()
+    assert box is not None
+    sheet.click(position={"x": x * box["width"], "y": y * box["height"]})

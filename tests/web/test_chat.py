@@ -1,0 +1,407 @@
+"""The chat page in a real browser, with a real server and a model that sees."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.server.live import LiveServer, wait_until
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
+
+from playwright.sync_api import Page, expect
+
+from tests.web.page import add, answer_of, answers, ask, draw, stamp
+
+SHAPES = Path(__file__).parents[2] / "examples/shapes.png"
+NOT_READY = {"error": {"message": "The server is still loading pixie; try again soon", "code": "unavailable"}}
+
+
+def square(colour: str, side: int = 108) -> bytes:
+    picture = Image.new("RGB", (side, side), "white")
+    picture.paste(colour, (side // 4, side // 4, 3 * side // 4, 3 * side // 4))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def events(*texts: str, end: str = "data: [DONE]\n\n") -> str:
+    """A stream of chat completions."""
+    chunks = [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in texts]
+    if end:
+        chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
+
+
+def answering(page: Page, body: str) -> None:
+    """Let the server's next answers be these events."""
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+
+
+def test_a_newcomer_gets_a_right_answer_about_their_drawing_in_three_actions(pixie, visit):
+    page = visit(pixie)
+    page.get_by_role("button", name="Draw").click()
+    stamp(page, 0.5, 0.5)
+    page.get_by_role("button", name="What is in the picture?").click()
+    assert answer_of(page, 0) == "a red circle"
+
+
+def test_an_area_that_is_drawn_by_hand_is_seen(pixie, visit):
+    page = visit(pixie)
+    page.get_by_role("button", name="Draw").click()
+    page.get_by_role("button", name="Filled area by hand").click()
+    page.get_by_role("group", name="Colour").get_by_role("button", name="green").click()
+    box = page.locator("canvas").last.bounding_box()
+    corners = [(0.3, 0.3), (0.7, 0.31), (0.71, 0.7), (0.3, 0.69), (0.3, 0.3)]
+    places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in corners]
+    page.mouse.move(*places[0])
+    page.mouse.down()
+    for place in places[1:]:
+        page.mouse.move(*place, steps=5)
+    page.mouse.up()
+    page.get_by_role("button", name="What is in the picture?").click()
+    assert answer_of(page, 0) == "a green square"
+
+
+def test_a_drawing_can_be_made_by_keyboard_undone_and_asked_something_else(pixie, visit):
+    page = visit(pixie)
+    page.get_by_label("Question", exact=True).blur()
+    page.keyboard.press("d")
+    sheet = page.get_by_label("Sheet to draw on")
+    sheet.focus()
+    page.keyboard.press("Enter")
+    for _ in range(5):
+        page.keyboard.press("ArrowLeft")
+    page.get_by_role("button", name="star").focus()
+    page.keyboard.press("Enter")
+    sheet.focus()
+    page.keyboard.press("Space")
+    assert "a red circle at the middle, a red star at the middle left" in page.get_by_role("dialog").inner_text()
+    page.get_by_role("button", name="Undo").click()
+    page.get_by_role("button", name="Other question").click()
+    expect(page.get_by_label("Question", exact=True)).to_be_focused()
+    page.keyboard.type("What colour is the circle?")
+    page.keyboard.press("Enter")
+    assert answer_of(page, 0) == "red"
+
+
+def test_several_pictures_are_chosen_pasted_and_dropped_and_removed_again(pixie, visit):
+    page = visit(pixie)
+    add(page, SHAPES)
+    for kind, name, target in (("paste", "pasted.png", "clipboardData"), ("drop", "dropped.png", "dataTransfer")):
+        page.evaluate(
+            """([kind, name, target, content]) => {
+                const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
+                const data = new DataTransfer();
+                data.items.add(new File([bytes], name, { type: "image/png" }));
+                const event = kind === "paste"
+                    ? new ClipboardEvent(kind, { bubbles: true, cancelable: true, clipboardData: data })
+                    : new DragEvent(kind, { bubbles: true, cancelable: true, dataTransfer: data });
+                document.body.dispatchEvent(event);
+            }""",
+            [kind, name, target, base64.b64encode(square("blue" if kind == "drop" else "red")).decode()],
+        )
+        page.get_by_role("button", name=f"Open {name}").wait_for()
+    page.get_by_role("button", name="Remove shapes.png").click()
+    ask(page, "What is in the second picture?")
+    assert answer_of(page, 0) == "a blue square"
+
+
+def test_a_question_is_edited_answered_again_and_kept_over_a_reload(pixie, visit):
+    page = visit(pixie)
+    ask(page, "What colour is the circle?", SHAPES)
+    assert answer_of(page, 0) == "red"
+    expect(page.locator(".cost")).to_contain_text("tokens read")
+    ask(page, "And the square?")
+    answer_of(page, 1)
+    page.get_by_role("button", name="Edit the question").first.click()
+    page.get_by_label("Changed question").fill("What colour is the triangle?")
+    page.get_by_role("button", name="Ask again").click()
+    expect(answers(page).locator(".markdown")).to_have_text(["yellow"])
+    page.get_by_role("button", name="Answer again").click()
+    expect(answers(page).locator(".cost")).to_contain_text("cached")
+    page.get_by_label("Question", exact=True).fill("half a que")
+    expect(page.locator(".sidebar li")).to_have_count(1)
+    page.wait_for_timeout(500)  # drafts are saved a moment after the last key
+    page.reload()
+    assert answer_of(page, 0) == "yellow"
+    expect(page.get_by_label("Question", exact=True)).to_have_value("half a que")
+    expect(page.locator(".turn.question img")).to_have_js_property("naturalWidth", 288)
+
+
+def test_conversations_are_side_by_side_and_can_be_renamed_and_deleted(pixie, visit):
+    page = visit(pixie)
+    ask(page, "What colour is the circle?", SHAPES)
+    answer_of(page, 0)
+    page.get_by_role("link", name="New conversation").click()
+    ask(page, "How many shapes are there?", SHAPES)
+    assert answer_of(page, 0) == "3"
+    listed = page.locator(".sidebar li a")
+    expect(listed).to_have_text(["How many shapes are there?", "What colour is the circle?"])
+    page.get_by_role("button", name="Rename How many").click()
+    page.get_by_label("Title").fill("Counting")
+    page.keyboard.press("Enter")
+    expect(listed.first).to_have_text("Counting")
+    page.get_by_role("button", name="Delete Counting").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(listed).to_have_text(["What colour is the circle?"])
+    expect(page.get_by_role("heading", name="Ask about a picture")).to_be_visible()
+    listed.first.click()
+    assert answer_of(page, 0) == "red"
+
+
+def test_a_long_conversation_is_opened_at_its_end_and_follows_what_comes(pixie, visit):
+    page = visit(pixie, viewport={"width": 800, "height": 500})
+    answering(page, events("a ", "short ", "answer"))
+    for number in range(2):
+        ask(page, "A question\nof\nsome\nlines", SHAPES)
+        answer_of(page, number)
+    at_end = "(turns) => turns.scrollHeight - turns.scrollTop - turns.clientHeight < 2"
+    assert page.locator(".turns").evaluate(at_end)
+    page.reload()
+    answer_of(page, 1)
+    wait_until(lambda: page.locator(".turns").evaluate(at_end))
+
+
+def conversation_of(page: Page) -> str:
+    page.wait_for_url("**/#/c/*")
+    return page.url.rsplit("/", 1)[-1]
+
+
+def items_of(server: LiveServer, conversation: str) -> list[str]:
+    listed = httpx.get(f"{server.url}/v1/conversations/{conversation}/items?order=asc", timeout=60).json()["data"]
+    return [part["text"] for item in listed for part in item["content"] if "text" in part]
+
+
+def keep_on_server(page: Page) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("On the server").check()
+    page.get_by_role("button", name="Done").click()
+
+
+def test_a_conversation_is_kept_on_the_server_and_opened_elsewhere(pixie, visit):
+    page = visit(pixie)
+    keep_on_server(page)
+    ask(page, "What colour is the circle?", SHAPES)
+    answer_of(page, 0)
+    ask(page, "How many shapes are there?")
+    assert answer_of(page, 1) == "3"
+    conversation = conversation_of(page)
+    wait_until(lambda: len(items_of(pixie, conversation)) == 4)
+    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+
+    other = visit(pixie, f"/#/c/{conversation}")
+    assert (answer_of(other, 0), answer_of(other, 1)) == ("red", "3")
+    expect(other.locator(".turn.question img")).to_have_js_property("naturalWidth", 288)
+    other.get_by_role("button", name="Edit the question").nth(1).click()
+    other.get_by_label("Changed question").fill("What colour is the triangle?")
+    other.keyboard.press("Enter")
+    expect(answers(other).locator(".markdown")).to_have_text(["red", "yellow"])
+    expect(other.get_by_role("button", name="Stop")).to_have_count(0)
+    assert items_of(pixie, conversation) == [
+        "What colour is the circle?",
+        "red",
+        "What colour is the triangle?",
+        "yellow",
+    ]
+
+    other.get_by_role("button", name="Delete").click()
+    other.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(other.locator(".sidebar li")).to_have_count(0)
+    assert httpx.get(f"{pixie.url}/v1/conversations/{conversation}", timeout=60).status_code == 404
+    assert httpx.get(f"{pixie.url}/v1/files", timeout=60).json()["data"] == []
+
+
+def test_an_answer_is_stopped_and_what_had_come_stays(slow, visit):
+    page = visit(slow)
+    ask(page, "Tell me a story")
+    words = page.locator(".turn.answer .markdown")
+    expect(words).to_have_text(re.compile(r"\w+ \w+"))
+    page.keyboard.press("Escape")
+    wait_until(lambda: slow.client.stats.num_running == 0)
+    expect(page.get_by_text("Stopped.", exact=True)).to_be_visible()
+    text = words.inner_text()
+    assert text
+    page.reload()
+    expect(words).to_have_text(text)
+
+
+def test_a_stopped_answer_is_kept_on_the_server_as_well(slow, visit):
+    page = visit(slow)
+    keep_on_server(page)
+    ask(page, "Tell me a story")
+    expect(page.locator(".turn.answer .markdown")).to_have_text(re.compile(r"\w+ \w+"))
+    page.get_by_role("button", name="Stop").click()
+    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+    text = page.locator(".turn.answer .markdown").inner_text()
+    question, answer = items_of(slow, conversation_of(page))
+    assert (question, answer.strip()) == ("Tell me a story", text)
+
+
+def test_a_picture_that_is_too_large_is_refused_kindly_and_can_be_left_out(pixie, visit):
+    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    page = visit(pixie, complains="413")
+    add(page, {"name": "noise.png", "mimeType": "image/png", "buffer": file.getvalue()}, SHAPES)
+    ask(page, "What colour is the circle?")
+    expect(page.locator(".turn .problem")).to_contain_text("too large for this server")
+    page.get_by_role("button", name="Edit the question").click()
+    page.get_by_role("button", name="Remove noise.png").click()
+    page.get_by_role("button", name="Ask again").click()
+    assert answer_of(page, 0) == "red"
+
+
+def test_a_file_that_is_no_picture_is_told_of(pixie, visit):
+    page = visit(pixie, complains="400")
+    ask(page, "What is it?", {"name": "broken.png", "mimeType": "image/png", "buffer": b"nothing of that kind"})
+    expect(page.locator(".turn .problem")).to_contain_text("cannot answer this")
+    expect(page.locator(".turn .problem")).to_contain_text(re.compile("image|picture"))
+
+
+def test_while_the_server_is_away_nothing_is_lost(pixie, visit):
+    page = visit(pixie, complains="net::ERR_FAILED")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    ask(page, "What colour is the circle?", SHAPES)
+    expect(page.locator(".turn .problem")).to_contain_text("The server cannot be reached")
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("button", name="Try again").click()
+    assert answer_of(page, 0) == "red"
+
+
+def test_a_stream_that_breaks_off_shows_what_had_come(pixie, visit):
+    page = visit(pixie)
+    answering(page, events("half an", " answer", end=""))
+    ask(page, "What colour is the circle?", SHAPES)
+    expect(page.locator(".turn .problem")).to_contain_text("The answer broke off")
+    assert answer_of(page, 0) == "half an answer"
+
+
+def test_an_error_in_the_middle_of_a_stream_is_told(pixie, visit):
+    page = visit(pixie)
+    failed = {"error": {"message": "The engine gave up", "code": "generation_failed"}}
+    answering(page, events("half", end=f"data: {json.dumps(failed)}\n\n").replace('"finish_reason": "stop"', '"x": 0'))
+    ask(page, "What colour is the circle?")
+    expect(page.locator(".turn .problem")).to_contain_text("The engine gave up")
+
+
+def test_a_question_to_a_server_that_loads_is_sent_as_soon_as_it_is_ready(pixie, visit):
+    page = visit(pixie, complains="503")
+    asked = 0
+
+    def refuse_once(route) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            route.fulfill(status=503, json=NOT_READY, headers={"Retry-After": "1"})
+        else:
+            route.continue_()
+
+    page.route("**/v1/chat/completions", refuse_once)
+    ask(page, "What colour is the circle?", SHAPES)
+    expect(page.get_by_text("Your question is sent as soon as it is ready")).to_be_visible()
+    assert answer_of(page, 0) == "red"
+    assert asked == 2
+
+
+def test_an_overloaded_server_asks_for_patience(pixie, visit):
+    page = visit(pixie, complains="429")
+    body = {"error": {"message": "5 answers are under way already", "code": "overloaded"}}
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(status=429, json=body, headers={"Retry-After": "7"})
+    )
+    ask(page, "What colour is the circle?")
+    expect(page.locator(".turn .problem")).to_contain_text("too much to do")
+    expect(page.locator(".turn .problem")).to_contain_text("7 s")
+
+
+def test_a_server_with_keys_asks_for_one_until_it_is_right(folder_with_keys, visit):
+    page = visit(folder_with_keys, complains="401")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("needs an API key")
+    dialog.get_by_label("Key").fill("wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator(".banner")).to_contain_text("not valid")
+    page.get_by_role("button", name="Enter a key").click()
+    dialog.get_by_label("Key").fill("right")
+    page.keyboard.press("Enter")
+    expect(page.locator(".banner")).to_have_count(0)
+    ask(page, "Hello")
+    assert answer_of(page, 0)
+    page.reload()
+    ask(page, "And again")
+    assert answer_of(page, 1)
+
+
+@pytest.fixture(scope="module")
+def folder_with_keys(tmp_path_factory):
+    from tests.mock_checkpoint import make_mock_checkpoint
+
+    folder = make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    with LiveServer(folder, server={"api_key": ("right",), "storage_url": "memory"}) as server:
+        yield server
+
+
+def test_markdown_is_shown_and_code_copied_but_nothing_is_loaded_from_elsewhere(pixie, visit):
+    page = visit(pixie)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    text = (
+        "Some **bold** words.\n\n```python\nprint('hi')\n```\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n"
+        "![spy](https://example.com/spy.png) <img src=x onerror=alert(1)> <script>alert(1)</script>"
+    )
+    answering(page, events(*re.findall(r".{1,7}", text, re.DOTALL)))
+    ask(page, "Anything")
+    answer_of(page, 0)
+    answer = answers(page)
+    expect(answer.locator("strong")).to_have_text("bold")
+    expect(answer.locator("td")).to_have_text(["1", "2"])
+    expect(answer.locator(".hljs-string")).to_have_text("'hi'")
+    expect(answer.locator("img, script")).to_have_count(0)
+    page.get_by_role("button", name="Copy the code").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == "print('hi')"
+
+
+def test_what_is_set_is_sent_and_remembered(pixie, visit):
+    page = visit(pixie)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Longest answer").fill("2")
+    page.get_by_label("Dark").check()
+    page.get_by_role("button", name="Done").click()
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "Describe the picture.", SHAPES)
+    body = sent.value.post_data_json
+    assert (body["temperature"], body["max_completion_tokens"]) == (0.5, 2)
+    assert "top_p" not in body
+    expect(page.get_by_text("reached its longest length")).to_be_visible()
+
+
+def test_it_works_under_a_path_of_a_proxy(pixie, visit):
+    page = visit(pixie)
+
+    def forward(route) -> None:
+        route.fulfill(response=route.fetch(url=route.request.url.replace("/some/where/", "/")))
+
+    page.route("**/some/where/**", forward)
+    page.goto(pixie.url + "/some/where/")
+    with page.expect_request("**/some/where/v1/chat/completions"):
+        ask(page, "What colour is the circle?", SHAPES)
+    assert answer_of(page, 0) == "red"
+
+
+def test_answers_are_announced_once_they_are_there(pixie, visit):
+    page = visit(pixie)
+    draw(page)
+    page.get_by_role("button", name="What is in the picture?").click()
+    expect(page.locator(".chat > [aria-live=polite]")).to_have_text(re.compile("red circle and a blue star"))

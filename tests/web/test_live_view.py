@@ -1,0 +1,83 @@
+"""The live view in a real browser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.server.live import QUESTION, stream_lines
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
+
+from playwright.sync_api import expect
+
+
+def test_it_shows_requests_while_they_run_and_the_blocks_that_they_hold(slow, visit):
+    page = visit(slow, "/#/live")
+    running = page.locator(".tiles .panel").filter(has_text="Running").locator("b")
+    expect(running).to_have_text("0")
+    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 1000, "n": 3}) as lines:
+        next(lines)
+        expect(running).to_have_text("3")
+        rate = page.locator(".tiles .panel").filter(has_text="Generated").locator("b")
+        expect(rate).to_have_text(re.compile(r"^[1-9]"))
+        held = page.get_by_role("img", name=re.compile(r"Map of the KV cache\. [1-9]\d* of [\d,]+ blocks held"))
+        expect(held).to_be_visible()
+        expect(page.get_by_role("img", name=re.compile("Requests in the last minutes: running 3"))).to_be_visible()
+    expect(running).to_have_text("0")
+    latency = page.get_by_role("row", name=re.compile("First token")).first
+    expect(latency).to_contain_text(re.compile(r"\d m?s"))
+
+
+def test_the_map_is_painted_in_the_colours_of_its_legend(slow, visit):
+    page = visit(slow, "/#/live")
+    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 1000}) as lines:
+        next(lines)
+        page.get_by_role("img", name=re.compile(r"\. [1-9]\d* of [\d,]+ blocks held")).wait_for()
+        colours = page.evaluate(
+            """() => {
+                const canvas = document.querySelector(".map canvas");
+                const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+                const found = new Set();
+                for (let place = 0; place < pixels.length; place += 4)
+                    if (pixels[place + 3] === 255) found.add([...pixels.slice(place, place + 3)].join());
+                return [...found];
+            }"""
+        )
+    assert len(colours) >= 2  # free, and at least one that is not
+
+
+def test_when_the_server_is_gone_it_says_so_and_shows_what_was_before(slow, visit):
+    page = visit(slow, "/#/live", complains="net::ERR_FAILED")
+    page.locator(".tiles").wait_for()
+    page.route("**/live", lambda route: route.abort())
+    expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
+    expect(page.locator(".tiles")).to_be_visible()
+    page.unroute("**/live")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_if_its_files_are_gone_since_the_server_is_another_one_it_says_what_to_do(slow, visit):
+    page = visit(slow, complains="ERR_FAILED|dynamically imported")
+    page.route("**/assets/live-*.js", lambda route: route.abort())
+    page.get_by_role("link", name="Live").click()
+    expect(page.get_by_role("heading", name="This view has failed")).to_be_visible()
+    page.unroute("**/assets/live-*.js")
+    page.get_by_role("button", name="Load the page again").click()
+    page.locator(".tiles").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [("loading", "The model is loading"), ("dead", "The engine has died"), ("asleep", "first question")],
+)
+def test_without_an_engine_it_says_why_and_shows_no_figures(slow, visit, status, words):
+    page = visit(slow)
+    nothing = {"count": 0, "p50": None, "p90": None, "p99": None}
+    latencies = {kind: {"60": nothing, "300": nothing} for kind in ("ttft", "tpot", "e2e")}
+    body = {"time": 1.0, "status": status, "model": "tiny", "engine": None, "pictures": None, "blocks": None}
+    page.route("**/live", lambda route: route.fulfill(json={**body, "latencies": latencies}))
+    page.get_by_role("link", name="Live").click()
+    expect(page.get_by_role("main").get_by_role("status")).to_contain_text(words)
+    expect(page.locator(".tiles b")).to_have_text([re.compile(r"^\W$")] * 4)

@@ -1,0 +1,139 @@
+"""Makes the pictures of the page that the README shows, with a real server and the built-in model.
+
+    python web/screenshots.py           those that the documents show, into docs/images
+    python web/screenshots.py FOLDER    all, to look at what has changed
+
+Needs what `make test` installs, and Chromium.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+from playwright.sync_api import Browser, Page, sync_playwright
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.web.browser import ARGUMENTS, find_chromium
+from tests.web.page import answer_of, ask, draw
+
+DESKTOP = {"width": 1200, "height": 820}
+PHONE = {"width": 390, "height": 780}
+SHAPES = ROOT / "examples/shapes.png"
+IMAGES = ROOT / "docs/images"
+SHOWN = {f"{view}-{look}" for view in ("chat", "live") for look in ("light", "dark", "phone")} | {"draw-phone"}
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[str]:
+    """A server of its own on a free port; its address."""
+    command = [sys.executable, "-m", "vlmserve", "serve", "--port", "0", "--storage-url", "memory"]
+    flags = ["--kv-cache-memory", "4MiB", "--max-num-seqs", "12", "--no-access-log"]
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            found = re.search(r"http://\S+", ready)
+            assert found is not None, ready
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def under_load(url: str, clients: int) -> Iterator[None]:
+    """Clients that ask one question after the other, most of them about the same picture."""
+    done = threading.Event()
+    picture = "data:image/png;base64," + base64.b64encode(SHAPES.read_bytes()).decode()
+    shown = {"type": "image_url", "image_url": {"url": picture}}
+
+    def work(number: int) -> None:
+        turn = 0
+        while not done.is_set():
+            turn += 1
+            text = {
+                "type": "text",
+                "text": f"Question {number} of {turn % 7}. " + "Describe the picture. " * (number % 5),
+            }
+            content = [shown, text] if number % 4 else [text]
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 60 + 10 * (turn % 9)}
+            httpx.post(f"{url}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=60)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def opened(browser: Browser, url: str, scheme: str, size: dict[str, int]) -> Page:
+    """The page in a browser that has never seen it."""
+    phone = size == PHONE
+    context = browser.new_context(
+        viewport=size, color_scheme=scheme, has_touch=phone, device_scale_factor=2 if phone else 1
+    )
+    page = context.new_page()
+    page.goto(url)
+    return page
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def shoot(page: Page, name: str) -> None:
+        if folder == IMAGES and name not in SHOWN:
+            return
+        page.wait_for_timeout(400)
+        page.screenshot(path=folder / f"{name}.png")
+
+    with serving() as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=ARGUMENTS)
+        for scheme, size, suffix in (("light", DESKTOP, "light"), ("dark", DESKTOP, "dark"), ("light", PHONE, "phone")):
+            page = opened(browser, url, scheme, size)
+            shoot(page, f"empty-{suffix}")
+            draw(page)
+            shoot(page, f"draw-{suffix}")
+            page.get_by_role("button", name="Close").click()
+            ask(page, "Describe the picture.", SHAPES)
+            answer_of(page, 0)
+            ask(page, "What colour is the circle?")
+            answer_of(page, 1)
+            shoot(page, f"chat-{suffix}")
+            page.get_by_role("button", name="Settings").click()
+            shoot(page, f"settings-{suffix}")
+            page.get_by_role("button", name="Done").click()
+            page.route("**/v1/chat/completions", lambda route: route.abort())
+            ask(page, "How many shapes are there?")
+            page.get_by_text("cannot be reached").first.wait_for()
+            shoot(page, f"error-{suffix}")
+            page.context.close()
+        with under_load(url, 16):
+            for scheme, size, suffix in (
+                ("light", DESKTOP, "light"),
+                ("dark", DESKTOP, "dark"),
+                ("light", PHONE, "phone"),
+            ):
+                page = opened(browser, url + "/#/live", scheme, size)
+                page.wait_for_timeout(15_000)
+                shoot(page, f"live-{suffix}")
+                page.set_viewport_size({"width": size["width"], "height": 1500})
+                shoot(page, f"live-whole-{suffix}")
+                page.context.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES)

@@ -1,0 +1,115 @@
+/** Asking: the whole conversation at once, or its latest question where the server keeps the rest. */
+
+import type { Picture, Turn } from "../state/types";
+import type { Sampling } from "../state/settings";
+import { ApiError, brokenOff, events, sendJson } from "./client";
+
+export interface Usage {
+  promptTokens: number;
+  cachedTokens: number;
+  answerTokens: number;
+}
+
+/** A piece of an answer. The last one says how it ended. */
+export interface Piece {
+  text?: string;
+  usage?: Usage;
+  ending?: "complete" | "length";
+}
+
+interface ChatChunk {
+  error?: { message: string; code: string };
+  choices?: { delta: { content?: string | null }; finish_reason: string | null }[];
+  usage?: { prompt_tokens: number; completion_tokens: number; prompt_tokens_details?: { cached_tokens: number } } | null;
+}
+
+interface ResponseEvent {
+  type: string;
+  delta?: string;
+  response?: {
+    error: { message: string } | null;
+    usage: { input_tokens: number; output_tokens: number; input_tokens_details: { cached_tokens: number } } | null;
+  };
+}
+
+/** An answer to all of these turns. Throws ApiError. */
+export async function* chat(turns: Turn[], settings: Sampling, signal: AbortSignal): AsyncGenerator<Piece> {
+  const messages: unknown[] = settings.system ? [{ role: "system", content: settings.system }] : [];
+  for (const turn of turns) messages.push({ role: turn.role, content: await chatContent(turn) });
+  const { maxTokens, system: _, ...sampling } = settings;
+  const body = { ...sampling, max_completion_tokens: maxTokens, messages, stream: true, stream_options: { include_usage: true } };
+  const response = await sendJson("POST", "v1/chat/completions", body, signal);
+  let ending: Piece["ending"];
+  for await (const event of events(response, signal)) {
+    const chunk = event as ChatChunk;
+    if (chunk.error) throw new ApiError(500, chunk.error.code, chunk.error.message);
+    const choice = chunk.choices?.[0];
+    if (choice?.finish_reason) ending = choice.finish_reason === "length" ? "length" : "complete";
+    if (choice?.delta.content) yield { text: choice.delta.content };
+    if (chunk.usage) {
+      const cachedTokens = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      yield { usage: { promptTokens: chunk.usage.prompt_tokens, cachedTokens, answerTokens: chunk.usage.completion_tokens } };
+    }
+  }
+  if (!ending) throw brokenOff();
+  yield { ending };
+}
+
+/** An answer to one question in a conversation that the server keeps. Its pictures are uploaded. Throws ApiError. */
+export async function* respond(
+  conversation: string,
+  question: Turn,
+  settings: Sampling,
+  signal: AbortSignal,
+): AsyncGenerator<Piece> {
+  const { maxTokens, system, ...sampling } = settings;
+  const input = [{ role: "user", content: inputParts(question) }];
+  const body = { ...sampling, max_output_tokens: maxTokens, instructions: system, conversation, input, stream: true, truncation: "auto" };
+  const response = await sendJson("POST", "v1/responses", body, signal);
+  let ending: Piece["ending"];
+  for await (const raw of events(response, signal)) {
+    const event = raw as ResponseEvent;
+    if (event.type === "response.output_text.delta") yield { text: event.delta };
+    if (event.type === "response.failed") {
+      throw new ApiError(500, "generation_failed", event.response?.error?.message ?? "The server gave up");
+    }
+    if (event.type === "response.completed" || event.type === "response.incomplete") {
+      ending = event.type === "response.completed" ? "complete" : "length";
+      const usage = event.response?.usage;
+      if (usage) {
+        const cachedTokens = usage.input_tokens_details.cached_tokens;
+        yield { usage: { promptTokens: usage.input_tokens, cachedTokens, answerTokens: usage.output_tokens } };
+      }
+    }
+  }
+  if (!ending) throw brokenOff();
+  yield { ending };
+}
+
+export function inputParts(question: Turn): unknown[] {
+  const shown = question.pictures.map((picture) => ({
+    type: picture.kind === "video" ? "input_file" : "input_image",
+    file_id: picture.fileId,
+  }));
+  return question.text ? [...shown, { type: "input_text", text: question.text }] : shown;
+}
+
+async function chatContent(turn: Turn): Promise<unknown> {
+  if (turn.pictures.length === 0) return turn.text;
+  const shown = await Promise.all(turn.pictures.map(picturePart));
+  return turn.text ? [...shown, { type: "text", text: turn.text }] : shown;
+}
+
+async function picturePart(picture: Picture): Promise<unknown> {
+  const url = await dataUrl(picture.blob!);
+  return picture.kind === "video" ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } };
+}
+
+function dataUrl(blob: Blob): Promise<string> {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result as string);
+    reader.onerror = () => reject(reader.error ?? new Error("The picture cannot be read any more"));
+    reader.readAsDataURL(blob);
+  });
+}

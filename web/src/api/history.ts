@@ -1,0 +1,109 @@
+/** Conversations and pictures that the server keeps. All of it throws ApiError. */
+
+import type { Picture, Turn } from "../state/types";
+import { inputParts } from "./answers";
+import { ApiError, getJson, request, sendJson } from "./client";
+
+interface Part {
+  type: string;
+  text?: string;
+  file_id?: string;
+}
+
+interface Item {
+  id: string;
+  role: "user" | "assistant" | "system" | "developer";
+  content: Part[];
+}
+
+interface ItemList {
+  data: Item[];
+  has_more: boolean;
+  last_id: string | null;
+}
+
+/** Whether the server keeps anything. */
+export async function keepsHistory(): Promise<boolean> {
+  try {
+    await getJson("v1/files?limit=1");
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+export async function createConversation(title: string): Promise<string> {
+  return (await (await sendJson("POST", "v1/conversations", { metadata: { title } })).json()).id;
+}
+
+export async function renameConversation(id: string, title: string): Promise<void> {
+  await sendJson("POST", `v1/conversations/${encodeURIComponent(id)}`, { metadata: { title } });
+}
+
+export async function conversationTitle(id: string): Promise<string> {
+  return (await getJson<{ metadata: { title?: string } }>(`v1/conversations/${encodeURIComponent(id)}`)).metadata.title ?? "Conversation";
+}
+
+export async function deleteConversation(id: string, fileIds: string[]): Promise<void> {
+  await sendJson("DELETE", `v1/conversations/${encodeURIComponent(id)}`);
+  await Promise.allSettled(fileIds.map((fileId) => sendJson("DELETE", `v1/files/${fileId}`)));
+}
+
+export async function loadTurns(id: string): Promise<Turn[]> {
+  const turns: Turn[] = [];
+  for (let after = ""; ; ) {
+    const page = await getJson<ItemList>(`v1/conversations/${encodeURIComponent(id)}/items?order=asc&limit=100${after && `&after=${after}`}`);
+    for (const item of page.data) {
+      if (item.role === "user" || item.role === "assistant") turns.push(turnOf(item, item.role));
+    }
+    if (!page.has_more || !page.last_id) return turns;
+    after = page.last_id;
+  }
+}
+
+/** The names that the server gave the two latest turns. */
+export async function latestItemIds(id: string): Promise<string[]> {
+  const page = await getJson<ItemList>(`v1/conversations/${encodeURIComponent(id)}/items?order=desc&limit=2`);
+  return page.data.map((item) => item.id).reverse();
+}
+
+/** Keep a question and as much of an answer as there is; their names. */
+export async function addTurns(id: string, question: Turn, answer: Turn): Promise<string[]> {
+  const items = [
+    { role: "user", content: inputParts(question) },
+    { role: "assistant", content: [{ type: "output_text", text: answer.text }] },
+  ];
+  const added: ItemList = await (await sendJson("POST", `v1/conversations/${encodeURIComponent(id)}/items`, { items })).json();
+  return added.data.map((item) => item.id);
+}
+
+/** It is fine if it is gone already. */
+export async function deleteItem(id: string, itemId: string): Promise<void> {
+  try {
+    await sendJson("DELETE", `v1/conversations/${encodeURIComponent(id)}/items/${itemId}`);
+  } catch (error) {
+    if (!(error instanceof ApiError && error.status === 404)) throw error;
+  }
+}
+
+export async function upload(picture: Picture, signal: AbortSignal): Promise<string> {
+  const form = new FormData();
+  form.append("purpose", "vision");
+  form.append("file", picture.blob!, picture.name);
+  return (await (await request("v1/files", { method: "POST", body: form, signal })).json()).id;
+}
+
+export async function download(fileId: string): Promise<Blob> {
+  return (await request(`v1/files/${fileId}/content`)).blob();
+}
+
+function turnOf(item: Item, role: "user" | "assistant"): Turn {
+  const pictures = item.content
+    .filter((part) => part.file_id)
+    .map((part): Picture => {
+      const kind = part.type === "input_file" ? "video" : "image";
+      return { id: part.file_id!, name: kind === "video" ? "Video" : "Picture", kind, fileId: part.file_id };
+    });
+  const text = item.content.map((part) => part.text ?? "").join("");
+  return { id: item.id, itemId: item.id, role, text, pictures, ...(role === "assistant" ? { ending: "complete" } : {}) };
+}

@@ -1,0 +1,241 @@
+import { Brush, ImagePlus, MessagesSquare } from "lucide-react";
+import { useCallback, useEffect, useRef, useState } from "react";
+import { flushSync } from "react-dom";
+import { explain, type Problem } from "../api/problems";
+import { go } from "../route";
+import { useShortcuts } from "../shortcuts";
+import { readDraft, saveDraft } from "../state/database";
+import { ask, find, isLoaded, load, stop, useSession } from "../state/session";
+import type { Conversation, Picture } from "../state/types";
+import { Composer } from "./composer";
+import { DrawDialog } from "./draw-dialog";
+import { picturesOf } from "./pictures";
+import { TurnView } from "./turn";
+import { useDropAndPaste } from "./drop-and-paste";
+
+const NO_PICTURE: Problem = { title: "That is no picture", detail: "Pictures are files like PNG, JPEG, WebP or GIF." };
+const DRAFT_DELAY = 300;
+/** Pixels from its end within which a conversation follows what comes. */
+const NEAR = 120;
+
+/** A conversation, or the beginning of one. */
+export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
+  const { ready, answering, notes } = useSession();
+  const conversation = id === undefined ? undefined : find(id);
+  const [text, setText] = useDraft(id ?? "new");
+  const [pictures, setPictures] = useState<Picture[]>([]);
+  const [problem, setProblem] = useState<Problem>();
+  const [sending, setSending] = useState(false);
+  const [drawing, setDrawing] = useState(false);
+  const [editing, setEditing] = useState<string>();
+  const area = useRef<HTMLTextAreaElement>(null);
+  const busy = id !== undefined && answering.has(id);
+  useLoad(id, ready, setProblem);
+  const dragging = useDropAndPaste((files) => {
+    const dropped = picturesOf(files);
+    setPictures((before) => [...before, ...dropped]);
+    setProblem(dropped.length > 0 ? undefined : NO_PICTURE);
+  });
+  const end = useFollow(conversation);
+
+  useShortcuts({ "/": () => area.current?.focus(), d: () => setDrawing(true) });
+  useEffect(() => {
+    function press(event: KeyboardEvent): void {
+      if (event.key === "Escape" && busy && !document.querySelector("dialog[open]")) stop(id!);
+    }
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, [busy, id]);
+
+  async function send(question: string, shown: Picture[]): Promise<void> {
+    if ((!question.trim() && shown.length === 0) || busy || sending) return;
+    setSending(true);
+    setProblem(undefined);
+    try {
+      const conversationId = await ask(id, question.trim(), shown);
+      setText("");
+      setPictures([]);
+      if (conversationId !== id) go({ view: "chat", id: conversationId });
+    } catch (error) {
+      setProblem(explain(error));
+    } finally {
+      setSending(false);
+    }
+  }
+
+  const lastQuestion = conversation?.turns.findLast((turn) => turn.role === "user");
+  return (
+    <main id="main" className={dragging ? "chat dragging" : "chat"} tabIndex={-1}>
+      <h1 className="visually-hidden">{conversation?.title ?? "New conversation"}</h1>
+      <div className="turns">
+        {conversation && conversation.turns.length > 0 ? (
+          <ol>
+            {conversation.turns.map((turn, index) => (
+              <TurnView
+                key={turn.id}
+                conversation={conversation.id}
+                turn={turn}
+                question={conversation.turns[index - 1]}
+                busy={busy}
+                note={turn.ending === undefined ? notes[conversation.id] : undefined}
+                editing={editing === turn.id}
+                onEdit={setEditing}
+                onKey={onKey}
+              />
+            ))}
+          </ol>
+        ) : (
+          ready && !(problem && id !== undefined) && <Welcome known={id === undefined || isLoaded(id)} />
+        )}
+        <div ref={end} />
+      </div>
+      <Announcer conversation={conversation} />
+      <div className="ask">
+        {problem && (
+          <p className="problem" role="alert">
+            <strong>{problem.title}.</strong> {problem.detail}
+          </p>
+        )}
+        <Composer
+          area={area}
+          text={text}
+          pictures={pictures}
+          answering={busy}
+          sending={sending}
+          onText={setText}
+          onPictures={setPictures}
+          onDraw={() => setDrawing(true)}
+          onSend={(question) => void send(question, pictures)}
+          onStop={() => stop(id!)}
+          onEditLast={() => !busy && setEditing(lastQuestion?.id)}
+        />
+      </div>
+      {drawing && (
+        <DrawDialog
+          onClose={() => setDrawing(false)}
+          onAdd={(picture) => {
+            flushSync(() => {
+              setPictures([...pictures, picture]);
+              setDrawing(false);
+            });
+            area.current?.focus();
+          }}
+          onAsk={(picture, question) => {
+            setDrawing(false);
+            void send(question, [...pictures, picture]);
+          }}
+        />
+      )}
+    </main>
+  );
+}
+
+function Welcome({ known }: { known: boolean }) {
+  if (!known) return <p className="hint">This conversation is being fetched from the server.</p>;
+  return (
+    <div className="welcome">
+      <h2>Ask about a picture</h2>
+      <ul>
+        <li>
+          <Brush aria-hidden />
+          <span>
+            <strong>Draw</strong> a few coloured shapes, and let the model tell what it sees.
+          </span>
+        </li>
+        <li>
+          <ImagePlus aria-hidden />
+          <span>
+            <strong>Drop, paste or choose</strong> pictures, as many as you like.
+          </span>
+        </li>
+        <li>
+          <MessagesSquare aria-hidden />
+          <span>
+            <strong>Go on asking.</strong> A picture is paid for once, and the answers to further questions begin sooner.
+          </span>
+        </li>
+      </ul>
+    </div>
+  );
+}
+
+/** Tells those who listen to the page that an answer has begun, and all of it once it is there. */
+function Announcer({ conversation }: { conversation?: Conversation }) {
+  const answer = conversation?.turns.at(-1);
+  const came = useRef(false);
+  if (answer?.role === "assistant" && answer.ending === undefined) came.current = true;
+  let said = "";
+  if (came.current && answer?.role === "assistant") {
+    if (answer.ending === undefined) said = "The answer is coming.";
+    else if (answer.problem) said = `${answer.problem.title}. ${answer.problem.detail}`;
+    else said = `${answer.ending === "stopped" ? "Stopped. " : ""}${answer.text}`;
+  }
+  return (
+    <div className="visually-hidden" aria-live="polite">
+      {said}
+    </div>
+  );
+}
+
+function useLoad(id: string | undefined, ready: boolean, onProblem: (problem: Problem) => void): void {
+  const report = useRef(onProblem);
+  useEffect(() => {
+    if (ready && id !== undefined && !isLoaded(id)) load(id).catch((error) => report.current(explain(error)));
+  }, [id, ready]);
+}
+
+/** What is written and not sent, kept in the browser. */
+function useDraft(name: string): [string, (text: string) => void] {
+  const [text, setText] = useState("");
+  const timer = useRef<ReturnType<typeof setTimeout>>(undefined);
+  const touched = useRef(false);
+  useEffect(() => {
+    readDraft(name).then(
+      (draft) => touched.current || setText(draft),
+      () => undefined, // this browser keeps nothing
+    );
+  }, [name]);
+  const change = useCallback(
+    (next: string) => {
+      touched.current = true;
+      setText(next);
+      clearTimeout(timer.current);
+      const save = () => saveDraft(name, next).catch(() => undefined); // as above
+      if (next) timer.current = setTimeout(save, DRAFT_DELAY);
+      else void save();
+    },
+    [name],
+  );
+  return [text, change];
+}
+
+/** Keeps the end of a conversation in sight while it grows, unless somebody has scrolled away from it. */
+function useFollow(conversation?: Conversation) {
+  const end = useRef<HTMLDivElement>(null);
+  const near = useRef(true);
+  useEffect(() => {
+    const scroller = end.current!.parentElement!;
+    let before = scroller.scrollTop;
+    const look = () => {
+      const top = scroller.scrollTop;
+      // What grows below moves the end away as well: only who goes up wants to stay there.
+      if (scroller.scrollHeight - top - scroller.clientHeight < NEAR) near.current = true;
+      else if (top < before) near.current = false;
+      before = top;
+    };
+    scroller.addEventListener("scroll", look, { passive: true });
+    const growth = new ResizeObserver(() => near.current && scroller.scrollTo({ top: scroller.scrollHeight }));
+    for (const child of scroller.children) growth.observe(child);
+    return () => {
+      scroller.removeEventListener("scroll", look);
+      growth.disconnect();
+    };
+  }, [!conversation?.turns.length]);
+  const count = conversation?.turns.length;
+  useEffect(() => {
+    const scroller = end.current!.parentElement!;
+    near.current = true;
+    scroller.scrollTo({ top: scroller.scrollHeight });
+  }, [count]);
+  return end;
+}

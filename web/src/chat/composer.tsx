@@ -1,0 +1,110 @@
+import { Brush, ImagePlus, SendHorizontal, Square } from "lucide-react";
+import { useEffect, useRef, type RefObject } from "react";
+import { coarse } from "../pointer";
+import type { Picture } from "../state/types";
+import { ACCEPTED, Pictures, picturesOf } from "./pictures";
+
+interface Props {
+  area: RefObject<HTMLTextAreaElement | null>;
+  text: string;
+  pictures: Picture[];
+  answering: boolean;
+  sending: boolean;
+  onText: (text: string) => void;
+  onPictures: (pictures: Picture[]) => void;
+  onDraw: () => void;
+  onSend: (text: string) => void;
+  onStop: () => void;
+  onEditLast: () => void;
+}
+
+const SUGGESTIONS = ["What is in the picture?", "How many objects are there?", "Which colours are there?"];
+
+/** Where a question is written, and pictures are put beside it. */
+export function Composer(props: Props) {
+  const { area, text, pictures, answering, sending, onText, onPictures, onSend } = props;
+  const files = useRef<HTMLInputElement>(null);
+  const empty = !text.trim() && pictures.length === 0;
+
+  useEffect(() => {
+    if (!coarse.matches) area.current!.focus();
+  }, [area]);
+  useEffect(() => {
+    const element = area.current!;
+    element.style.height = "auto";
+    element.style.height = `${element.scrollHeight}px`;
+  }, [text, area]);
+
+  function press(event: React.KeyboardEvent): void {
+    // On a phone's keyboard, Enter is the only way to a new line.
+    if (event.key === "Enter" && !event.shiftKey && !event.nativeEvent.isComposing && !coarse.matches) {
+      event.preventDefault();
+      onSend(text);
+    } else if (event.key === "ArrowUp" && text === "") {
+      event.preventDefault();
+      props.onEditLast();
+    }
+  }
+
+  return (
+    <form
+      className="composer"
+      aria-label="Ask"
+      onSubmit={(event) => {
+        event.preventDefault();
+        onSend(text);
+      }}
+    >
+      {pictures.length > 0 && !text && !answering && (
+        <div className="suggestions" role="group" aria-label="Suggested questions">
+          {SUGGESTIONS.map((suggestion) => (
+            <button key={suggestion} type="button" onClick={() => onSend(suggestion)}>
+              {suggestion}
+            </button>
+          ))}
+        </div>
+      )}
+      <div className="box">
+        <Pictures pictures={pictures} onRemove={(id) => onPictures(pictures.filter((picture) => picture.id !== id))} />
+        <textarea
+          ref={area}
+          rows={1}
+          aria-label="Question"
+          placeholder="Ask about a picture"
+          value={text}
+          onChange={(event) => onText(event.target.value)}
+          onKeyDown={press}
+        />
+        <div className="tools">
+          <input
+            ref={files}
+            type="file"
+            accept={ACCEPTED}
+            multiple
+            hidden
+            aria-label="Choose pictures"
+            onChange={(event) => {
+              onPictures([...pictures, ...picturesOf(event.target.files ?? [])]);
+              event.target.value = "";
+            }}
+          />
+          <button type="button" className="tool" onClick={() => files.current!.click()}>
+            <ImagePlus aria-hidden /> Pictures
+          </button>
+          <button type="button" className="tool" onClick={props.onDraw}>
+            <Brush aria-hidden /> Draw
+          </button>
+          {answering ? (
+            <button type="button" className="primary send" onClick={props.onStop}>
+              <Square aria-hidden /> Stop
+            </button>
+          ) : (
+            <button className="primary send" disabled={empty || sending}>
+              <SendHorizontal aria-hidden /> Ask
+            </button>
+          )}
+        </div>
+      </div>
+    </form>
+  );
+}

@@ -1,0 +1,118 @@
+import type { ReactNode } from "react";
+import type { Server } from "../api/server";
+import { SAMPLING_FIELDS, changeSettings, useSettings, type SamplingField, type Settings, type Theme } from "../state/settings";
+import type { Place } from "../state/types";
+import { Dialog } from "./dialog";
+
+const THEMES: Record<Theme, string> = { system: "As the system", light: "Light", dark: "Dark" };
+
+/** The model, how it answers, where conversations are kept, and how the page looks. */
+export function SettingsDialog({ server, onKey, onClose }: { server: Server; onKey: () => void; onClose: () => void }) {
+  const settings = useSettings();
+  const { sampling } = settings;
+  const change = (next: Settings["sampling"]) => changeSettings({ sampling: { ...sampling, ...next } });
+  return (
+    <Dialog title="Settings" wide onClose={onClose}>
+      <form onSubmit={(event) => event.preventDefault()}>
+        <label>
+          Model
+          <select value={sampling.model ?? ""} onChange={(event) => change({ model: event.target.value || undefined })}>
+            <option value="">{server.models[0]?.id ?? "The server's"}</option>
+            {server.models.slice(1).map((model) => (
+              <option key={model.id}>{model.id}</option>
+            ))}
+          </select>
+        </label>
+        <label>
+          What the model is told first
+          <textarea rows={2} value={sampling.system ?? ""} onChange={(event) => change({ system: event.target.value || undefined })} />
+        </label>
+        <fieldset>
+          <legend>How it answers</legend>
+          <p className="hint">What is empty is up to the model.</p>
+          <div className="numbers">
+            {(Object.keys(SAMPLING_FIELDS) as SamplingField[]).map((field) => (
+              <NumberField key={field} field={field} value={sampling[field]} onChange={(value) => change({ [field]: value })} />
+            ))}
+          </div>
+          <button type="button" onClick={() => changeSettings({ sampling: { model: sampling.model } })}>Back to the model's own</button>
+        </fieldset>
+        <Choice<Place>
+          legend="Where new conversations are kept"
+          name="place"
+          value={settings.place}
+          options={{ browser: "In this browser", server: "On the server" }}
+          disabled={server.keeps ? [] : ["server"]}
+          onChange={(place) => changeSettings({ place })}
+        >
+          {server.keeps
+            ? "On the server they can be opened from anywhere with their address, by everybody who has the same key."
+            : "This server keeps no conversations."}
+        </Choice>
+        <Choice<Theme> legend="Colours" name="theme" value={settings.theme} options={THEMES} onChange={(theme) => changeSettings({ theme })} />
+        <div className="buttons end">
+          <button type="button" onClick={onKey}>API key…</button>
+          <button className="primary" onClick={onClose}>
+            Done
+          </button>
+        </div>
+      </form>
+    </Dialog>
+  );
+}
+
+function NumberField({ field, value, onChange }: { field: SamplingField; value?: number; onChange: (value?: number) => void }) {
+  const { label, hint, min, max, step } = SAMPLING_FIELDS[field];
+  return (
+    <label>
+      {label}
+      <input
+        type="number"
+        inputMode="decimal"
+        min={min}
+        max={max}
+        step={step}
+        defaultValue={value}
+        key={value === undefined ? "unset" : "set"}
+        aria-describedby={`${field}-hint`}
+        onChange={(event) => event.target.validity.valid && onChange(event.target.value === "" ? undefined : event.target.valueAsNumber)}
+      />
+      <span className="hint" id={`${field}-hint`}>
+        {hint}
+      </span>
+    </label>
+  );
+}
+
+interface ChoiceProps<Value extends string> {
+  legend: string;
+  name: string;
+  value: Value;
+  options: Record<Value, string>;
+  disabled?: Value[];
+  children?: ReactNode;
+  onChange: (value: Value) => void;
+}
+
+function Choice<Value extends string>({ legend, name, value, options, disabled = [], children, onChange }: ChoiceProps<Value>) {
+  return (
+    <fieldset>
+      <legend>{legend}</legend>
+      <div className="choices">
+        {(Object.entries(options) as [Value, string][]).map(([option, label]) => (
+          <label key={option} className="check">
+            <input
+              type="radio"
+              name={name}
+              checked={value === option}
+              disabled={disabled.includes(option)}
+              onChange={() => onChange(option)}
+            />
+            {label}
+          </label>
+        ))}
+      </div>
+      {children && <p className="hint">{children}</p>}
+    </fieldset>
+  );
+}

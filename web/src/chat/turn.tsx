@@ -1,0 +1,153 @@
+import { KeyRound, Pencil, RefreshCw, TriangleAlert } from "lucide-react";
+import { memo, useEffect, useRef, useState } from "react";
+import type { Problem } from "../api/problems";
+import { describeCost } from "../format";
+import { coarse } from "../pointer";
+import { askAgain } from "../state/session";
+import type { Turn } from "../state/types";
+import { CopyButton } from "./copy-button";
+import { Markdown } from "./markdown";
+import { Pictures } from "./pictures";
+
+interface Props {
+  conversation: string;
+  turn: Turn;
+  /** Of an answer, what it answers. */
+  question?: Turn;
+  busy: boolean;
+  note?: string;
+  editing: boolean;
+  onEdit: (id: string | undefined) => void;
+  onKey: () => void;
+}
+
+/** A question or an answer. */
+export const TurnView = memo(function TurnView(props: Props) {
+  return props.turn.role === "user" ? <Question {...props} /> : <Answer {...props} />;
+});
+
+function Question({ conversation, turn, busy, editing, onEdit }: Props) {
+  if (editing) return <Editor conversation={conversation} turn={turn} onEnd={() => onEdit(undefined)} />;
+  return (
+    <li className="turn question">
+      <h2 className="visually-hidden">You asked</h2>
+      <Pictures pictures={turn.pictures} />
+      {turn.text && <p className="text">{turn.text}</p>}
+      <div className="actions">
+        {turn.text && <CopyButton text={turn.text} what="the question" />}
+        {!busy && (
+          <button className="icon small" aria-label="Edit the question" title="Edit and ask again" onClick={() => onEdit(turn.id)}>
+            <Pencil />
+          </button>
+        )}
+      </div>
+    </li>
+  );
+}
+
+function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Turn; onEnd: () => void }) {
+  const [text, setText] = useState(turn.text);
+  const [pictures, setPictures] = useState(turn.pictures);
+  const area = useRef<HTMLTextAreaElement>(null);
+  useEffect(() => {
+    area.current!.focus();
+    area.current!.setSelectionRange(turn.text.length, turn.text.length);
+  }, [turn.text]);
+  const empty = !text.trim() && pictures.length === 0;
+  function send(): void {
+    if (empty) return;
+    onEnd();
+    askAgain(conversation, turn.id, { text: text.trim(), pictures });
+  }
+  return (
+    <li className="turn question">
+      <form
+        className="editor"
+        onSubmit={(event) => {
+          event.preventDefault();
+          send();
+        }}
+      >
+        <Pictures pictures={pictures} onRemove={(id) => setPictures(pictures.filter((picture) => picture.id !== id))} />
+        <textarea
+          ref={area}
+          aria-label="Changed question"
+          value={text}
+          onChange={(event) => setText(event.target.value)}
+          onKeyDown={(event) => {
+            if (event.key === "Escape") onEnd();
+            if (event.key === "Enter" && !event.shiftKey && !event.nativeEvent.isComposing && !coarse.matches) {
+              event.preventDefault();
+              send();
+            }
+          }}
+        />
+        <p className="hint">What was said after it is replaced.</p>
+        <div className="buttons">
+          <button type="button" onClick={onEnd}>
+            Cancel
+          </button>
+          <button className="primary" disabled={empty}>
+            Ask again
+          </button>
+        </div>
+      </form>
+    </li>
+  );
+}
+
+function Answer({ conversation, turn, question, busy, note, onKey }: Props) {
+  const again = () => question && askAgain(conversation, question.id);
+  const coming = turn.ending === undefined;
+  return (
+    <li className="turn answer" aria-busy={coming}>
+      <h2 className="visually-hidden">Answer</h2>
+      {turn.text && <Markdown text={turn.text} />}
+      {coming && !turn.text && (
+        <p className="thinking">
+          <span className="dots" aria-hidden>
+            <i />
+            <i />
+            <i />
+          </span>
+          <span className={note ? "" : "visually-hidden"}>{note || "Waiting for the answer"}</span>
+        </p>
+      )}
+      {turn.problem && <Failure problem={turn.problem} onAgain={again} onKey={onKey} busy={busy} />}
+      {turn.ending === "stopped" && <p className="ended">Stopped.</p>}
+      {turn.ending === "length" && <p className="ended">Cut off: the answer reached its longest length.</p>}
+      {!coming && (
+        <div className="actions">
+          {turn.text && <CopyButton text={turn.text} what="the answer" />}
+          {!busy && !turn.problem && (
+            <button className="icon small" aria-label="Answer again" title="Answer again" onClick={again}>
+              <RefreshCw />
+            </button>
+          )}
+          {turn.cost && <span className="cost">{describeCost(turn.cost)}</span>}
+        </div>
+      )}
+    </li>
+  );
+}
+
+function Failure({ problem, busy, onAgain, onKey }: { problem: Problem; busy: boolean; onAgain: () => void; onKey: () => void }) {
+  return (
+    <div className="problem">
+      <TriangleAlert aria-hidden />
+      <p>
+        <strong>{problem.title}.</strong> {problem.detail}
+      </p>
+      <div className="buttons">
+        {problem.remedy === "key" && (
+          <button onClick={onKey}>
+            <KeyRound aria-hidden /> Enter a key
+          </button>
+        )}
+        <button disabled={busy} onClick={onAgain}>
+          <RefreshCw aria-hidden /> Try again
+        </button>
+      </div>
+    </div>
+  );
+}

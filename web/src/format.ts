@@ -1,0 +1,40 @@
+/** Numbers as people read them. */
+
+import type { Cost } from "./state/types";
+
+/** Seconds that an answer must have taken for its speed to be more than chance. */
+const MEASURABLE = 0.2;
+
+export function count(value: number): string {
+  return Math.round(value).toLocaleString("en-US");
+}
+
+export function seconds(value: number | null | undefined): string {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.0995) return `${(value * 1000).toPrecision(2)} ms`;
+  return value < 9.95 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`;
+}
+
+export function percent(part: number, whole: number): string {
+  if (whole <= 0) return "–";
+  const rounded = Math.round((100 * part) / whole);
+  return `${part < whole ? Math.min(rounded, 99) : rounded}%`; // all is only what is all
+}
+
+export function rate(value: number): string {
+  return value > 0 && value < 9.95 ? value.toFixed(1) : count(value);
+}
+
+export function bytes(value: number): string {
+  return value < 1024 ** 2 ? `${count(value / 1024)} KiB` : `${count(value / 1024 ** 2)} MiB`;
+}
+
+/** What an answer cost, in a line. */
+export function describeCost(cost: Cost): string {
+  const cached = cost.cachedTokens ? ` (${count(cost.cachedTokens)} cached)` : "";
+  const parts = [`${count(cost.promptTokens)} tokens read${cached}`, `${count(cost.answerTokens)} written`];
+  parts.push(`first after ${seconds(cost.firstToken)}`);
+  const later = cost.total - cost.firstToken;
+  if (later >= MEASURABLE) parts.push(`${rate((cost.answerTokens - 1) / later)} tokens/s`);
+  return parts.join(" · ");
+}

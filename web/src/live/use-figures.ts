@@ -1,0 +1,41 @@
+import { useEffect, useState } from "react";
+import { getJson } from "../api/client";
+import { explain, type Problem } from "../api/problems";
+import { useSettings } from "../state/settings";
+import { sampleOf, withSample, type Figures, type Sample } from "./figures";
+
+export interface Watch {
+  figures?: Figures;
+  samples: readonly Sample[];
+  problem?: Problem;
+}
+
+const INTERVAL = 1000;
+
+/** What the server says, every second for as long as somebody can see it. */
+export function useFigures(): Watch {
+  const { key } = useSettings();
+  const [watch, setWatch] = useState<Watch>({ samples: [] });
+  useEffect(() => {
+    const controller = new AbortController();
+    let timer: ReturnType<typeof setTimeout>;
+    async function look(): Promise<void> {
+      if (document.visibilityState === "visible") {
+        try {
+          const figures = await getJson<Figures>("live", controller.signal);
+          setWatch((before) => ({ figures, samples: withSample(before.samples, sampleOf(before.figures, figures)) }));
+        } catch (error) {
+          if (controller.signal.aborted) return;
+          setWatch((before) => ({ ...before, problem: explain(error) }));
+        }
+      }
+      timer = setTimeout(() => void look(), INTERVAL);
+    }
+    void look();
+    return () => {
+      controller.abort();
+      clearTimeout(timer);
+    };
+  }, [key]);
+  return watch;
+}

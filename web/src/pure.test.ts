@@ -1,0 +1,98 @@
+import { describe as suite, expect, test } from "vitest";
+import { ApiError } from "./api/client";
+import { explain } from "./api/problems";
+import { describe, outline, placeOf, SHAPES, SIDE } from "./chat/drawing";
+import { bytes, describeCost, percent, rate, seconds } from "./format";
+import { inWords } from "./live/block-map";
+import { sampleOf, SPAN, withSample, type Engine, type Figures, type Sample } from "./live/figures";
+import { hrefOf, parseRoute } from "./route";
+import { seen, type Ending, type Turn } from "./state/types";
+
+suite("numbers", () => {
+  test("are as short as they are read", () => {
+    expect([0.0042, 0.5, 3.14159, 42].map(seconds)).toEqual(["4.2 ms", "0.50 s", "3.14 s", "42 s"]);
+    expect([0, 0.25, 12.3, 4321].map(rate)).toEqual(["0", "0.3", "12", "4,321"]);
+    expect([bytes(2048), bytes(3 * 1024 ** 2), percent(1, 3), percent(0, 0), seconds(null)]).toEqual(["2 KiB", "3 MiB", "33%", "–", "–"]);
+  });
+
+  test("of an answer leave out a speed that cannot be measured", () => {
+    const cost = { promptTokens: 1200, cachedTokens: 1000, answerTokens: 11, firstToken: 0.5, total: 2.5 };
+    expect(describeCost(cost)).toBe("1,200 tokens read (1,000 cached) · 11 written · first after 0.50 s · 5.0 tokens/s");
+    expect(describeCost({ ...cost, total: 0.51 })).not.toContain("tokens/s");
+  });
+});
+
+suite("errors", () => {
+  test("are told by what helps", () => {
+    expect(explain(new ApiError(401, "invalid_api_key", "No")).remedy).toBe("key");
+    expect(explain(new ApiError(429, "overloaded", "Busy", 7)).detail).toContain("7 s");
+    expect(explain(new ApiError(400, "context_length_exceeded", "Long")).title).toContain("too long");
+    expect(explain(new ApiError(0, "broken_off", "")).title).toBe("The answer broke off");
+    expect(explain(new TypeError("x is undefined")).title).toContain("this page");
+  });
+});
+
+suite("addresses", () => {
+  test("lead to what they were made of", () => {
+    for (const route of [{ view: "live" }, { view: "chat" }, { view: "chat", id: "a/b c" }] as const) {
+      expect(parseRoute(hrefOf(route))).toEqual(route);
+    }
+    expect(parseRoute("#nonsense")).toEqual({ view: "chat" });
+  });
+});
+
+suite("turns", () => {
+  const pair = (id: string, text: string, ending?: Ending): Turn[] => [
+    { id: `${id}?`, role: "user", text: id, pictures: [] },
+    { id: `${id}!`, role: "assistant", text, pictures: [], ending },
+  ];
+
+  test("that came to nothing are not shown to the model", () => {
+    const last: Turn = { id: "last", role: "user", text: "last", pictures: [] };
+    const turns = [...pair("a", "yes", "complete"), ...pair("b", "", "failed"), ...pair("c", "half", "stopped"), last];
+    expect(seen(turns).map((turn) => turn.id)).toEqual(["a?", "a!", "c?", "c!", "last"]);
+  });
+});
+
+suite("drawings", () => {
+  test("have shapes that fill their square and places with names", () => {
+    for (const shape of SHAPES.filter((one) => one !== "circle" && one !== "ring")) {
+      const points = outline(shape).flat();
+      expect(Math.max(...points)).toBeGreaterThan(0.85);
+      expect(points.every((value) => Math.abs(value) <= 1.001)).toBe(true);
+    }
+    expect([placeOf([0, 0]), placeOf([SIDE / 2, SIDE / 2]), placeOf([SIDE, SIDE / 2])]).toEqual(["top left", "middle", "middle right"]);
+    expect(describe("white", [])).toBe("Nothing on white yet.");
+  });
+});
+
+suite("live figures", () => {
+  const nothing = {} as Figures["latencies"];
+  const figures = (time: number, engine: Partial<Engine> | null): Figures => ({
+    time, status: "serving", model: "m", engine: engine as Engine | null, pictures: null, blocks: null, latencies: nothing,
+  });
+
+  test("become rates by the server's clock", () => {
+    const before = figures(10, { steps: 1, prompt_tokens: 100, generation_tokens: 0, num_running: 1, num_waiting: 0 });
+    const now = figures(12, { steps: 5, prompt_tokens: 150, generation_tokens: 40, num_running: 2, num_waiting: 1 });
+    expect(sampleOf(before, now)).toEqual({ time: 12, running: 2, waiting: 1, prompt: 25, generation: 20 });
+  });
+
+  test("have gaps where an engine has begun anew or is not there", () => {
+    const before = figures(10, { steps: 9, prompt_tokens: 100, generation_tokens: 50 });
+    expect(sampleOf(before, figures(11, { steps: 1, prompt_tokens: 5, generation_tokens: 1 })).prompt).toBeNull();
+    expect(sampleOf(before, figures(11, null))).toMatchObject({ running: null, generation: null });
+    expect(sampleOf(undefined, before).generation).toBeNull();
+  });
+
+  test("are kept for as long as charts show them", () => {
+    let samples: readonly Sample[] = [];
+    for (let time = 0; time < 3 * SPAN; time++) samples = withSample(samples, { time, running: 0, waiting: 0, prompt: 0, generation: 0 });
+    expect(samples.length).toBe(SPAN);
+  });
+
+  test("of blocks are told in words", () => {
+    const words = inWords({ num_blocks: 8, blocks_per_cell: 2, held: [2, 1, 0, 0], cached: [0, 1, 1, 0], holders: [3, 1, 0, 0] });
+    expect(words).toBe("3 of 8 blocks held (38%) · 2 cached, to be found again · 3 free · up to 3 requests share one. A square is 2 blocks.");
+  });
+});

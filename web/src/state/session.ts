@@ -1,0 +1,326 @@
+/** All conversations, and the answers that are under way. Each may go on while another one is looked at. */
+
+import { useSyncExternalStore } from "react";
+import { chat, respond, type Piece, type Usage } from "../api/answers";
+import { ApiError } from "../api/client";
+import * as history from "../api/history";
+import { explain } from "../api/problems";
+import * as database from "./database";
+import { getSettings } from "./settings";
+import { newId, seen, type Conversation, type Ending, type Picture, type Place, type Turn } from "./types";
+
+export interface State {
+  /** False until the browser's database has been read. */
+  ready: boolean;
+  conversations: readonly Conversation[];
+  answering: ReadonlySet<string>;
+  /** What an answer is waiting for, by conversation. */
+  notes: Readonly<Record<string, string>>;
+}
+
+/** Milliseconds between two looks of the page at an answer that comes. */
+const FRAME = 40;
+const TITLE_LENGTH = 60;
+
+let state: State = { ready: false, conversations: [], answering: new Set(), notes: {} };
+const listeners = new Set<() => void>();
+const controllers = new Map<string, AbortController>();
+const loaded = new Set<string>();
+
+export function useSession(): State {
+  return useSyncExternalStore(
+    (listener) => {
+      listeners.add(listener);
+      return () => listeners.delete(listener);
+    },
+    () => state,
+  );
+}
+
+function change(next: Partial<State>): void {
+  state = { ...state, ...next };
+  for (const listener of listeners) listener();
+}
+
+export function find(id: string): Conversation | undefined {
+  return state.conversations.find((conversation) => conversation.id === id);
+}
+
+function update(id: string, make: (conversation: Conversation) => Conversation): void {
+  change({ conversations: state.conversations.map((one) => (one.id === id ? make(one) : one)) });
+}
+
+function updateTurn(id: string, turnId: string, next: Partial<Turn>): void {
+  update(id, (conversation) => ({
+    ...conversation,
+    turns: conversation.turns.map((turn) => (turn.id === turnId ? { ...turn, ...next } : turn)),
+  }));
+}
+
+async function save(id: string): Promise<void> {
+  const conversation = find(id);
+  try {
+    if (conversation) await database.saveConversation(conversation);
+  } catch (error) {
+    note(id, `This browser cannot keep the conversation: ${error instanceof Error ? error.message : error}`);
+  }
+}
+
+function note(id: string, text: string): void {
+  change({ notes: { ...state.notes, [id]: text } });
+}
+
+/** Read what this browser knows. */
+export async function start(): Promise<void> {
+  let conversations: Conversation[] = [];
+  try {
+    conversations = await database.allConversations();
+  } catch {
+    // Private windows of some browsers have no database: the page works, and forgets.
+  }
+  for (const one of conversations) if (one.place === "browser") loaded.add(one.id);
+  change({ ready: true, conversations: conversations.map(settled) });
+}
+
+/** An answer that was coming when the page was closed has ended there. */
+function settled(conversation: Conversation): Conversation {
+  const turns = conversation.turns.map((turn): Turn =>
+    turn.role === "assistant" && !turn.ending ? { ...turn, ending: "stopped" } : turn,
+  );
+  return { ...conversation, turns };
+}
+
+/** Fetch what the server has of a conversation, one that this browser has never seen included. Throws ApiError. */
+export async function load(id: string): Promise<void> {
+  if (loaded.has(id)) return;
+  const turns = await history.loadTurns(id);
+  const known = find(id);
+  if (!known) {
+    const title = await history.conversationTitle(id);
+    change({ conversations: [{ id, title, place: "server", updated: Date.now(), turns: [] }, ...state.conversations] });
+  }
+  loaded.add(id);
+  const obsolete = new Set(known?.obsolete);
+  const current = turns.filter((turn) => !obsolete.has(turn.id));
+  update(id, (conversation) => ({ ...conversation, turns: [...current, ...unknownToServer(conversation.turns)] }));
+  if (!known) await save(id);
+}
+
+/** The server has every answer that was complete, even if it could not be asked what it calls it. */
+function unknownToServer(turns: Turn[]): Turn[] {
+  const complete = (turn?: Turn) => turn?.ending === "complete" || turn?.ending === "length";
+  return turns.filter((turn, index) => !complete(turn.role === "assistant" ? turn : turns[index + 1]));
+}
+
+export function isLoaded(id: string): boolean {
+  return loaded.has(id);
+}
+
+/** Ask something, in a new conversation if there is no `id`. Returns its id. Throws ApiError if it cannot be begun. */
+export async function ask(id: string | undefined, text: string, pictures: Picture[]): Promise<string> {
+  const conversation = id ?? (await create(text, getSettings().place));
+  const question: Turn = { id: newId(), role: "user", text, pictures };
+  append(conversation, question);
+  void run(conversation);
+  return conversation;
+}
+
+async function create(text: string, place: Place): Promise<string> {
+  const line = text.trim().split("\n")[0] ?? "";
+  const title = (line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH - 1)}…` : line) || "Picture";
+  const id = place === "server" ? await history.createConversation(title) : newId();
+  loaded.add(id);
+  change({ conversations: [{ id, title, place, updated: Date.now(), turns: [] }, ...state.conversations] });
+  return id;
+}
+
+function append(id: string, question: Turn): void {
+  const answer: Turn = { id: newId(), role: "assistant", text: "", pictures: [] };
+  update(id, (conversation) => ({
+    ...conversation,
+    updated: Date.now(),
+    turns: [...conversation.turns, question, answer],
+  }));
+  const moved = find(id)!;
+  change({ conversations: [moved, ...state.conversations.filter((one) => one.id !== id)] });
+}
+
+/** Answer a question anew, `change`d or as it was. What followed it is gone. */
+export function askAgain(id: string, questionId: string, changed: Partial<Pick<Turn, "text" | "pictures">> = {}): void {
+  const conversation = find(id);
+  const index = conversation?.turns.findIndex((turn) => turn.id === questionId) ?? -1;
+  if (!conversation || index < 0 || state.answering.has(id)) return;
+  const gone = conversation.turns.slice(index).flatMap((turn) => turn.itemId ?? []);
+  const question = { ...conversation.turns[index]!, ...changed, id: newId(), itemId: undefined };
+  update(id, (one) => ({ ...one, turns: one.turns.slice(0, index), obsolete: [...(one.obsolete ?? []), ...gone] }));
+  append(id, question);
+  void run(id);
+}
+
+export function stop(id: string): void {
+  controllers.get(id)?.abort();
+}
+
+export async function rename(id: string, title: string): Promise<void> {
+  if (find(id)?.place === "server") await history.renameConversation(id, title);
+  update(id, (conversation) => ({ ...conversation, title }));
+  await save(id);
+}
+
+/** Delete a conversation wherever it is. Throws ApiError. */
+export async function remove(id: string): Promise<void> {
+  stop(id);
+  const conversation = find(id);
+  if (conversation?.place === "server") {
+    try {
+      const turns = loaded.has(id) ? conversation.turns : await history.loadTurns(id);
+      const fileIds = turns.flatMap((turn) => turn.pictures.flatMap((picture) => picture.fileId ?? []));
+      await history.deleteConversation(id, fileIds);
+    } catch (error) {
+      if (!(error instanceof ApiError && error.status === 404)) throw error;
+    }
+  }
+  change({ conversations: state.conversations.filter((one) => one.id !== id) });
+  await database.forgetConversation(id).catch(() => undefined); // there is no database to forget it
+}
+
+/** Get the answer that stands, empty, at the end of a conversation. Whatever happens is told there. */
+async function run(id: string): Promise<void> {
+  const [question, answer] = find(id)!.turns.slice(-2) as [Turn, Turn];
+  const controller = new AbortController();
+  controllers.set(id, controller);
+  change({ answering: new Set([...state.answering, id]) });
+  await save(id);
+  const progress = new Progress(id, answer.id);
+  let ending: Ending = "failed";
+  try {
+    await prepare(id, question, controller.signal);
+    ending = await receive(id, question.id, controller.signal, progress);
+  } catch (error) {
+    if (controller.signal.aborted) ending = "stopped";
+    else updateTurn(id, answer.id, { problem: explain(error) });
+  }
+  progress.finish(ending);
+  await settle(id, question.id, answer.id);
+  controllers.delete(id);
+  change({ answering: new Set([...state.answering].filter((one) => one !== id)) });
+  await save(id);
+}
+
+/** Bring the server's side up to date: what was cut off is deleted there, and new pictures are uploaded. */
+async function prepare(id: string, question: Turn, signal: AbortSignal): Promise<void> {
+  const conversation = find(id)!;
+  if (conversation.place !== "server") return;
+  for (const itemId of conversation.obsolete ?? []) {
+    await history.deleteItem(id, itemId);
+    update(id, (one) => ({ ...one, obsolete: one.obsolete?.filter((other) => other !== itemId) }));
+  }
+  const pictures: Picture[] = [];
+  for (const picture of question.pictures) {
+    pictures.push(picture.fileId ? picture : { ...picture, fileId: await history.upload(picture, signal) });
+  }
+  updateTurn(id, question.id, { pictures });
+}
+
+/** The answer, asked for again as long as the server says that it will soon be ready. */
+async function receive(id: string, questionId: string, signal: AbortSignal, progress: Progress): Promise<Ending> {
+  for (;;) {
+    try {
+      progress.begin();
+      let ending: Ending = "failed";
+      for await (const piece of pieces(id, questionId, signal)) {
+        progress.add(piece);
+        ending = piece.ending ?? ending;
+      }
+      return ending;
+    } catch (error) {
+      const soon = error instanceof ApiError && error.status === 503 && error.code === "unavailable";
+      if (!soon || progress.text) throw error;
+      note(id, `${error.message}. Your question is sent as soon as it is ready.`);
+      await sleep(error.retryAfter ?? 1, signal);
+    }
+  }
+}
+
+function pieces(id: string, questionId: string, signal: AbortSignal): AsyncGenerator<Piece> {
+  const conversation = find(id)!;
+  const { sampling } = getSettings();
+  const last = conversation.turns.findIndex((turn) => turn.id === questionId);
+  return conversation.place === "server"
+    ? respond(id, conversation.turns[last]!, sampling, signal)
+    : chat(seen(conversation.turns.slice(0, last + 1)), sampling, signal);
+}
+
+/** Learn what the server calls the two turns; one that was stopped it is told of. */
+async function settle(id: string, questionId: string, answerId: string): Promise<void> {
+  const conversation = find(id);
+  const question = conversation?.turns.find((turn) => turn.id === questionId);
+  const answer = conversation?.turns.find((turn) => turn.id === answerId);
+  if (conversation?.place !== "server" || !question || !answer || answer.ending === "failed") return;
+  try {
+    let names: string[];
+    if (answer.ending !== "stopped") names = await history.latestItemIds(id);
+    else if (answer.text) names = await history.addTurns(id, question, answer);
+    else return;
+    updateTurn(id, questionId, { itemId: names[0] });
+    updateTurn(id, answerId, { itemId: names[1] });
+  } catch {
+    // Without names the two stay in the browser as well, and the next load of the conversation shows both.
+  }
+}
+
+/** Shows an answer while it comes, a few times a second however fast that is. */
+class Progress {
+  text = "";
+  private usage?: Usage;
+  private began = 0;
+  private first?: number;
+  private timer?: ReturnType<typeof setTimeout>;
+
+  constructor(
+    private readonly id: string,
+    private readonly turnId: string,
+  ) {}
+
+  begin(): void {
+    this.began = performance.now();
+  }
+
+  add(piece: Piece): void {
+    if (piece.usage) this.usage = piece.usage;
+    if (!piece.text) return;
+    if (this.first === undefined) {
+      this.first = performance.now();
+      note(this.id, "");
+    }
+    this.text += piece.text;
+    this.timer ??= setTimeout(() => this.show(), FRAME);
+  }
+
+  finish(ending: Ending): void {
+    clearTimeout(this.timer);
+    const ended = performance.now();
+    const cost = this.usage && {
+      ...this.usage,
+      firstToken: ((this.first ?? ended) - this.began) / 1000,
+      total: (ended - this.began) / 1000,
+    };
+    updateTurn(this.id, this.turnId, { text: this.text, ending, cost });
+    note(this.id, "");
+  }
+
+  private show(): void {
+    this.timer = undefined;
+    updateTurn(this.id, this.turnId, { text: this.text });
+  }
+}
+
+function sleep(seconds: number, signal: AbortSignal): Promise<void> {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, seconds * 1000);
+    signal.addEventListener("abort", () => {
+      clearTimeout(timer);
+      reject(signal.reason);
+    });
+  });
+}

@@ -1,0 +1,79 @@
+/** What this browser remembers of whoever uses the page, beside conversations. */
+
+import { useSyncExternalStore } from "react";
+import { useKey } from "../api/client";
+import type { Place } from "./types";
+
+export const SAMPLING_FIELDS = {
+  temperature: { label: "Temperature", hint: "0 takes the likeliest word; higher is more varied.", min: 0, max: 100, step: 0.1 },
+  top_p: { label: "Top-p", hint: "Only the likeliest words that have this probability together.", min: 0.01, max: 1, step: 0.01 },
+  top_k: { label: "Top-k", hint: "Only so many of the likeliest words; 0: all.", min: 0, max: 100000, step: 1 },
+  min_p: { label: "Min-p", hint: "Only words at least this likely beside the likeliest.", min: 0, max: 1, step: 0.01 },
+  repetition_penalty: { label: "Repetition penalty", hint: "Above 1, what was said is less likely to come again.", min: 0.01, max: 100, step: 0.05 },
+  maxTokens: { label: "Longest answer", hint: "In tokens.", min: 1, max: 1000000, step: 1 },
+  seed: { label: "Seed", hint: "The same seed gives the same answer.", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1 },
+} as const;
+
+export type SamplingField = keyof typeof SAMPLING_FIELDS;
+
+export type Sampling = { model?: string; system?: string } & { [field in SamplingField]?: number };
+
+export type Theme = "system" | "light" | "dark";
+
+export interface Settings {
+  theme: Theme;
+  key: string;
+  /** Where new conversations are kept. */
+  place: Place;
+  /** Whether single keys do something while nobody types. */
+  shortcuts: boolean;
+  sampling: Sampling;
+}
+
+const NAME = "vlmserve.settings";
+const DEFAULTS: Settings = { theme: "system", key: "", place: "browser", shortcuts: true, sampling: {} };
+
+let settings: Settings = { ...DEFAULTS, ...read() };
+const listeners = new Set<() => void>();
+const dark = matchMedia("(prefers-color-scheme: dark)");
+dark.addEventListener("change", apply);
+apply();
+
+export function getSettings(): Settings {
+  return settings;
+}
+
+export function changeSettings(change: Partial<Settings>): void {
+  settings = { ...settings, ...change };
+  try {
+    localStorage.setItem(NAME, JSON.stringify(settings));
+  } catch {
+    // A browser that keeps nothing still shows the page.
+  }
+  apply();
+  for (const listener of listeners) listener();
+}
+
+export function useSettings(): Settings {
+  return useSyncExternalStore(
+    (listener) => {
+      listeners.add(listener);
+      return () => listeners.delete(listener);
+    },
+    () => settings,
+  );
+}
+
+function read(): Partial<Settings> {
+  try {
+    return JSON.parse(localStorage.getItem(NAME) ?? "{}");
+  } catch {
+    return {};
+  }
+}
+
+function apply(): void {
+  useKey(settings.key);
+  const own = dark.matches ? "dark" : "light";
+  document.documentElement.dataset.theme = settings.theme === "system" ? own : settings.theme;
+}

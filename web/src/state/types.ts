@@ -1,0 +1,62 @@
+/** What a conversation is made of. */
+
+import type { Problem } from "../api/problems";
+
+export interface Picture {
+  id: string;
+  name: string;
+  kind: "image" | "video";
+  /** Its bytes, where they are in the browser. */
+  blob?: Blob;
+  /** Its name on the server, where it was uploaded. */
+  fileId?: string;
+}
+
+/** What an answer cost. Times are in seconds. */
+export interface Cost {
+  promptTokens: number;
+  cachedTokens: number;
+  answerTokens: number;
+  firstToken: number;
+  total: number;
+}
+
+export type Ending = "complete" | "length" | "stopped" | "failed";
+
+export interface Turn {
+  id: string;
+  role: "user" | "assistant";
+  text: string;
+  pictures: Picture[];
+  /** How an answer ended; none while it comes. */
+  ending?: Ending;
+  problem?: Problem;
+  cost?: Cost;
+  /** Its name on the server, which keeps it. */
+  itemId?: string;
+}
+
+export type Place = "browser" | "server";
+
+export interface Conversation {
+  /** On the server, its name there. */
+  id: string;
+  title: string;
+  place: Place;
+  updated: number;
+  turns: Turn[];
+  /** Items that the server still has and that are no longer part of it. */
+  obsolete?: string[];
+}
+
+export function newId(): string {
+  return crypto.getRandomValues(new Uint32Array(4)).reduce((text, number) => text + number.toString(36), "");
+}
+
+/** The turns that a model is to see: those that came to nothing are left out. */
+export function seen(turns: Turn[]): Turn[] {
+  return turns.filter((turn, index) => {
+    const answer = turn.role === "assistant" ? turn : turns[index + 1];
+    return !answer || answer.role === "user" || answer.text !== "" || answer.ending === undefined;
+  });
+}

@@ -1,0 +1,42 @@
+import { createHash } from "node:crypto";
+import { readdirSync, readFileSync, writeFileSync } from "node:fs";
+import { join, relative, resolve, sep } from "node:path";
+import react from "@vitejs/plugin-react";
+import { defineConfig, type Plugin } from "vite";
+
+const here = import.meta.dirname;
+const built = resolve(here, "../src/vlmserve/server/page/built");
+
+/** All that a build depends on; tests/server/test_page.py reads the same files. */
+function sources(): string[] {
+  const inside = readdirSync(join(here, "src"), { recursive: true, withFileTypes: true })
+    .filter((entry) => entry.isFile())
+    .map((entry) => relative(here, join(entry.parentPath, entry.name)).split(sep).join("/"));
+  return [...inside, "index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts"].sort();
+}
+
+/** Writes which sources the built files belong to. */
+function digest(): Plugin {
+  return {
+    name: "digest-of-sources",
+    closeBundle() {
+      const hash = createHash("sha256");
+      for (const name of sources()) hash.update(`${name}\0`).update(readFileSync(join(here, name))).update("\0");
+      writeFileSync(join(built, "sources.sha256"), `${hash.digest("hex")}\n`);
+    },
+  };
+}
+
+export default defineConfig({
+  base: "./",
+  plugins: [react(), digest()],
+  build: {
+    outDir: built,
+    emptyOutDir: true,
+    license: { fileName: "licences.md" },
+    assetsInlineLimit: 0,
+    modulePreload: { polyfill: false },
+    target: "es2022",
+  },
+  server: { proxy: { "/v1": "http://127.0.0.1:8000", "/live": "http://127.0.0.1:8000", "/ready": "http://127.0.0.1:8000" } },
+});
