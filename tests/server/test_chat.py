@@ -8,6 +8,7 @@ import io
 import json
 
 import openai
+import pytest
 from PIL import Image
 
 from tests.mock_checkpoint import IMAGE_TOKENS
@@ -59,6 +60,20 @@ def test_usage_comes_last_in_a_stream_that_asks_for_it(live):
     assert chunks[-1].usage == whole.usage
     assert whole.usage.completion_tokens == 5
     assert all(c.usage is None for c in chunks[:-1])
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_usage_goes_along_with_each_event_that_is_asked_to_tell_it(live, api):
+    ask = {"chat": live.openai.chat.completions, "completions": live.openai.completions}[api]
+    prompt = {"chat": {"messages": QUESTION}, "completions": {"prompt": "What"}}[api]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(ask.create(model="tiny", **prompt, stream=True, stream_options=options, max_tokens=5))
+    told = [chunk.usage.completion_tokens for chunk in chunks]
+    assert told == sorted(told)
+    assert told[-1] == told[-2] == 5
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+    silent = list(ask.create(model="tiny", **prompt, stream=True, stream_options={"continuous_usage_stats": True}))
+    assert all(chunk.usage is None for chunk in silent)
 
 
 def test_events_are_server_sent_events_that_end_with_done(live):

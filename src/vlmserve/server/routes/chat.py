@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +14,7 @@ from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, Piece, Question
 from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
-from vlmserve.server.routes.events import DONE, event
+from vlmserve.server.routes.events import DONE, event, usage_until_now
 from vlmserve.server.schema.chat import (
     AnswerChoice,
     AnswerMessage,
@@ -28,7 +27,6 @@ from vlmserve.server.schema.chat import (
 from vlmserve.server.schema.content import conversation
 from vlmserve.server.schema.logprobs import ChoiceLogprobs, choice_logprobs
 from vlmserve.server.schema.tools import AnswerToolCall, DeltaToolCall, FunctionCall
-from vlmserve.server.schema.usage import Usage
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
 
@@ -64,10 +62,8 @@ class ChatDialect(Dialect[ChatRequest]):
         return ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage)
 
     async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        null_usage = None if include_usage else msgspec.UNSET
-
-        def chunk(choices: list[ChunkChoice], usage: Usage | msgspec.UnsetType | None = null_usage) -> bytes:
+        def chunk(choices: list[ChunkChoice]) -> bytes:
+            usage = usage_until_now(body.stream_options, generation) if choices else generation.usage
             return event(ChatChunk(generation.id, generation.created, generation.model, choices, usage))
 
         try:
@@ -86,8 +82,8 @@ class ChatDialect(Dialect[ChatRequest]):
                         events += chunk([ChunkChoice(piece.index, Delta(), self._finish_reason(piece))])
                     if events:
                         yield events
-            if include_usage:
-                yield chunk([], generation.usage)
+            if body.includes_usage:
+                yield chunk([])
             yield DONE
         except VLMServeError as error:
             generation.failure = error

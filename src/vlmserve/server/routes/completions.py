@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +13,7 @@ from vlmserve.errors import VLMServeError
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, Piece, Question
 from vlmserve.server.routes.answering import Dialect, answer
-from vlmserve.server.routes.events import DONE, event
+from vlmserve.server.routes.events import DONE, event, usage_until_now
 from vlmserve.server.schema.completions import Completion, CompletionChoice, CompletionRequest
 from vlmserve.server.schema.logprobs import CompletionLogprobs, offsets_in
 from vlmserve.server.service import Preparer, Service
@@ -66,16 +65,15 @@ class CompletionDialect(Dialect[CompletionRequest]):
         return Completion(generation.id, generation.created, generation.model, choices, generation.usage)
 
     async def events(self, body: CompletionRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        usage = None if include_usage else msgspec.UNSET
         begun: set[int] = set()
         try:
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     choices = [self._choice(body, generation, piece, begins=piece.index not in begun)]
                     begun.add(piece.index)
+                    usage = usage_until_now(body.stream_options, generation)
                     yield event(Completion(generation.id, generation.created, generation.model, choices, usage))
-            if include_usage:
+            if body.includes_usage:
                 yield event(Completion(generation.id, generation.created, generation.model, [], generation.usage))
             yield DONE
         except VLMServeError as error:

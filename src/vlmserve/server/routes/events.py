@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from vlmserve.server.generation import Generation
+from vlmserve.server.schema.sampling import StreamOptions
+from vlmserve.server.schema.usage import Usage
 
 DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's older streams."""
 
 _encoder = msgspec.json.Encoder()
+
+
+def usage_until_now(options: StreamOptions | None, generation: Generation) -> Usage | UnsetType | None:
+    """What an event before the last one says of its request's cost; where only the last one tells, that is null."""
+    if options is None or not options.include_usage:
+        return UNSET
+    return generation.usage if options.continuous_usage_stats else None
 
 
 def event(value: object) -> bytes:

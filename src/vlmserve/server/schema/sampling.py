@@ -35,9 +35,11 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries besides text. include_obfuscation is accepted and changes nothing."""
+    """What a stream carries besides text. continuous_usage_stats: with include_usage, each event has what the request
+    has cost until then, as vLLM has it. include_obfuscation is accepted and changes nothing."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool | None = None
 
 
@@ -125,6 +127,11 @@ class SamplingRequest(RequestModel):
             elif name not in cls.ignored_fields:
                 raise InvalidRequestError(f"{name} is not a field of this request; is it misspelt?", param=name)
         return kept
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what the request has cost."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def without_content(self) -> Self:
         """The same without what the request shows and says, which may be large."""
