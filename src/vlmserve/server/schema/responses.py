@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
-from vlmserve.server.schema.items import Input, Metadata
+from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.structured import OutputFormat, output_grammar
@@ -30,16 +30,12 @@ _IGNORED_FIELDS = frozenset(
     }
 )
 
-SHOWN_PICTURES = "message.input_image.image_url"
-"""What may be included in items, and always is."""
-
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "access_programs": (),
     "background": (False,),
     "background_options": (),
     "context_management": ([],),
     "image": (),
-    "include": ([], [SHOWN_PICTURES]),
     "moderation": (),
     "prompt": (),
     "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
@@ -78,6 +74,7 @@ class ResponsesRequest(SamplingRequest):
         None, ge=1, le=MAX_COUNT, description="Default: up to the end of the context."
     )
     metadata: Metadata = Field(default_factory=dict)
+    include: list[Includable] = Field(default_factory=list, description="Changes nothing: all that there is is shown.")
     text: TextConfig = TextConfig()
     tools: list[FunctionTool] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
