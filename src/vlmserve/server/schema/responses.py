@@ -14,7 +14,7 @@ from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import SamplingRequest
-from vlmserve.server.schema.structured import OutputFormat, output_grammar
+from vlmserve.server.schema.structured import OutputFormat, either_grammar, output_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import Grammar
@@ -92,12 +92,7 @@ class ResponsesRequest(SamplingRequest):
         """What the answer has to look like, in this API's words or in vLLM's."""
         if self.response_format is not None:
             raise InvalidRequestError("response_format is called text.format here", param="response_format")
-        own, other = output_grammar(self.text.format), super().grammar()
-        if own is not None and other is not None:
-            raise InvalidRequestError(
-                f"an answer cannot obey both {own.source} and {other.source}; leave one out", param=other.source
-            )
-        return own or other
+        return either_grammar(output_grammar(self.text.format), super().grammar())
 
     @property
     def tool_use(self) -> ToolUse | None:
