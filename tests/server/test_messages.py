@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+from typing import Literal
 
 import anthropic
 import httpx
 import pytest
+from pydantic import BaseModel
 
 from tests.server.test_chat import data_url
 
@@ -66,6 +68,23 @@ def test_a_stop_sequence_is_named(client):
     assert cut.content[0].text == whole.content[0].text.partition(stop)[0]
 
 
+def test_an_answer_fits_the_form_that_is_asked_for(real):
+    class Shape(BaseModel):
+        color: Literal["red", "blue"]
+        round: bool
+
+    fields = {"model": "tiny", "max_tokens": 200, "messages": ASK, "output_format": Shape, "extra_body": {"seed": 1}}
+    with anthropic.Anthropic(base_url=real.url, api_key="none", max_retries=0) as client:
+        whole = client.messages.parse(**fields)
+        assert whole.stop_reason == "end_turn"
+        assert isinstance(whole.parsed_output, Shape)
+        with client.messages.stream(**fields) as stream:
+            assert stream.get_final_message().parsed_output == whole.parsed_output
+        config = {"format": {"type": "json_schema", "schema": Shape.model_json_schema()}}
+        plain = client.messages.count_tokens(model="tiny", messages=ASK)
+        assert client.messages.count_tokens(model="tiny", messages=ASK, output_config=config) == plain
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "kind", "message"),
     [
@@ -75,6 +94,12 @@ def test_a_stop_sequence_is_named(client):
         ({"temperature": -1}, 400, "invalid_request_error", "temperature"),
         ({"n": 2}, 400, "invalid_request_error", "n is not supported"),
         ({"use_beam_search": True}, 400, "invalid_request_error", "use_beam_search is not supported"),
+        ({"output_config": {"effort": "low"}}, 400, "invalid_request_error", "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}}}, 400,
+         "invalid_request_error", "uniqueItems"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}, "guided_regex": "a"}, 400,
+         "invalid_request_error", "both output_config.format.schema and guided_regex"),
         ({"model": "other"}, 404, "not_found_error", "other"),
         ({"messages": shown("data:image/png;base64," + base64.b64encode(b"no").decode())}, 400,
          "invalid_request_error", "picture"),

@@ -293,6 +293,15 @@ def test_a_loop_that_is_too_long_is_cut_before_what_a_user_says(live):
     assert cut.usage.input_tokens == longest.json()["usage"]["input_tokens"] < 2048
 
 
+def test_a_reference_to_a_call_is_the_call(live):
+    first = ask(live, tool_choice="required", parallel_tool_calls=False, **seeded(1))
+    [call] = calls_of(first)
+    reference = {"type": "item_reference", "id": call.id}
+    named = ask(live, [QUESTION, reference, returned(call.call_id)])
+    whole = ask(live, [QUESTION, call.to_dict(), returned(call.call_id)])
+    assert (named.output_text, named.usage.input_tokens) == (whole.output_text, whole.usage.input_tokens)
+
+
 def test_calls_and_what_they_returned_are_items_of_a_conversation(live):
     items = live.openai.conversations.items
     conversation = live.openai.conversations.create(items=[{"type": "message", **QUESTION}])
@@ -386,7 +395,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
          "input[2].output[0].image_url", "http"),
         ({"input": [QUESTION, CALL, returned("c", [{"type": "input_file", "file_data": "x"}])]},
          "input[2].output[0]", "/v1/files"),
-        ({"input": [QUESTION, {"type": "item_reference", "id": "x"}]}, "input[1]", "'item_reference'"),
+        ({"input": [QUESTION, {"type": "computer_call", "id": "x"}]}, "input[1]", "'computer_call'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_name(live, fields, param, words):

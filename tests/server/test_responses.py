@@ -155,6 +155,35 @@ def test_turns_that_follow_each_other_are_the_conversation_that_a_client_would_s
     assert whole.usage.input_tokens == third.usage.input_tokens
 
 
+def test_references_stand_for_items_that_are_kept(keeping):
+    """As clients do that send a whole conversation, but name what the server itself has said."""
+    question, more = shown(data_url("red")), {"role": "user", "content": "And now?"}
+    first = respond(keeping, question)
+    [asked] = keeping.openai.responses.input_items.list(first.id)
+    references = [{"type": "item_reference", "id": id} for id in (asked.id, first.output[0].id)]
+    by_name = respond(keeping, [*references, more])
+    whole = respond(keeping, [*question, first.output[0].to_dict(), more])
+    assert (by_name.output_text, by_name.usage.input_tokens) == (whole.output_text, whole.usage.input_tokens)
+
+    copies = list(keeping.openai.responses.input_items.list(by_name.id, order="asc"))
+    assert copies[0].content == asked.content
+    assert copies[1].content[0].text == first.output_text
+    keeping.openai.responses.delete(first.id)
+    assert respond(keeping, "And now?", previous_response_id=by_name.id).output_text
+    assert refused(keeping, 404, input=[*references, more])["param"] == "input[0]"
+    again = [{"type": "item_reference", "id": copy.id} for copy in copies[:2]]
+    assert respond(keeping, [*again, more]).output_text == whole.output_text
+
+
+def test_references_cannot_make_more_than_a_body_may_have(keeping, monkeypatch):
+    response = respond(keeping, "word " * 20)
+    [asked] = keeping.openai.responses.input_items.list(response.id)
+    monkeypatch.setattr(keeping.service, "max_body_bytes", 1000)
+    reference = {"type": "item_reference", "id": asked.id}
+    assert "bytes" in refused(keeping, 400, input=[reference] * 10)["message"]
+    assert keeping.service.bodies.used == 0
+
+
 def test_input_items_are_paged_both_ways(keeping):
     turns = [{"role": "user", "content": f"question {number}"} for number in range(7)]
     response = respond(keeping, turns)
@@ -232,7 +261,10 @@ def test_responses_at_once_in_one_conversation_lose_nothing(keeping):
         ({"input": 5}, 400, "input", "list"),
         ({"background": True}, 400, "background", "not supported"),
         ({"reasoning": {"effort": "high"}}, 400, "reasoning", "not supported"),
-        ({"include": ["reasoning.encrypted_content"]}, 400, "include", "not supported"),
+        ({"include": ["message.output_text.logprobs"]}, 400, "include[0]", "encrypted_content"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_none"}]},
+         404, "input[1]", "msg_none"),
+        ({"input": [{"type": "item_reference"}]}, 400, "input[0].id", "missing"),
         ({"text": {"format": {"type": "grammar"}}}, 400, "text.format", "json_schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format", "schema is missing"),
         (
@@ -260,9 +292,10 @@ def test_what_cannot_be_done_is_refused_by_name(keeping, fields, status, param, 
 def test_harmless_fields_change_nothing(keeping):
     plain = respond(keeping).output_text
     null = dict.fromkeys(("instructions", "previous_response_id", "conversation", "tools", "text", "reasoning"))
-    harmless = {"background": False, "tools": [], "tool_choice": "auto", "reasoning": {}, "include": [], "user": "me",
+    harmless = {"background": False, "tools": [], "tool_choice": "auto", "reasoning": {}, "user": "me",
                 "parallel_tool_calls": True, "service_tier": "auto", "text": {"format": {"type": "text"}},
-                "stream_options": {"include_obfuscation": False}, "truncation": "auto"}  # fmt: skip
+                "stream_options": {"include_obfuscation": False}, "truncation": "auto",
+                "include": ["reasoning.encrypted_content"]}  # fmt: skip
     for fields in (null, harmless):
         response = httpx.post(f"{keeping.url}/v1/responses", json={"input": "What is this?", **fields}, timeout=60)
         assert response.json()["output"][0]["content"][0]["text"] == plain
@@ -323,6 +356,7 @@ def test_owners_see_only_their_own(keeping, monkeypatch):
             png = base64.b64decode(data_url("red").partition(",")[2])
             file = ann.post("/files", files={"file": ("a.png", png)}, data={"purpose": "vision"}).json()["id"]
             response = ann.post("/responses", json={"input": "What is this?"}).json()["id"]
+            item = ann.get(f"/responses/{response}/input_items").json()["data"][0]["id"]
             conversation = ann.post("/conversations", json={}).json()["id"]
             paths = [f"/files/{file}", f"/files/{file}/content", f"/responses/{response}",
                      f"/responses/{response}/input_items", f"/conversations/{conversation}",
@@ -335,6 +369,7 @@ def test_owners_see_only_their_own(keeping, monkeypatch):
                 {"input": "x", "previous_response_id": response},
                 {"input": "x", "conversation": conversation},
                 {"input": picture},
+                {"input": [{"type": "item_reference", "id": item}]},
             ):
                 assert bob.post("/responses", json=body).status_code == 404
                 assert ann.post("/responses", json=body).status_code == 200
@@ -416,7 +451,8 @@ def test_without_a_history_responses_are_answered_and_the_rest_is_refused_kindly
         assert response.output_text
         assert response.to_dict()["store"] is False
         assert refused(server, 400, store=True)["param"] == "store"
-        for fields in ({"previous_response_id": response.id}, {"conversation": "conv_x"}):
+        reference = {"type": "item_reference", "id": "msg_x"}
+        for fields in ({"previous_response_id": response.id}, {"conversation": "conv_x"}, {"input": [reference]}):
             assert "--storage-url" in refused(server, 404, **fields)["message"]
         for path in (f"/responses/{response.id}", "/files", "/conversations/x"):
             reply = httpx.get(f"{server.url}/v1{path}")

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from vlmserve.errors import NotFoundError, PromptTooLongError
 from vlmserve.server.body import BodyShare
-from vlmserve.server.schema.items import parts_of
+from vlmserve.server.schema.items import InputItem, ItemReference, copy_of, parts_of
 from vlmserve.server.service import Service
 from vlmserve.storage.items import StoredItem
 from vlmserve.storage.store import Store
@@ -46,6 +46,31 @@ async def read_items(store: Store, items: Sequence[StoredItem], max_bytes: int, 
         )
     share.need(size)
     return await store.run(store.responses.unpack, items)
+
+
+async def kept_items(
+    service: Service, owner: str, items: Sequence[InputItem | ItemReference], share: BodyShare
+) -> list[Message]:
+    """A request's items as they are kept, with copies of earlier ones in the places of references to these.
+
+    Raises NotFoundError, naming the place, for an item that is not there; else as `read_items` does.
+    """
+    places = {index: item.id for index, item in enumerate(items) if isinstance(item, ItemReference)}
+    copies: dict[int, Message] = {}
+    if places:
+        store = needed_store(service, f"input[{min(places)}]")
+        found = await store.run(store.responses.find_items, owner, list(places.values()))
+        for index, id in places.items():
+            if id not in found:
+                raise NotFoundError(
+                    f"input[{index}]: there is no item with the id {id!r:.100}; those of responses with store false "
+                    "are not kept. Send the item itself",
+                    param=f"input[{index}]",
+                )
+        # One that is named twice is read and counted twice, so that few bytes cannot become many.
+        read = await read_items(store, [found[id] for id in places.values()], service.max_body_bytes, share)
+        copies = {index: copy_of(item) for index, item in zip(places, read, strict=True)}
+    return [copies[index] if isinstance(item, ItemReference) else item.stored() for index, item in enumerate(items)]
 
 
 async def with_files(service: Service, owner: str, messages: Sequence[Message], share: BodyShare) -> list[Message]:

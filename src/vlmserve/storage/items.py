@@ -55,7 +55,8 @@ class Page:
     ascending: bool = False
 
 
-def _batches(values: Iterable[str]) -> Iterator[list[str]]:
+def batches(values: Iterable[str]) -> Iterator[list[str]]:
+    """As many at a time as one statement may list."""
     rest = iter(values)
     while some := list(islice(rest, _MANY)):
         yield some
@@ -91,7 +92,7 @@ def num_bytes_of(connection: Connection, table: Table) -> int:
 
 def _known(connection: Connection, digests: Iterable[str]) -> set[str]:
     known: set[str] = set()
-    for some in _batches(digests):
+    for some in batches(digests):
         known.update(connection.execute(select(blobs.c.digest).where(blobs.c.digest.in_(some))).scalars())
     return known
 
@@ -139,7 +140,7 @@ def read_page(
 def with_sizes(connection: Connection, rows: Sequence[tuple[str, str]]) -> list[StoredItem]:
     """Items of their ids and bodies."""
     sizes: dict[str, dict[str, int]] = {id: {} for id, _ in rows}
-    for some in _batches(sizes):
+    for some in batches(sizes):
         query = select(item_blobs.c.item_id, blobs.c.digest, blobs.c.num_bytes).join(blobs)
         for item_id, digest, size in connection.execute(query.where(item_blobs.c.item_id.in_(some))):
             sizes[item_id][digest] = size
@@ -175,7 +176,7 @@ def sizes_of(connection: Connection, deleting: Executable) -> int:
 def delete_orphans(connection: Connection, digests: Iterable[str]) -> int:
     """Delete those of these blobs that nothing refers to any more; returns how many bytes they were."""
     deleted = 0
-    for some in _batches(digests):
+    for some in batches(digests):
         orphans = delete(blobs).where(
             blobs.c.digest.in_(some),
             ~exists().where(item_blobs.c.digest == blobs.c.digest),

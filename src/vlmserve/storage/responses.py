@@ -15,6 +15,7 @@ from vlmserve.storage.items import (
     PackedItem,
     Page,
     StoredItem,
+    batches,
     check_room,
     delete_items,
     insert_items,
@@ -146,6 +147,15 @@ class Responses:
                 found = connection.execute(query_items.order_by(items.c.response_position))
                 rows += [(item.id, item.body) for item in found]
             return with_sizes(connection, rows)
+
+    def find_items(self, owner: str, ids: Sequence[str]) -> dict[str, StoredItem]:
+        """Those of these items that there are, by their ids, whatever response or conversation they are part of."""
+        rows: list[tuple[str, str]] = []
+        with self._database.read() as connection:
+            for some in batches(dict.fromkeys(ids)):
+                query = select(items.c.id, items.c.body).where(items.c.owner == owner, items.c.id.in_(some))
+                rows += [(item.id, item.body) for item in connection.execute(query)]
+            return {item.id: item for item in with_sizes(connection, rows)}
 
     def unpack(self, stored: Sequence[StoredItem]) -> list[dict[str, Any]]:
         """The items with their pictures. Raises NotFoundError for one that was deleted meanwhile."""

@@ -15,7 +15,7 @@ from vlmserve.errors import InvalidRequestError, NotFoundError, VLMServeError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.body import BodyShare
 from vlmserve.server.generation import Generation, Question
-from vlmserve.server.history import file_ids, fitting, needed_store, owner_of, read_items, with_files
+from vlmserve.server.history import file_ids, fitting, kept_items, needed_store, owner_of, read_items, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.response_writer import ResponseWriter
 from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest
@@ -54,10 +54,10 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
         tools = body.tool_use
         self._params = self._reader.expect(service.preparer.tool_form, tools, params)
-        new = [item.stored() for item in body.input]
         cache_salt = body.cache_salt or ""
         with service.bodies.share() as share:
             before = await self._items_before(service, body, share)
+            new = await kept_items(service, self._owner, body.input, share)
             turns = Turns(body.instructions, before, new)
             prompt = await self._prepare(service, body, turns, tools, share)
         if self._keeps(body) or body.conversation is not None:

@@ -19,6 +19,17 @@ Metadata = Annotated[
 ]
 """Up to 16 strings of up to 512 characters, under names of up to 64."""
 
+Includable = Literal[
+    "message.input_image.image_url",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""What may be included in items: pictures, which always are, and parts of items that no response has here."""
+
 
 class InputText(RequestModel):
     """A piece of what is asked."""
@@ -155,6 +166,13 @@ class OutputItem(RequestModel):
         }
 
 
+class ItemReference(RequestModel):
+    """An item of an earlier response or conversation, which is not said again but named."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 def message(
     role: str, content: list[dict[str, Any]], status: str = "completed", id: str | None = None
 ) -> dict[str, Any]:
@@ -174,6 +192,11 @@ def function_call(
         "name": name,
         "arguments": arguments,
     }
+
+
+def copy_of(item: dict[str, Any]) -> dict[str, Any]:
+    """A stored item as it is kept once more: with an id of its own."""
+    return {**item, "id": _new_id(item["id"].partition("_")[0])}
 
 
 def _new_id(prefix: str) -> str:
@@ -210,24 +233,38 @@ def _item_kind(value: Any) -> str:
     return f"<{kind or 'message'}>"
 
 
-def _known_kind(value: Any) -> Any:
-    if isinstance(value, dict) and _item_kind(value) not in ("<message>", "<function_call>", "<function_call_output>"):
-        raise ValueError(
-            f"Items of type {value['type']!r:.60} are not supported here, only message, function_call and "
-            "function_call_output"
-        )
-    return value
+def _known_kind(*kinds: str) -> BeforeValidator:
+    """Refuse items of other types by name."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and _item_kind(value)[1:-1] not in kinds:
+            raise ValueError(
+                f"Items of type {value['type']!r:.60} are not supported here, only {', '.join(kinds[:-1])} and "
+                f"{kinds[-1]}"
+            )
+        return value
+
+    return BeforeValidator(check)
 
 
-InputItem = Annotated[
-    Annotated[
-        Annotated[MessageItem, Tag("<message>")]
-        | Annotated[CallItem, Tag("<function_call>")]
-        | Annotated[OutputItem, Tag("<function_call_output>")],
-        Discriminator(_item_kind),
+_Item = (
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[OutputItem, Tag("<function_call_output>")]
+)
+_KINDS = ("message", "function_call", "function_call_output")
+InputItem = Annotated[Annotated[_Item, Discriminator(_item_kind)], _known_kind(*_KINDS)]
+InputItems = Annotated[
+    list[
+        Annotated[
+            Annotated[
+                _Item | Annotated[ItemReference, Tag("<item_reference>")],
+                Discriminator(_item_kind),
+            ],
+            _known_kind(*_KINDS, "item_reference"),
+        ]
     ],
-    BeforeValidator(_known_kind),
+    Field(max_length=MAX_ITEMS),
 ]
-InputItems = Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
 Input = Annotated[InputItems, BeforeValidator(_as_items)]
 """A text of the user's, or items."""

@@ -12,14 +12,15 @@ from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
 from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.structured import MessagesFormat, either_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, tool_use
+from vlmserve.types import Grammar
 
 _IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier"})
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "thinking": ({"type": "disabled"},),
     "thread": (),
 }
@@ -109,10 +110,17 @@ class Asked(RequestModel):
         return tool_use([tool.function for tool in self.tools], wanted, parallel)
 
 
+class OutputConfig(RequestModel):
+    """How the answer is written."""
+
+    format: MessagesFormat | None = None
+
+
 class CountRequest(Asked):
     """The body of ``POST /v1/messages/count_tokens``."""
 
     model: str | None = None
+    output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
 
 
@@ -125,6 +133,12 @@ class MessagesRequest(Asked, SamplingRequest):
 
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     stop_sequences: list[str] = Field(default_factory=list, description="Up to 16.")
+    output_config: OutputConfig = OutputConfig()
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to look like, in this API's words or in others'."""
+        wanted = self.output_config.format
+        return either_grammar(None if wanted is None else wanted.grammar, super().grammar())
 
     @model_validator(mode="after")
     def _ends_with_a_question(self) -> Self:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.server.schema.base import RequestModel, validate
+from vlmserve.server.schema.items import Includable
 from vlmserve.storage.items import Page
 
 
@@ -21,12 +22,12 @@ class Query(RequestModel):
 
 
 class ItemsQuery(Query):
-    """Which items to list. include: pictures always are."""
+    """Which items to list. include: changes nothing."""
 
     after: str | None = Field(None, description="The id of the last item of the page before.")
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
-    include: list[Literal["message.input_image.image_url"]] = Field(default_factory=list, description="Always is.")
+    include: list[Includable] = Field(default_factory=list, description="All that there is is shown.")
 
     @property
     def page(self) -> Page:
@@ -36,7 +37,7 @@ class ItemsQuery(Query):
 class ItemQuery(Query):
     """How to show an item."""
 
-    include: list[Literal["message.input_image.image_url"]] = Field(default_factory=list, description="Always is.")
+    include: list[Includable] = Field(default_factory=list, description="All that there is is shown.")
 
 
 class ResponseQuery(ItemQuery):

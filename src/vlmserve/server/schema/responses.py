@@ -11,10 +11,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
-from vlmserve.server.schema.items import Input, Metadata
+from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import SamplingRequest
-from vlmserve.server.schema.structured import OutputFormat, output_grammar
+from vlmserve.server.schema.structured import OutputFormat, either_grammar, output_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import Grammar
@@ -30,16 +30,12 @@ _IGNORED_FIELDS = frozenset(
     }
 )
 
-SHOWN_PICTURES = "message.input_image.image_url"
-"""What may be included in items, and always is."""
-
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "access_programs": (),
     "background": (False,),
     "background_options": (),
     "context_management": ([],),
     "image": (),
-    "include": ([], [SHOWN_PICTURES]),
     "moderation": (),
     "prompt": (),
     "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
@@ -78,6 +74,7 @@ class ResponsesRequest(SamplingRequest):
         None, ge=1, le=MAX_COUNT, description="Default: up to the end of the context."
     )
     metadata: Metadata = Field(default_factory=dict)
+    include: list[Includable] = Field(default_factory=list, description="Changes nothing: all that there is is shown.")
     text: TextConfig = TextConfig()
     tools: list[FunctionTool] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
@@ -95,12 +92,7 @@ class ResponsesRequest(SamplingRequest):
         """What the answer has to look like, in this API's words or in vLLM's."""
         if self.response_format is not None:
             raise InvalidRequestError("response_format is called text.format here", param="response_format")
-        own, other = output_grammar(self.text.format), super().grammar()
-        if own is not None and other is not None:
-            raise InvalidRequestError(
-                f"an answer cannot obey both {own.source} and {other.source}; leave one out", param=other.source
-            )
-        return own or other
+        return either_grammar(output_grammar(self.text.format), super().grammar())
 
     @property
     def tool_use(self) -> ToolUse | None:

@@ -86,6 +86,18 @@ class FlatSchemaFormat(NamedSchema):
         return self
 
 
+class MessagesFormat(RequestModel):
+    """The same in Anthropic's API, where keywords that cannot be followed are always refused."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+    @property
+    def grammar(self) -> Grammar:
+        """What the answer has to look like."""
+        return _grammar("json_schema", self.schema_, "output_config.format.schema")
+
+
 OutputFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[ObjectFormat, Tag("<json_object>")]
@@ -101,6 +113,15 @@ def output_grammar(output: TextFormat | ObjectFormat | FlatSchemaFormat | None) 
     if isinstance(output, FlatSchemaFormat):
         return _grammar("json_schema", output.schema_, "text.format.schema", output.strict)
     return None
+
+
+def either_grammar(own: Grammar | None, other: Grammar | None) -> Grammar | None:
+    """What an API's own field asks for, or what others do. Raises InvalidRequestError if both ask."""
+    if own is not None and other is not None:
+        raise InvalidRequestError(
+            f"an answer cannot obey both {own.source} and {other.source}; leave one out", param=other.source
+        )
+    return own or other
 
 
 def wanted_grammar(
