@@ -176,7 +176,12 @@ def sizes_of(connection: Connection, deleting: Executable) -> int:
 def delete_orphans(connection: Connection, digests: Iterable[str]) -> int:
     """Delete those of these blobs that nothing refers to any more; returns how many bytes they were."""
     deleted = 0
-    for some in batches(digests):
+    for some in batches(sorted(digests)):
+        # Two that delete the last references at once would each see the other's: who comes second waits here, and its
+        # next statement sees what the first one has done.
+        connection.execute(
+            select(blobs.c.digest).where(blobs.c.digest.in_(some)).order_by(blobs.c.digest).with_for_update()
+        )
         orphans = delete(blobs).where(
             blobs.c.digest.in_(some),
             ~exists().where(item_blobs.c.digest == blobs.c.digest),
