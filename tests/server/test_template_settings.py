@@ -43,6 +43,15 @@ def test_settings_reach_the_template_and_unknown_ones_change_nothing(thinking):
     assert "Think first" not in prompt(thinking, chat_template_kwargs={"enable_thinking": False})
 
 
+def test_settings_reach_the_template_in_responses_as_well(thinking):
+    def tokens(**kwargs):
+        create = thinking.openai.responses.create
+        answer = create(model="tiny", input="Hi", max_output_tokens=1, extra_body={"chat_template_kwargs": kwargs})
+        return answer.usage.input_tokens
+
+    assert tokens() > tokens(enable_thinking=False)
+
+
 def test_an_effort_is_for_templates_that_know_it(thinking, live):
     assert num_prompt_tokens(thinking, reasoning_effort="low") > num_prompt_tokens(thinking)
     assert num_prompt_tokens(live, reasoning_effort="none") == num_prompt_tokens(live)

@@ -120,7 +120,9 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         self, service: Service, body: ResponsesRequest, turns: Turns, tools: ToolUse | None, share: BodyShare
     ) -> Prompt:
         def prepare(messages: list[dict[str, Any]]) -> Awaitable[Prompt]:
-            return service.prepare(messages, body.cache_salt or "", tools=tools)
+            return service.prepare(
+                messages, body.cache_salt or "", tools=tools, template_settings=body.chat_template_kwargs
+            )
 
         try:
             messages = await with_files(service, self._owner, turns.messages, share)

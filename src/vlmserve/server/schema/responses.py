@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
+from vlmserve.server.schema.content import TemplateSettings
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import SamplingRequest
@@ -70,9 +71,7 @@ class ResponsesRequest(SamplingRequest):
         ConversationRef | None, BeforeValidator(lambda value: {"id": value} if isinstance(value, str) else value)
     ] = Field(None, description="An id, or an object with one: what it holds comes first, and it grows by this turn.")
     store: bool | None = Field(None, description="Whether to keep the response. Default: if a history is kept.")
-    max_output_tokens: int | None = Field(
-        None, ge=1, le=MAX_COUNT, description="Default: up to the end of the context."
-    )
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     metadata: Metadata = Field(default_factory=dict)
     include: list[Includable] = Field(default_factory=list, description="Changes nothing: all that there is is shown.")
     text: TextConfig = TextConfig()
@@ -84,6 +83,7 @@ class ResponsesRequest(SamplingRequest):
     max_tool_calls: int | None = Field(
         None, ge=1, le=MAX_COUNT, description="Of tools that run at OpenAI, of which there are none here."
     )
+    chat_template_kwargs: TemplateSettings = None
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: the oldest turns are left out if the context is too short for all."
     )
