@@ -281,7 +281,8 @@ def test_the_whole_log_is_json_if_that_is_wanted(tmp_path, capfd):
         assert 0 < line["seconds"] < 60
         assert find("one says")["prompt"] == {"messages": QUESTION}
         httpx.post(url, json={**body, "max_tokens": -1}, headers={"x-request-id": "two"}, timeout=60)
-        assert find("400")["error"] == "invalid_request"
+        line = find(", two")
+        assert (line["status"], line["error"]) == (400, "invalid_request")
         running.engine().kill()
         assert find("killed by SIGKILL")["level"] == "error"
         find("The engine runs again")
