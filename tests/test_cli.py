@@ -138,7 +138,7 @@ def test_debug_shows_the_traceback_and_nothing_else_does():
 
 def test_a_checkpoint_without_weights_cannot_be_served(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    result = run("serve", tmp_path)
+    result = run("serve", tmp_path, "--port", "0")
     assert result.exit_code == 1
     assert "no weights" in result.stderr
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,9 @@ _ATTEMPTS = 5
 """How often a transaction is tried that another one got in the way of."""
 _POSTGRESQL_TIMEOUT = 10
 """Seconds to connect."""
+_SQLITE_TIMEOUT = 30
+"""Seconds to wait for others who use the file."""
+_SQLITE_PAUSE = 0.02
 
 Result = TypeVar("Result")
 
@@ -116,7 +120,7 @@ def _parse(url: str) -> URL:
 def _make_engine(url: URL, num_connections: int) -> Engine:
     options: dict[str, Any] = {"pool_size": num_connections, "max_overflow": 0, "pool_pre_ping": True}
     if url.get_backend_name() == "sqlite":
-        options = {"connect_args": {"check_same_thread": False, "timeout": 30}}
+        options = {"connect_args": {"check_same_thread": False, "timeout": _SQLITE_TIMEOUT}}
         if url.database in (None, "", ":memory:"):
             options |= {"poolclass": StaticPool}
         else:
@@ -149,8 +153,21 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # sqlite3 would begin transactions when it thinks fit
     cursor = connection.cursor()
     for setting in SQLITE_SETTINGS:
-        cursor.execute(setting)
+        _set_sqlite(cursor, setting)
     cursor.close()
+
+
+def _set_sqlite(cursor: sqlite3.Cursor, setting: str) -> None:
+    # Who changes the journal does not wait for others who do so, whatever the timeout is, but fails at once.
+    deadline = time.monotonic() + _SQLITE_TIMEOUT
+    while True:
+        try:
+            cursor.execute(setting)
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                raise
+        time.sleep(_SQLITE_PAUSE)
 
 
 def _begin_sqlite(connection: Connection) -> None:
