@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -60,7 +62,13 @@ def test_an_effort_is_for_templates_that_know_it(thinking, live):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"messages": []}, "cannot set messages"), ("low", "chat_template_kwargs")], ids=str
+    ("settings", "message"),
+    [
+        ({"messages": []}, "cannot set messages"),
+        ("low", "chat_template_kwargs"),
+        ({"reasoning_effort": json.loads("[" * 200 + "]" * 200)}, "nested too deeply"),
+    ],
+    ids=["ours", "text", "deep"],
 )
 def test_what_is_not_theirs_to_set_is_refused(thinking, settings, message):
     with pytest.raises(openai.BadRequestError, match=message) as refusal:

@@ -176,21 +176,16 @@ class Generation:
         self.answers = answers
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
-        self._question = question
-
-    @property
-    def question(self) -> Question:
-        """What the request asks for."""
-        return self._question
+        self.question = question
 
     @property
     def usage(self) -> Usage:
-        prompts = self._question.prompts
+        prompts = self.question.prompts
         asked = sum(len(prompt.token_ids) for prompt in prompts)
         generated = sum(answer.num_tokens for answer in self.answers)
         details = PromptTokensDetails(
             # The further answers find the first one's prompt, which says nothing of what was there before.
-            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self._question.num_samples]),
+            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self.question.num_samples]),
             images=sum(prompt.num_images for prompt in prompts),
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
         )
@@ -220,8 +215,8 @@ class Generation:
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
         """Of the tokens of the prompt to which answer number `index` is, once it has begun; empty if they are not asked
         for."""
-        prompt, number = divmod(index, self._question.num_answers)
-        return self.answers[prompt * self._question.num_samples + number].prompt_logprobs or []
+        prompt, number = divmod(index, self.question.num_answers)
+        return self.answers[prompt * self.question.num_samples + number].prompt_logprobs or []
 
     async def finished(self) -> list[Piece]:
         """All answers that are wanted, each as one piece, when the last of them has ended: in order, or where there are
@@ -231,7 +226,7 @@ class Generation:
             async for piece in pieces:
                 collected[piece.index].append(piece)
         answers = [_joined(parts) for parts in collected]
-        wanted, sampled = self._question.num_answers, self._question.num_samples
+        wanted, sampled = self.question.num_answers, self.question.num_samples
         if sampled == wanted:
             return answers
         best: list[Piece] = []

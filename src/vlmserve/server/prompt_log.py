@@ -19,7 +19,8 @@ _LONGEST = 2000
 
 def log_prompt(request: Request, body: SamplingRequest) -> None:
     """One line with what the request says, as JSON. Of pictures and long texts only the beginning."""
-    said = body.model_dump(include=set(body.content_fields), exclude_none=True, mode="json")
+    # What is said before the conversation may be no content: a response shows its instructions again.
+    said = body.model_dump(include={*body.content_fields, "instructions"}, exclude_none=True, mode="json")
     shown, request_id = _cut(said), request_id_of(request)
     fields = {"request_id": request_id, "prompt": shown}
     logger.info("%s says %s", request_id, msgspec.json.encode(shown).decode(), extra={"fields": fields})

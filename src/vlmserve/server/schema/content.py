@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from vlmserve.config import MAX_FPS
-from vlmserve.server.schema.base import MAX_COUNT, RequestModel, by_type, text_or_list
+from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type, text_or_list
 from vlmserve.server.schema.tools import SentToolCall
 
 
@@ -19,7 +19,7 @@ class ChatPart(RequestModel):
 
 
 TemplateSettings = Annotated[
-    dict[str, Any] | None,
+    JSONObject | None,
     Field(description="Values that the model's chat template may know by name, such as enable_thinking."),
 ]
 

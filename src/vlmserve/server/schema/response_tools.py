@@ -14,26 +14,32 @@ from vlmserve.server.schema.base import RequestModel
 from vlmserve.server.schema.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, tool_use
 
 
-class FunctionTool(FunctionDefinition):
+class Flat(RequestModel):
+    """Something of a function, beside its type. OpenAI's other tools are refused by name, and so is what is written as
+    in chat completions."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_function(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            kind = value.get("type")
+            if isinstance(kind, str) and kind != "function":
+                raise ValueError(
+                    f"Tools of type {kind!r:.60} are not supported here, only functions, which your own program runs"
+                )
+            if "function" in value:
+                raise ValueError("Here the name of a function and all else stand beside type, not in a field function")
+        return value
+
+
+class FunctionTool(Flat, FunctionDefinition):
     """A function that the model may call."""
 
-    type: Literal["function"]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_a_function(cls, value: Any) -> Any:
-        return _flat_function(value)
-
-
-class NamedFunction(FunctionName):
+class NamedFunction(Flat, FunctionName):
     """One of the functions."""
-
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_a_function(cls, value: Any) -> Any:
-        return _flat_function(value)
 
 
 class AllowedTools(RequestModel):
@@ -43,19 +49,6 @@ class AllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-def _flat_function(value: Any) -> Any:
-    """Refuse OpenAI's other tools by name, and what is written as in chat completions."""
-    if isinstance(value, dict):
-        kind = value.get("type")
-        if isinstance(kind, str) and kind != "function":
-            raise ValueError(
-                f"Tools of type {kind!r:.60} are not supported here, only functions, which your own program runs"
-            )
-        if "function" in value:
-            raise ValueError("Here the name of a function and all else stand beside type, not in a field function")
-    return value
 
 
 def _choice_kind(value: Any) -> str | None:
