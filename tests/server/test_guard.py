@@ -306,8 +306,12 @@ def test_prompts_are_logged_only_when_asked_for_and_without_pictures(folder, cap
         blocks = [{"type": "image", "source": source}, {"type": "text", "text": "marimba"}]
         body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": blocks}]}
         assert httpx.post(f"{server.url}/v1/messages", json=body).status_code == 200
+        body = {"model": "tiny", "max_output_tokens": 2, "input": "celesta", "instructions": "glockenspiel"}
+        assert httpx.post(f"{server.url}/v1/responses", json=body).status_code == 200
     said = [record.getMessage() for record in caplog.records if record.name == "vlmserve.prompts"]
-    assert len(said) == 2
+    assert len(said) == 3
+    assert "celesta" in said[2]
+    assert "glockenspiel" in said[2]
     assert said[0].startswith("mine-8 says ")
     assert "xylophone\\nsecond line" in said[0]
     assert "marimba" in said[1]

@@ -10,22 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.clock import Clock
 from vlmserve.cli import app
 from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.server.accounts import Account, Bucket, KeyRing, duration
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.keys import add_key, read_keys, remove_key, store
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

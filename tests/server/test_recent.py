@@ -6,15 +6,8 @@ import random
 
 import pytest
 
+from tests.clock import Clock
 from vlmserve.server.recent import Percentiles, RecentLatencies
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

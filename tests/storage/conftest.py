@@ -6,19 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.clock import Clock
 from vlmserve.config import ServerConfig
 from vlmserve.storage.items import PackedItem
 from vlmserve.storage.store import Store
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

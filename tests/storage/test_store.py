@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,7 @@ from vlmserve.errors import (
     StorageError,
     StorageFullError,
 )
+from vlmserve.storage import database as database_module
 from vlmserve.storage import store as store_module
 from vlmserve.storage.items import Page
 from vlmserve.storage.retention import stored_bytes
@@ -390,6 +392,25 @@ def test_several_servers_may_open_a_new_database_at_once(url, clock):
     assert history(stores[2], "a") == ["question a", "answer a"]
     for store in stores:
         store.close()
+
+
+def test_a_setting_that_another_one_is_making_is_made_again(monkeypatch):
+    tried = []
+
+    class Cursor:
+        def execute(self, setting: str) -> None:
+            tried.append(setting)
+            if len(tried) < 3:
+                error = sqlite3.OperationalError("database is locked")
+                error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+                raise error
+
+    database_module._set_sqlite(Cursor(), "PRAGMA x")
+    assert tried == ["PRAGMA x"] * 3
+    monkeypatch.setattr(database_module, "_SQLITE_TIMEOUT", 0)
+    tried.clear()
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        database_module._set_sqlite(Cursor(), "PRAGMA x")
 
 
 def test_names_that_no_database_takes_are_names_of_nothing(store):
