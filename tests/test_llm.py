@@ -21,7 +21,7 @@ from vlmserve.errors import (
     TooManyImagesError,
     VLMServeError,
 )
-from vlmserve.types import RequestOutput
+from vlmserve.types import EngineOutput
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -265,7 +265,7 @@ def test_a_request_that_fails_while_it_runs_does_not_take_the_others_with_it(llm
         victim = outputs[0]
         llm.engine.abort([victim.request_id])
         monkeypatch.undo()
-        return [RequestOutput(victim.request_id, [], "error", error="the numbers are no numbers"), *outputs[1:]]
+        return [EngineOutput(victim.request_id, [], "error", error="the numbers are no numbers"), *outputs[1:]]
 
     monkeypatch.setattr(llm.engine, "step", failing_step)
     first, second = llm.generate(["a", "b"], GREEDY, use_tqdm=False)

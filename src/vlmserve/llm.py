@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, read_settings
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.types import EngineRequest, FinishReason, Prompt, RequestOutput, SamplingParams, TokenLogprobs
+from vlmserve.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from vlmserve.engine.protocol import VLMEngine
@@ -105,7 +105,7 @@ class _Generation:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
-    def take(self, output: RequestOutput) -> None:
+    def take(self, output: EngineOutput) -> None:
         self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []

@@ -331,7 +331,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class RequestOutput(msgspec.Struct, frozen=True):
+class EngineOutput(msgspec.Struct, frozen=True):
     """What one step brought for one request.
 
     token_ids: the new tokens, without the end token that finished it.
@@ -441,7 +441,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
     state: "preempted" waits as well, after it has run. num_tokens: prompt and answer so far; num_computed_tokens:
     leading ones of them whose keys and values are in `num_blocks` KV blocks, shared ones included.
-    num_cached_tokens: as `RequestOutput.cached_tokens`.
+    num_cached_tokens: as `EngineOutput.cached_tokens`.
     """
 
     request_id: str

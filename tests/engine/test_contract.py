@@ -17,7 +17,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import InvalidRequestError, OverloadedError, PromptTooLongError, TooManyImagesError
-from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams
+from vlmserve.types import EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
 MakeEngine = Callable[..., VLMEngine]
 
@@ -79,11 +79,11 @@ def picture_request(shade: float, name: str = "a") -> EngineRequest:
     return request_of(name, tokens, [ImageSpan(image, 1)], ignore_eos=True)
 
 
-def run(engine: VLMEngine, *requests: EngineRequest) -> dict[str, list[RequestOutput]]:
+def run(engine: VLMEngine, *requests: EngineRequest) -> dict[str, list[EngineOutput]]:
     """All outputs by request."""
     for request in requests:
         engine.add(request)
-    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
     while engine.has_work():
         step = engine.step()
         assert len({output.request_id for output in step}) == len(step)

@@ -29,6 +29,7 @@ from vlmserve.engine.messages import (
 from vlmserve.types import (
     BlockMap,
     CrossInput,
+    EngineOutput,
     EngineRequest,
     EngineSnapshot,
     EngineStats,
@@ -36,7 +37,6 @@ from vlmserve.types import (
     ImageSpan,
     ModelInfo,
     Prompt,
-    RequestOutput,
     RequestSnapshot,
     RequestTimings,
     SamplingParams,
@@ -169,11 +169,11 @@ def test_messages_to_the_engine(message):
     [
         Ready(ModelInfo("m", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True), EngineStats(), 1.5),
         Accepted(["a"]),
-        Outputs([RequestOutput("a", [1, 2], "stop", 5), RequestOutput("b", [])], EngineStats(num_running=1)),
-        Outputs([RequestOutput("a", [], "stop", timings=RequestTimings(0.1, 0.2, 0.3, 0.4))], EngineStats()),
+        Outputs([EngineOutput("a", [1, 2], "stop", 5), EngineOutput("b", [])], EngineStats(num_running=1)),
+        Outputs([EngineOutput("a", [], "stop", timings=RequestTimings(0.1, 0.2, 0.3, 0.4))], EngineStats()),
         Outputs(
             [
-                RequestOutput(
+                EngineOutput(
                     "a",
                     [7],
                     logprobs=[TokenLogprobs(7, -0.5, 1, ((7, -0.5), (3, -float("inf"))))],

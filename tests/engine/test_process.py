@@ -33,7 +33,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess, _environment, serve_engine
 from vlmserve.errors import InvalidRequestError
-from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, Prompt, RequestOutput
+from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, Prompt
 
 
 class CountingEngine:
@@ -49,14 +49,14 @@ class CountingEngine:
             raise InvalidRequestError("in use", param="request_id")
         self.left[request.request_id] = request.prompt.token_ids[0]
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         if self.broken:
             raise RuntimeError("no memory")
         time.sleep(0.002)
         outputs = []
         for name in list(self.left):
             self.left[name] -= 1
-            outputs.append(RequestOutput(name, [1], None if self.left[name] else "length"))
+            outputs.append(EngineOutput(name, [1], None if self.left[name] else "length"))
         self.left = {name: left for name, left in self.left.items() if left}
         return outputs
 
@@ -125,8 +125,8 @@ def peer():
 def test_a_request_is_accepted_and_then_answered_step_by_step(peer):
     peer.add("a", 2)
     assert peer.receive() == Accepted(["a"])
-    assert peer.receive() == Outputs([RequestOutput("a", [1])], EngineStats(num_running=1))
-    assert peer.receive() == Outputs([RequestOutput("a", [1], "length")], EngineStats())
+    assert peer.receive() == Outputs([EngineOutput("a", [1])], EngineStats(num_running=1))
+    assert peer.receive() == Outputs([EngineOutput("a", [1], "length")], EngineStats())
 
 
 def test_a_refusal_concerns_that_request_alone(peer):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
 from tests.checkpoints import make_llama, make_llava
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
-from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams, TokenLogprobs
+from vlmserve.types import EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams, TokenLogprobs
 
 NEW_TOKENS = 24
 SCHEDULES = [
@@ -55,21 +55,21 @@ def tight(folder: Path, **settings) -> Engine:
     return engine_for(folder, block_size=4, kv_cache_memory=memory, **settings)
 
 
-def run(engine: Engine, texts: list[Prompt] | list[list[int]], *params: dict) -> list[RequestOutput]:
+def run(engine: Engine, texts: list[Prompt] | list[list[int]], *params: dict) -> list[EngineOutput]:
     """All that came for each request, as one output. params: for all, or one for each."""
-    whole: dict[str, RequestOutput] = {}
+    whole: dict[str, EngineOutput] = {}
     for number, text in enumerate(texts):
         own = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, **params[number % len(params)]}
         prompt = text if isinstance(text, Prompt) else Prompt(text)
         engine.add(EngineRequest(str(number), prompt, SamplingParams(**own)))
-        whole[str(number)] = RequestOutput(str(number), [], logprobs=[])
+        whole[str(number)] = EngineOutput(str(number), [], logprobs=[])
     while engine.has_work():
         for output in engine.step():
             assert output.error is None
             before = whole[output.request_id]
             assert output.logprobs is None or len(output.logprobs) == len(output.token_ids)
             assert output.prompt_logprobs is None or not before.token_ids, "they come with the first output, once"
-            whole[output.request_id] = RequestOutput(
+            whole[output.request_id] = EngineOutput(
                 output.request_id,
                 before.token_ids + output.token_ids,
                 logprobs=before.logprobs + (output.logprobs or []),

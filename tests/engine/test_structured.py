@@ -18,7 +18,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import InvalidRequestError
 from vlmserve.llm import LLM
-from vlmserve.types import EngineRequest, Grammar, Prompt, RequestOutput, SamplingParams
+from vlmserve.types import EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -54,8 +54,8 @@ def request_of(name: str, grammar: Grammar | None, seed: int = 0, **params: Any)
     return EngineRequest(name, Prompt(tokens), SamplingParams(grammar=grammar, **params))
 
 
-def run(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[RequestOutput]]:
-    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+def run(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[EngineOutput]]:
+    outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
     while engine.has_work():
@@ -64,7 +64,7 @@ def run(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[Request
     return outputs
 
 
-def tokens(outputs: list[RequestOutput]) -> list[int]:
+def tokens(outputs: list[EngineOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 

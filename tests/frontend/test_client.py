@@ -20,7 +20,7 @@ from vlmserve.errors import (
     UnavailableError,
 )
 from vlmserve.frontend.client import EngineClient, EngineStream
-from vlmserve.types import EngineRequest, Prompt, RequestOutput, RequestTimings, SamplingParams, TokenLogprobs
+from vlmserve.types import EngineOutput, EngineRequest, Prompt, RequestTimings, SamplingParams, TokenLogprobs
 
 
 @pytest.fixture(scope="module")
@@ -143,26 +143,26 @@ async def test_outputs_that_nobody_waited_for_arrive_as_one(start):
 
 async def test_an_end_after_unread_outputs_keeps_them():
     stream = EngineStream("a", lambda _: None)
-    stream.put(RequestOutput("a", [1, 2]))
-    stream.put(RequestOutput("a", [3], "stop", 9))
+    stream.put(EngineOutput("a", [1, 2]))
+    stream.put(EngineOutput("a", [3], "stop", 9))
     [output] = [output async for output in stream]
-    assert output == RequestOutput("a", [1, 2, 3], "stop", 9)
+    assert output == EngineOutput("a", [1, 2, 3], "stop", 9)
 
 
 async def test_timings_that_came_with_an_unread_first_token_are_kept():
     stream = EngineStream("a", lambda _: None)
     timings = RequestTimings(0.5, 0.0, 1.5, None)
-    stream.put(RequestOutput("a", [1], timings=timings))
-    stream.put(RequestOutput("a", [2]))
-    assert await anext(stream) == RequestOutput("a", [1, 2], timings=timings)
+    stream.put(EngineOutput("a", [1], timings=timings))
+    stream.put(EngineOutput("a", [2]))
+    assert await anext(stream) == EngineOutput("a", [1, 2], timings=timings)
 
 
 async def test_unread_outputs_keep_their_logprobs_one_for_each_token():
     stream = EngineStream("a", lambda _: None)
     told = [TokenLogprobs(token, -0.5, 1) for token in range(4)]
-    stream.put(RequestOutput("a", [0], logprobs=told[:1], prompt_logprobs=[None, told[3]]))
-    stream.put(RequestOutput("a", [1, 2], logprobs=told[1:3]))
-    stream.put(RequestOutput("a", [], "stop", 9, logprobs=[]))
+    stream.put(EngineOutput("a", [0], logprobs=told[:1], prompt_logprobs=[None, told[3]]))
+    stream.put(EngineOutput("a", [1, 2], logprobs=told[1:3]))
+    stream.put(EngineOutput("a", [], "stop", 9, logprobs=[]))
     [output] = [output async for output in stream]
     assert output.logprobs == told[:3]
     assert output.prompt_logprobs == [None, told[3]]

@@ -10,7 +10,7 @@ from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.scheduler.scheduler import Scheduler, Step
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import CrossInput, EngineRequest, ImageInput, ImageSpan, Prompt, RequestOutput, SamplingParams
+from vlmserve.types import CrossInput, EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
 BLOCK = 4
 END = 999
@@ -59,7 +59,7 @@ def scheduler(
     )
 
 
-def run(scheduler: Scheduler, token: int = 7) -> tuple[Step, list[RequestOutput]]:
+def run(scheduler: Scheduler, token: int = 7) -> tuple[Step, list[EngineOutput]]:
     step = scheduler.schedule()
     return step, scheduler.update(step, [token for chunk in step.chunks if chunk.samples])
 
@@ -68,7 +68,7 @@ def plan(step: Step) -> list[tuple[str, int]]:
     return [(chunk.sequence.request_id, chunk.num_tokens) for chunk in step.chunks]
 
 
-def finish(s: Scheduler) -> list[RequestOutput]:
+def finish(s: Scheduler) -> list[EngineOutput]:
     outputs = []
     while len(s):
         outputs += run(s)[1]

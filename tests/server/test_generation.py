@@ -13,7 +13,7 @@ from vlmserve.prompt.checkpoint import PromptFiles
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.server.generation import Answer, Piece
-from vlmserve.types import RequestOutput, TokenLogprobs
+from vlmserve.types import EngineOutput, TokenLogprobs
 
 FILES = PromptFiles(model_type="", tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
 TOKENIZER = Tokenizer(byte_level(), FILES)
@@ -22,13 +22,13 @@ TOKENIZER = Tokenizer(byte_level(), FILES)
 class Stream:
     """An `EngineStream` of outputs that are known."""
 
-    def __init__(self, outputs: list[RequestOutput]) -> None:
+    def __init__(self, outputs: list[EngineOutput]) -> None:
         self._outputs = iter(outputs)
 
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> EngineOutput:
         output = next(self._outputs, None)
         if output is None:
             raise StopAsyncIteration
@@ -39,7 +39,7 @@ class Stream:
 
 
 class Record:
-    def output(self, output: RequestOutput) -> None:
+    def output(self, output: EngineOutput) -> None:
         pass
 
     def end(self, reason: str) -> None:
@@ -54,7 +54,7 @@ def pieces_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[Piece
         part = tokens[done : done + count]
         told = [TokenLogprobs(token, -float(done + index), 1) for index, token in enumerate(part)]
         done += len(part)
-        outputs.append(RequestOutput("a", part, "length" if done == len(tokens) else None, logprobs=told))
+        outputs.append(EngineOutput("a", part, "length" if done == len(tokens) else None, logprobs=told))
 
     async def collect() -> list[Piece]:
         answer: Any = Answer(0, Stream(outputs), Detokenizer(TOKENIZER, stop), Record())  # type: ignore[arg-type]

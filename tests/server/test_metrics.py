@@ -29,7 +29,7 @@ from vlmserve.media.cache import PictureCacheStats
 from vlmserve.server.collectors import Distribution, RunningEngine
 from vlmserve.server.metrics import AnswerRecord, ServerMetrics
 from vlmserve.server.service import Service
-from vlmserve.types import EngineStats, ModelInfo, RequestOutput, RequestTimings
+from vlmserve.types import EngineOutput, EngineStats, ModelInfo, RequestTimings
 
 STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
 INFO = ModelInfo("tiny", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True)
@@ -268,7 +268,7 @@ def test_what_requests_ask_for_counts_once_for_each(live):
 def test_what_was_cached_of_a_prompt_does_not_count_as_computed():
     metrics = metrics_of()
     record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
-    record.output(RequestOutput("a", [1], "length", cached_tokens=8))
+    record.output(EngineOutput("a", [1], "length", cached_tokens=8))
     record.end("length")
     values = values_of(metrics.exposition()[0].decode())
     assert (values["request_prompt_tokens_sum"], values["request_prefill_kv_computed_tokens_sum"]) == (10, 2)
@@ -341,8 +341,8 @@ def test_servers_in_one_process_count_on_their_own():
 def test_the_engines_timings_arrive_in_the_histograms_and_an_end_counts_once():
     metrics = metrics_of()
     record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
-    record.output(RequestOutput("a", [1]))
-    record.output(RequestOutput("a", [2, 3], "stop", 9, timings=RequestTimings(0.5, 0.25, 1.5, 4.0)))
+    record.output(EngineOutput("a", [1]))
+    record.output(EngineOutput("a", [2, 3], "stop", 9, timings=RequestTimings(0.5, 0.25, 1.5, 4.0)))
     record.end("stop")
     record.end("abort")
     values = values_of(metrics.exposition()[0].decode())
@@ -359,9 +359,9 @@ def test_where_a_stop_string_ends_an_answer_the_time_to_its_last_piece_is_that_o
     monkeypatch.setattr("vlmserve.server.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
     metrics = metrics_of()
     record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
-    record.output(RequestOutput("a", [1], timings=RequestTimings(0.5, 0.25, 0.125, None)))
-    record.output(RequestOutput("a", [2]))
-    record.output(RequestOutput("a", [3]))
+    record.output(EngineOutput("a", [1], timings=RequestTimings(0.5, 0.25, 0.125, None)))
+    record.output(EngineOutput("a", [2]))
+    record.output(EngineOutput("a", [3]))
     record.end("stop")
     values = values_of(metrics.exposition()[0].decode())
     for part, seconds in (("queue", 0.5), ("vision", 0.25), ("prefill", 0.125), ("decode", 2.0)):
@@ -371,7 +371,7 @@ def test_where_a_stop_string_ends_an_answer_the_time_to_its_last_piece_is_that_o
 def test_an_answer_without_tokens_has_no_time_per_token():
     metrics = metrics_of()
     record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
-    record.output(RequestOutput("a", [], "length", timings=RequestTimings(0.5, 0.0, 1.5, 0.0)))
+    record.output(EngineOutput("a", [], "length", timings=RequestTimings(0.5, 0.0, 1.5, 0.0)))
     record.end("length")
     values = values_of(metrics.exposition()[0].decode())
     assert values["time_to_first_token_seconds_count"] == values["request_time_per_output_token_seconds_count"] == 0

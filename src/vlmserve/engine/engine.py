@@ -32,13 +32,13 @@ from vlmserve.types import (
     KEY_BYTES,
     MAX_MAP_CELLS,
     BlockMap,
+    EngineOutput,
     EngineRequest,
     EngineSnapshot,
     EngineStats,
     ImageInput,
     ModelInfo,
     Prompt,
-    RequestOutput,
     RequestSnapshot,
     RequestTimings,
     TokenLogprobs,
@@ -169,7 +169,7 @@ class Engine:
         self._scheduler.add(sequence)
         self._num_added += 1
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         started = time.perf_counter()
         step = self._scheduler.schedule()
         if not (step.chunks or step.clear or step.transfers):
@@ -298,7 +298,7 @@ class Engine:
             )
 
 
-def _told(sequence: Sequence, output: RequestOutput, logprobs: TokenLogprobs | None, now: float) -> RequestOutput:
+def _told(sequence: Sequence, output: EngineOutput, logprobs: TokenLogprobs | None, now: float) -> EngineOutput:
     """An output with what only some of them tell. logprobs: of the token that was sampled, if they are asked for."""
     further: dict[str, Any] = {}
     first = sequence.answered == now
@@ -311,7 +311,7 @@ def _told(sequence: Sequence, output: RequestOutput, logprobs: TokenLogprobs | N
     return msgspec.structs.replace(output, **further) if further else output
 
 
-def _timings(sequence: Sequence, output: RequestOutput, now: float) -> RequestTimings:
+def _timings(sequence: Sequence, output: EngineOutput, now: float) -> RequestTimings:
     return RequestTimings(
         queue=sequence.started - sequence.arrived,
         vision=sequence.vision_seconds,

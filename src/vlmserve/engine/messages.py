@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from vlmserve import errors
-from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, ModelInfo, Pixels, RequestOutput
+from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo, Pixels
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
@@ -80,7 +80,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     """What a step brought. Also sent, empty, when aborts changed the stats."""
 
-    outputs: list[RequestOutput]
+    outputs: list[EngineOutput]
     stats: EngineStats
 
 

@@ -25,12 +25,12 @@ from vlmserve.sampling.grammar import Matcher
 from vlmserve.types import (
     MAX_MAP_CELLS,
     BlockMap,
+    EngineOutput,
     EngineRequest,
     EngineSnapshot,
     EngineStats,
     FinishReason,
     ModelInfo,
-    RequestOutput,
     RequestSnapshot,
     RequestTimings,
     TokenLogprobs,
@@ -76,7 +76,7 @@ class _Answer:
         self.due = self.started = 0.0
         self.first: float | None = None
 
-    def advance(self, eos_token_ids: frozenset[int]) -> RequestOutput:
+    def advance(self, eos_token_ids: frozenset[int]) -> EngineOutput:
         """Produce one token, or end."""
         if self.matcher is not None:
             return self._advance_by(self.matcher, eos_token_ids)
@@ -94,14 +94,14 @@ class _Answer:
 
     def _output(
         self, token_ids: list[int], finish_reason: FinishReason | None, stop_token_id: int | None = None
-    ) -> RequestOutput:
+    ) -> EngineOutput:
         params = self.request.params
         logprobs = prompt_logprobs = None
         if params.logprobs is not None:
             logprobs = [_logprobs(token_id, params.logprobs, self.vocab_size) for token_id in token_ids]
         if params.prompt_logprobs is not None and self.first is None:
             prompt_logprobs = self._prompt_logprobs(params.prompt_logprobs)
-        return RequestOutput(
+        return EngineOutput(
             self.request.request_id,
             token_ids,
             finish_reason,
@@ -119,14 +119,14 @@ class _Answer:
             for place, token_id in enumerate(prompt.token_ids)
         ]
 
-    def _advance_by(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> RequestOutput:
+    def _advance_by(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> EngineOutput:
         """A word of its own where the grammar allows one, else mostly what closes JSON, else any token."""
         params = self.request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens)
         possible = np.flatnonzero(allowed)
         if matcher.error is not None:
-            return RequestOutput(
+            return EngineOutput(
                 self.request.request_id, [], "error", error=matcher.error, images_encoded=self.num_images
             )
         end = next((id_ for id_ in sorted(ends) if id_ < len(allowed) and allowed[id_]), None)
@@ -227,7 +227,7 @@ class MockEngine:
         self._unfinished[request.request_id] = answer
         self._waiting.append(answer)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         began = time.monotonic()
         self._admit()
         if not self._running:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
+from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
 
 
 class VLMEngine(Protocol):
@@ -24,7 +24,7 @@ class VLMEngine(Protocol):
         """
         ...
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         """Run one batch and return what is new, at most one output a request.
 
         Every added request ends with exactly one output that has a finish_reason, unless it is aborted. A failure

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.client import EngineClient, EngineStream
-from vlmserve.types import EngineRequest, FinishReason, Prompt, RequestOutput, SamplingParams
+from vlmserve.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams
 
 Choices = Sequence[tuple[int, float]]
 """Token ids and log probabilities of what may come next, the likeliest first."""
@@ -89,7 +89,7 @@ class Beams:
 class BeamStream:
     """One of a search's answers as a stream of outputs, of which there is one. Closing any of them ends the search."""
 
-    def __init__(self, search: asyncio.Task[list[RequestOutput]], place: int) -> None:
+    def __init__(self, search: asyncio.Task[list[EngineOutput]], place: int) -> None:
         self._search = search
         self._place = place
         self._ended = False
@@ -97,7 +97,7 @@ class BeamStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> EngineOutput:
         if self._ended:
             raise StopAsyncIteration
         outputs = await asyncio.shield(self._search)
@@ -142,9 +142,9 @@ def start_beam_search(
     return [BeamStream(task, place) for place in range(num_answers)]
 
 
-async def _search(client: EngineClient, request: EngineRequest, beams: Beams, num_answers: int) -> list[RequestOutput]:
+async def _search(client: EngineClient, request: EngineRequest, beams: Beams, num_answers: int) -> list[EngineOutput]:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=beams.num_choices)
-    first: RequestOutput | None = None
+    first: EngineOutput | None = None
     step = 0
     while not beams.done:
         asked = [
@@ -167,7 +167,7 @@ async def _search(client: EngineClient, request: EngineRequest, beams: Beams, nu
         step += 1
     assert first is not None
     return [
-        RequestOutput(
+        EngineOutput(
             f"{request.request_id}-{place}",
             *_without_end(ended.token_ids, beams),
             cached_tokens=first.cached_tokens,
@@ -184,7 +184,7 @@ def _without_end(token_ids: tuple[int, ...], beams: Beams) -> tuple[list[int], F
     return list(token_ids), "length", None
 
 
-async def _only_output(stream: EngineStream) -> RequestOutput:
+async def _only_output(stream: EngineStream) -> EngineOutput:
     async for output in stream:
         if output.finish_reason not in ("abort", "error"):
             return output

@@ -37,7 +37,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
-from vlmserve.types import BlockMap, EngineRequest, EngineSnapshot, EngineStats, ModelInfo, RequestOutput
+from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,14 @@ class EngineStream:
         self._forget = forget
         self._news = asyncio.Event()
         self._accepted = False
-        self._pending: RequestOutput | None = None
+        self._pending: EngineOutput | None = None
         self._error: Callable[[], VLMServeError] | None = None
         self._ended = False
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> EngineOutput:
         if self._ended:
             raise StopAsyncIteration
         while (output := self._pending) is None:
@@ -95,7 +95,7 @@ class EngineStream:
         self._accepted = True
         self._news.set()
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: EngineOutput) -> None:
         """The engine produced something."""
         if self._pending is not None:
             token_ids, logprobs = self._pending.token_ids, self._pending.logprobs
@@ -234,7 +234,7 @@ class EngineClient:
             raise
         return list(streams.values())
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """The outputs of a request; closing the generator aborts it. Raises as `submit`, also later on."""
         stream = await self.submit(request)
         try:
@@ -393,7 +393,7 @@ class EngineClient:
                 case Fatal(failure):
                     self._last_words.set_result(failure.error())
 
-    def _dispatch(self, output: RequestOutput) -> None:
+    def _dispatch(self, output: EngineOutput) -> None:
         stream = self._streams.get(output.request_id)
         if stream is None:  # aborted while the output was on its way
             return

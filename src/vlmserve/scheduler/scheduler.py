@@ -18,7 +18,7 @@ from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.prefix import Hit, PrefixCache, Transfer
 from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import CrossInput, FinishReason, ImageInput, RequestOutput
+from vlmserve.types import CrossInput, EngineOutput, FinishReason, ImageInput
 
 
 class ScheduledChunk(NamedTuple):
@@ -126,7 +126,7 @@ class Scheduler:
         step.chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
         return step
 
-    def update(self, step: Step, sampled: list[int | None]) -> list[RequestOutput]:
+    def update(self, step: Step, sampled: list[int | None]) -> list[EngineOutput]:
         """Enter a finished step's tokens, one for each chunk that samples, in order; None is a failed one.
 
         Sequences that end free all they hold. Returns one output for each sampled token.
@@ -367,7 +367,7 @@ class Scheduler:
         self.encoder_hits += known
         return True
 
-    def _append(self, sequence: Sequence, token: int | None) -> RequestOutput:
+    def _append(self, sequence: Sequence, token: int | None) -> EngineOutput:
         new: list[int] = []
         reason: FinishReason | None = None
         end, error = None, None
@@ -387,7 +387,7 @@ class Scheduler:
             if matcher is not None:
                 matcher.advance(token)
                 reason = "stop" if matcher.finished else reason
-        return RequestOutput(
+        return EngineOutput(
             sequence.request_id, new, reason, end, error, sequence.num_cached or 0, sequence.num_encoded
         )
 

@@ -21,7 +21,7 @@ from vlmserve.server.errors import error_code
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
-from vlmserve.types import MAX_SEED, EngineRequest, Prompt, RequestOutput, RequestTimings, SamplingParams, TokenLogprobs
+from vlmserve.types import MAX_SEED, EngineOutput, EngineRequest, Prompt, RequestTimings, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Piece:
 class OutputStream(Protocol):
     """Where the outputs of an answer come from, in order. Closing it aborts the answer."""
 
-    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def __aiter__(self) -> AsyncIterator[EngineOutput]: ...
 
     def close(self) -> None: ...
 
@@ -131,7 +131,7 @@ class Answer:
         """Seconds from the request's arrival to its first token; None before that."""
         return self._record.ttft
 
-    def _push(self, output: RequestOutput) -> str:
+    def _push(self, output: EngineOutput) -> str:
         """The text that can be shown now."""
         if output.logprobs is None:
             text = self._text.push(output.token_ids)

@@ -30,7 +30,7 @@ from vlmserve.server.collectors import (
     RunningEngine,
 )
 from vlmserve.server.recent import RecentLatencies
-from vlmserve.types import EngineStats, FinishReason, RequestOutput, RequestTimings
+from vlmserve.types import EngineOutput, EngineStats, FinishReason, RequestTimings
 
 _DECADES = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 _SECONDS = tuple(round(decade * step, 4) for decade in _DECADES for step in (1, 2.5, 5))
@@ -198,7 +198,7 @@ class AnswerRecord:
         self._timings: RequestTimings | None = None
         self._ended = False
 
-    def output(self, output: RequestOutput) -> None:
+    def output(self, output: EngineOutput) -> None:
         """The engine produced something."""
         self._timings = output.timings or self._timings
         self._num_cached_tokens = output.cached_tokens
