@@ -108,7 +108,7 @@ def test_flags_become_settings():
         (["--device", "gpu", "--block-size", "0"], ["--device", "gpu", "--block-size", "0"]),
         (["--fetch-timeout", "0"], ["--fetch-timeout", "greater than 0"]),
         (["--mm-processor-kwargs", "{"], ["--mm-processor-kwargs", "not JSON"]),
-        (["--mm-processor-kwargs", '{"pixels": 9}'], ["--mm-processor-kwargs", "pixels", "not permitted"]),
+        (["--mm-processor-kwargs", '{"pixels": 9}'], ["--mm-processor-kwargs", "no key pixels", "max_pixels"]),
     ],
 )
 def test_wrong_values_are_one_line_that_names_the_flags(arguments, words):
@@ -119,11 +119,11 @@ def test_wrong_values_are_one_line_that_names_the_flags(arguments, words):
 
 
 def test_every_setting_has_a_flag_with_its_description_as_help():
-    shown = re.sub(r"[\s│]+", " ", run("serve", "--help").stdout)
+    shown = re.sub(r"\s+", " ", run("serve", "--help-all").stdout)
     for settings in (EngineConfig, MediaConfig, ServerConfig):
         for name, field in settings.model_fields.items():
             assert f"--{name.replace('_', '-')} " in shown or name == "model"
-            assert field.description in shown
+            assert " ".join(field.description.split()) in shown
 
 
 # Errors

@@ -7,26 +7,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from vlmserve.cli import app
+from vlmserve.cli import app, vllm
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [
-    ROOT / name
-    for name in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/architecture.md",
-        "docs/caching.md",
-        "docs/metrics.md",
-        "docs/page.md",
-        "docs/settings.md",
-        "docs/api.md",
-        "docs/operations.md",
-        "docs/loadtest.md",
-    )
-]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def commands() -> list[list[str]]:
@@ -38,13 +25,48 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in lines]
 
 
+def command_called(words: list[str]):
+    """The command that some words begin with."""
+    found = typer.main.get_command(app)
+    for word in words:
+        if word.startswith("-") or not hasattr(found, "commands"):
+            break
+        found = found.commands[word]
+    return found
+
+
+def flags_of(command) -> set[str]:
+    inner = {flag for one in getattr(command, "commands", {}).values() for flag in flags_of(one)}
+    own = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts) if flag.startswith("-")}
+    return inner | own | {"--help"}
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_and_flags_exist(words):
-    names = [word for word in words if not word.startswith("-")]
-    command = names[:2] if names[:1] in (["eval"], ["keys"]) else names[:1]
-    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [*command, "--help"])
-    assert shown.exit_code == 0
-    assert all(word in shown.stdout for word in words if word.startswith("-"))
+    flags = {word.partition("=")[0] for word in words if word.startswith("-")}
+    assert flags - flags_of(command_called(words)) == set()
+
+
+def test_flags_in_the_text_exist():
+    known = {*flags_of(typer.main.get_command(app)), *vllm.FLAGS, "--flag", "--no-flag"}  # a placeholder
+    known.add("--uniform")  # of a benchmark
+    for path in DOCUMENTS:
+        named = set(re.findall(r"`(--[a-z][a-z0-9-]*[a-z0-9])(?=[ `=])", path.read_text(encoding="utf-8")))
+        assert named - known == set(), path.name
+
+
+def test_groups_of_help_exist():
+    named = []
+    for path in DOCUMENTS:
+        text = " ".join(path.read_text(encoding="utf-8").split())
+        for command, groups in re.findall(
+            r"`vlmserve (\w+) --help(?:-all)?`,? under ([A-Z]\w*(?: and [A-Z]\w*)*)", text
+        ):
+            shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [command, "--help-all"]).stdout
+            headings = {line.partition(":")[0] for line in shown.splitlines() if re.match(r"\w.*:$", line)}
+            named += groups.split(" and ")
+            assert set(groups.split(" and ")) <= headings, path.name
+    assert {"Server", "Media"} <= set(named)
 
 
 def test_there_are_commands_to_check():

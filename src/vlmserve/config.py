@@ -18,10 +18,12 @@ from pydantic import (
     field_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from vlmserve.cores import media_threads
 from vlmserve.errors import ConfigurationError
 from vlmserve.logs import LogFormat
+from vlmserve.validation import did_you_mean, problem_text, value_text
 
 BUILT_IN_MODEL = "pixie"
 MAX_FPS = 1000
@@ -122,20 +124,27 @@ def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Ca
     try:
         return kind(**values)
     except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            message = problem["msg"].removeprefix("Value error, ")
-            if not problem["loc"]:  # it is not about one of them
-                problems.append(message)
-                continue
-            name = str(problem["loc"][0])
-            field = kind.model_fields.get(name)
-            wanted = f" ({field.description.rstrip('.')})" if field is not None and field.description else ""
-            if field is not None and is_secret(field):
-                problems.append(f"{spelling(name)}: this is no such value; it is secret and not shown{wanted}")
-                continue
-            problems.append(f"{spelling(name)} {problem['input']!r}: {message}{wanted}")
+        problems = [_problem(kind, problem, spelling) for problem in error.errors(include_url=False)]
         raise ConfigurationError("; ".join(problems)) from None
+
+
+def _problem(kind: type[Settings], problem: ErrorDetails, spelling: Callable[[str], str]) -> str:
+    """What is wrong with one value, beginning with its name and the value unless it is secret."""
+    text = problem_text(problem)
+    if not problem["loc"]:  # it is not about one of them
+        return text
+    name, *path = map(str, problem["loc"])
+    field = kind.model_fields.get(name)
+    if field is None:
+        return f"there is no setting {name}{did_you_mean(name, kind.model_fields, spelling)}"
+    wanted = f" ({field.description.rstrip('.')})" if field.description else ""
+    if is_secret(field):
+        return f"{spelling(name)}: the value is not valid; it is secret and not shown{wanted}"
+    if problem["type"] == "extra_forbidden":
+        known = {key for part in annotation_parts(field) for key in getattr(part, "model_fields", ())}
+        return f"{spelling(name)}: there is no key {'.'.join(path)}{did_you_mean(path[-1], known)}{wanted}"
+    place = " ".join((spelling(name), *path))
+    return f"{place} {value_text(problem['input'])}: {text}{wanted}"
 
 
 Scheme = Literal["none", "int8", "int4"]
@@ -217,6 +226,10 @@ class EngineConfig(Settings):
     def quantization(self) -> QuantizationConfig:
         """What the fields about quantization say together. Raises ConfigurationError for a wrong override."""
         overrides = dict(override.rpartition("=")[::2] for override in self.quantize_overrides)
+        if "" in overrides:
+            raise ConfigurationError(
+                f"--quantize-overrides {overrides['']}: write PATTERN=SCHEME, like 'language_model.layers.0.*=int8'"
+            )
         values = {
             "scheme": self.quantize,
             "group_size": self.quantize_group_size,

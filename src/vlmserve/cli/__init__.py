@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import Origins
@@ -15,12 +16,8 @@ from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerCon
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
 
-app = typer.Typer(
-    help="Answer questions about pictures, for many users at once.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-evaluations = typer.Typer(help="Measure how well a model answers.", no_args_is_help=True)
+app = group(help="Answer questions about images, for many users at once.")
+evaluations = group(help="Measure how well a model answers.")
 app.add_typer(evaluations, name="eval")
 app.add_typer(keys, name="keys")
 
@@ -30,15 +27,30 @@ LOCAL_FIELDS = (
 )  # fmt: skip
 """Settings that matter where one person asks one thing at a time."""
 
+COMMON_FIELDS = (
+    "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "dtype", "quantize", "max_model_len",
+    "max_num_seqs", "kv_cache_memory", "memory_fraction", "chat_template", "max_images", "allowed_media_path",
+    "log_prompts",
+)  # fmt: skip
+"""Settings that most servers are started with."""
+
+COMMON_LOAD_FIELDS = (
+    "model", "num_prompts", "random_input_len", "random_output_len", "images", "image_size", "image_reuse", "turns",
+    "dataset_path", "max_concurrency", "request_rate", "duration", "slo", "find_rate",
+)  # fmt: skip
+"""Settings that most load tests are run with."""
+
 QUANTIZATION_DETAILS = tuple(name for name in EngineConfig.model_fields if name.startswith("quantize_"))
 
 Url = Annotated[str | None, typer.Option(help="Ask the server at this URL instead of loading a model.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer; default: as long as it gets.")]
-Temperature = Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(metavar="INT", min=1, help="Longest answer; default: as long as it gets.")
+]
+Temperature = Annotated[float, typer.Option(metavar="FLOAT", min=0, help="0: always take the likeliest token.")]
 
 
 @app.command(cls=SettingsCommand)
-@command()
+@command(common=COMMON_FIELDS)
 def serve(
     engine: EngineConfig,
     media: MediaConfig,
@@ -56,7 +68,7 @@ def serve(
 
 
 @app.command(cls=SettingsCommand)
-@command()
+@command(common=COMMON_FIELDS)
 def config(
     engine: EngineConfig,
     media: MediaConfig,
@@ -89,14 +101,17 @@ def config(
 def ask(
     engine: EngineConfig,
     media: MediaConfig,
-    words: Annotated[list[str], typer.Argument(metavar="[PICTURE]... [QUESTION]", help="Paths or URLs, then words.")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="[IMAGE]... [QUESTION]", help="Paths or URLs, then the question.")
+    ],
     url: Url = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
 ) -> None:
-    """Ask one question about any number of pictures: vlmserve ask photo.png "What is this?"
+    """Ask one question about any number of images.
 
-    Models that describe pictures, like BLIP's, need no question; a text is how the description begins.
+    For example: vlmserve ask photo.png "What is this?" Captioning models like BLIP need no question; a text is how the
+    caption begins.
     """
     from vlmserve.cli.answers import describes, open_answers, picture_part
     from vlmserve.types import SamplingParams
@@ -147,8 +162,10 @@ def bench(
         BUILT_IN_MODEL
     ),
     scheme: Annotated[list[str] | None, typer.Option(help="none, int8, int4; may be repeated. Default: all.")] = None,
-    at_once: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once. Default: 1, 16 and 64.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+    at_once: Annotated[
+        list[int] | None, typer.Option(metavar="INT", min=1, help="Requests at once. Default: 1, 16 and 64.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
 ) -> None:
     """Measure prefill, decode and vision, beside what this machine can do."""
     from vlmserve.cli.bench import run_bench
@@ -157,7 +174,7 @@ def bench(
 
 
 @app.command(cls=SettingsCommand)
-@command()
+@command(common=COMMON_LOAD_FIELDS)
 def loadtest(
     target: TargetConfig,
     workload: WorkloadConfig,
@@ -166,14 +183,16 @@ def loadtest(
     url: Annotated[str, typer.Argument(help="A server with an OpenAI-compatible API, like http://127.0.0.1:8000.")],
     output: Annotated[
         list[Path] | None,
-        typer.Option("--output", "-o", help="A file for the report: .json, .md, .html; may be repeated."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="A file for the report: .json, .md, .html; may be repeated."
+        ),
     ] = None,
     save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Every request in the JSON as well.")] = False,
 ) -> None:
-    """Measure a server under load: vlmserve loadtest http://127.0.0.1:8000 --request-rate 4
+    """Measure a server under load.
 
-    Flags have the names that they have in `vllm bench serve` where they mean the same. Ends with status 1 if no request
-    succeeded.
+    For example: vlmserve loadtest http://127.0.0.1:8000 --request-rate 4. Flags have the names that they have in
+    `vllm bench serve` where they mean the same. The exit status is 1 if no request succeeded.
     """
     from vlmserve.cli.loadtest import run_loadtest
 
@@ -187,8 +206,10 @@ def loadtest(
 def verify(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],
-    pictures: Annotated[Path | None, typer.Option(help="A folder with pictures; default: some drawn ones.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 32,
+    pictures: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A folder with pictures; default: some drawn ones.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Of each answer.")] = 32,
 ) -> None:
     """Compare a checkpoint's logits and greedy tokens with transformers', which loads it as well.
 
@@ -207,17 +228,17 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Local folder or Hugging Face repository id.")],
     out: Annotated[Path, typer.Argument(help="A new folder.")],
 ) -> None:
-    """Write a checkpoint with its weights in 8 or 4 bits: vlmserve quantize MODEL OUT --quantize int4
+    """Write a checkpoint with its weights in 4 or 8 bits.
 
-    serve, ask and the others load the folder like any other. With int8, or with --quantize-symmetric, it has the format
-    of compressed-tensors, which other servers read as well.
+    For example: vlmserve quantize MODEL OUT --quantize int8. All commands load the folder like any other. With int8, or
+    with --quantize-symmetric, it is in the compressed-tensors format, which other servers read as well.
     """
     from vlmserve.cli.quantize import run_quantize
 
     run_quantize(engine, out)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 @command()
 def version() -> None:
     """Print the version."""
@@ -226,7 +247,7 @@ def version() -> None:
     typer.echo(vlmserve.__version__)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 @command()
 def models(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="As it stands in the documentation.")] = False,
@@ -259,9 +280,9 @@ def models(
 def eval_pixie(
     engine: EngineConfig,
     media: MediaConfig,
-    per_task: Annotated[int, typer.Option(min=1, help="Held-out examples of each task.")] = 200,
+    per_task: Annotated[int, typer.Option(metavar="INT", min=1, help="Held-out examples of each task.")] = 200,
     task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
-    mistakes: Annotated[int, typer.Option(min=0, help="Wrong answers to show of each task.")] = 0,
+    mistakes: Annotated[int, typer.Option(metavar="INT", min=0, help="Wrong answers to show of each task.")] = 0,
     write: Annotated[bool, typer.Option("--write", help="Write the table into the model's card, README.md.")] = False,
 ) -> None:
     """Exact-match accuracy of pixie, or of a model like it, on pictures that it was not trained on."""
@@ -306,9 +327,11 @@ def eval_perplexity(
     scheme: Annotated[
         list[str] | None, typer.Option(help="none, int8, int4; may be repeated. Changes are against the first.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="A text file; default: the manual inside Python.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="How many of its tokens.")] = 32768,
-    window: Annotated[int, typer.Option(min=2, help="Tokens that are read at a time.")] = 1024,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text file; default: the manual inside Python.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="INT", min=2, help="How many of its tokens.")] = 32768,
+    window: Annotated[int, typer.Option(metavar="INT", min=2, help="Tokens that are read at a time.")] = 1024,
 ) -> None:
     """How well a model foretells a text, and what quantizing it costs."""
     from vlmserve.cli.perplexity import run_perplexity

@@ -7,33 +7,37 @@ from typing import Annotated
 
 import typer
 
+from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.options import command
 
-keys = typer.Typer(help="Make, list and remove the API keys of a server.", no_args_is_help=True)
+keys = group(help="Make, list and remove the API keys of a server.")
 
 KeysFile = Annotated[
     Path,
     typer.Option(
         "--api-keys-file",
+        metavar="FILE",
         envvar="VLMSERVE_API_KEYS_FILE",
         help="Where the hashes of keys are kept; give the server the same file.",
     ),
 ]
 Name = Annotated[str, typer.Argument(help="Whose key it is, as logs and limits will call it.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Default: no limit.")]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="INT", help="Default: no limit.")]
 
 DEFAULT_FILE = Path("api-keys.jsonl")
 
 
-@keys.command("add")
+@keys.command("add", cls=HelpfulCommand)
 @command()
 def add(
     name: Name,
     api_keys_file: KeysFile = DEFAULT_FILE,
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. Default: no limit.")] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, metavar="INT", help="Requests at once. Default: no limit.")
+    ] = None,
     requests_per_minute: Limit = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Of prompts and answers. Default: no limit.")
+        int | None, typer.Option(min=1, metavar="INT", help="Of prompts and answers. Default: no limit.")
     ] = None,
     cache_salt: Annotated[
         str | None, typer.Option(help="Keys with the same one share what is cached for them. Default: none does.")
@@ -54,7 +58,7 @@ def add(
     typer.echo(f"This is the only time that it is shown. Its hash is in {api_keys_file}.", err=True)
 
 
-@keys.command("list")
+@keys.command("list", cls=HelpfulCommand)
 @command()
 def list_all(api_keys_file: KeysFile = DEFAULT_FILE) -> None:
     """Show the names and limits of all keys."""
@@ -72,7 +76,7 @@ def list_all(api_keys_file: KeysFile = DEFAULT_FILE) -> None:
     Console().print(table)
 
 
-@keys.command("remove")
+@keys.command("remove", cls=HelpfulCommand)
 @command()
 def remove(name: Name, api_keys_file: KeysFile = DEFAULT_FILE) -> None:
     """Take a key away from its owner; a running server notices within a second of its next request."""

@@ -13,12 +13,13 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
 
-from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, plain_type, size_text
+from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, is_switch, plain_type, size_text
+from vlmserve.cli.help import HELP_ALL_PARAMETER
 from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, read_sources
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.config import Settings, is_secret, read_settings
@@ -31,14 +32,17 @@ FAILED = 1
 WRONG_USE = 2
 
 
-def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    fields: Collection[str] | None = None, common: Collection[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a typer command: expand parameters that are settings into flags, add ``--debug``, report errors.
 
     Settings that are no server's, and so in no section, have flags alone.
 
     fields: the only ones that get a flag, and that the environment and a file are asked for; default: all. A field with
     the name of another parameter of the command gets no flag but that parameter's value. A parameter of the type
-    `Origins` gets where the settings come from.
+    `Origins` gets where the settings come from. common: the fields whose flags ``--help`` shows, in this order; the
+    others need ``--help-all``. Default: it shows all.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -52,7 +56,8 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
         for kind in kinds.values():
             for name, field in kind.model_fields.items():
                 if (fields is None or name in fields) and name not in plain:
-                    flags[name] = _parameter(kind, name, field)
+                    flags[name] = _parameter(kind, name, field, is_common=name in (common or ()))
+        first = {name: flags[name] for name in common or ()}
 
         @functools.wraps(function)
         def run(
@@ -78,7 +83,8 @@ def command(fields: Collection[str] | None = None) -> Callable[[Callable[..., No
                 raise typer.Exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED) from None
 
         places = [_SETTINGS_FILE, _WORKER] if has_file else []
-        parameters = [*plain.values(), *flags.values(), *places, _DEBUG, _CONTEXT]
+        shown = [HELP_ALL_PARAMETER] if common else []
+        parameters = [*plain.values(), *(first | flags).values(), *places, _DEBUG, *shown, _CONTEXT]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -142,25 +148,65 @@ def _read(
     return settings, origins
 
 
-def _parameter(kind: type[Settings], name: str, field: FieldInfo) -> inspect.Parameter:
+def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_common: bool) -> inspect.Parameter:
     """An optional flag; its default is the settings' own."""
     option = typer.Option(
         *SHORT.get(name, ()),
         f"{flag(name)}/{flag('no_' + name)}" if field.annotation is bool else flag(name),
-        help=field.description,
-        show_default=not is_json(field) and not is_secret(field) and field.default not in (None, ()),
-        metavar="SIZE" if is_size(field) else "JSON" if is_json(field) else None,
-        rich_help_panel=panel(kind),
+        help=_help(field),
+        show_default=not (is_json(field) or is_secret(field) or is_switch(field)) and field.default not in (None, ()),
+        metavar=_metavar(field),
+        autocompletion=_completion(_choices(field)),
+        rich_help_panel=None if is_common else panel(kind),
     )
-    annotation: Any = Annotated[plain_type(field) | None, option]
+    annotation: Any = Annotated[_typed(field) | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation)
+
+
+def _typed(field: FieldInfo) -> Any:
+    """The type that the command line is parsed as: the settings read all other types from text."""
+    return bool if is_switch(field) else list[str] if is_list(field) else str
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    """The only values that a setting may have; empty: there is no list of them."""
+    kind = plain_type(field)
+    return [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
+
+
+def _completion(choices: Collection[str]) -> Callable[[str], list[str]] | None:
+    """What tells a shell how a half typed value may go on."""
+    if not choices:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
+
+
+def _help(field: FieldInfo) -> str:
+    text = field.description or ""
+    return f"{text}  [default: {'on' if field.default else 'off'}]" if is_switch(field) else text
+
+
+def _metavar(field: FieldInfo) -> str | None:
+    """What help shows in place of a value."""
+    if is_size(field) or is_json(field):
+        return "SIZE" if is_size(field) else "JSON"
+    if choices := _choices(field):
+        return "|".join(choices)
+    kind = plain_type(field)
+    return {int: "INT", float: "FLOAT", str: "TEXT", list[str]: "TEXT"}.get(kind)
 
 
 def _default(field: FieldInfo) -> Any:
     """What the help shows; a value that was not typed never gets into the settings."""
     if is_list(field) or is_secret(field) or is_json(field):
         return None
-    return size_text(field.default) if is_size(field) and field.default is not None else field.default
+    if field.default is None or is_switch(field):
+        return field.default
+    return size_text(field.default) if is_size(field) else str(field.default)
 
 
 _CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

@@ -15,6 +15,7 @@ import typer
 import typer.core
 
 from vlmserve.cli.fields import flag
+from vlmserve.cli.help import HelpfulCommand
 from vlmserve.cli.vllm import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 from vlmserve.config import parse_list
 from vlmserve.errors import ConfigurationError
@@ -182,7 +183,7 @@ def _put(entries: dict[str, Any], name: str, path: Sequence[str], text: str) -> 
         entries[path[-1]] = text
 
 
-class SettingsCommand(typer.core.TyperCommand):
+class SettingsCommand(HelpfulCommand):
     """A command whose flags may be spelled in other ways."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

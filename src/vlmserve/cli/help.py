@@ -1,0 +1,196 @@
+"""Help pages and usage errors of all commands.
+
+Help is plain text: a long flag has a line of its own, and lines break at spaces only, so that no name is ever cut,
+however narrow the terminal is. A command with many flags shows the common ones, and all of them with
+``--help-all``. An error is one red line, wherever it was found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from pydantic import ValidationError
+
+from vlmserve.validation import did_you_mean, problem_text, value_text
+
+SHOW_ALL = "vlmserve.show_all"
+"""Where a command's context keeps that all flags are asked for."""
+
+WIDEST = 120
+"""Columns of a help page on a terminal that is wider."""
+
+_UsageError: Any = typer.BadParameter.__base__
+"""Base of what the parser raises for a wrong command line. Typer has its own copy of click and exports only this."""
+
+
+@contextmanager
+def usage_errors(context: Any) -> Iterator[None]:
+    """Report a wrong command line like any other error, with where to look up what is right, and exit."""
+    from vlmserve.cli.options import WRONG_USE, report
+
+    try:
+        yield
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        text = _usage_text(error, context)
+        report(f"{text}{'' if text.endswith('?') else '.'} See {context.command_path} --help")
+        raise typer.Exit(WRONG_USE) from None
+
+
+def _usage_text(error: Any, context: Any) -> str:
+    """What is wrong, beginning with the flag as errors of settings do."""
+    if (name := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+        flags = [flag for param in context.command.params for flag in (*param.opts, *param.secondary_opts)]
+        return f"there is no flag {name}{did_you_mean(name, flags)}"
+    if type(error) is not typer.BadParameter or error.param is None:
+        text: str = error.format_message().strip().rstrip(".").replace(". Did you mean ", "; did you mean ")
+        return text[:1].lower() + text[1:]
+    name = error.param_hint.strip("'\"") if isinstance(error.param_hint, str) else error.param.opts[-1]
+    if isinstance(error.__cause__, ValidationError):
+        [problem, *_] = error.__cause__.errors(include_url=False)
+        return f"{name} {value_text(problem['input'])}: {problem_text(problem)}"
+    return f"{name}: {error.message}"
+
+
+class _Page:
+    """The text of a help page. Lines break at spaces only, never inside a name."""
+
+    def __init__(self, usage: str) -> None:
+        self._width = min(shutil.get_terminal_size().columns, WIDEST)
+        self.text = f"Usage: {usage}\n"
+
+    def paragraphs(self, text: str) -> None:
+        """Write a docstring."""
+        for paragraph in inspect.cleandoc(text).split("\n\n"):
+            self.text += f"\n{self._wrap(' '.join(paragraph.split()), indent=2)}\n"
+
+    def section(self, heading: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Write names and what they mean; a long name has a line of its own."""
+        column = min(max(len(name) for name, _ in rows) + 4, self._width * 2 // 5)
+        self.text += f"\n{heading}:\n"
+        for name, meaning in rows:
+            lines = self._wrap(meaning, column).lstrip()
+            beside = len(name) + 4 <= column
+            self.text += f"  {name.ljust(column - 2)}{lines}\n" if beside else f"  {name}\n{' ' * column}{lines}\n"
+
+    def _wrap(self, text: str, indent: int) -> str:
+        indentation = " " * indent
+        return textwrap.fill(
+            text, self._width, initial_indent=indentation, subsequent_indent=indentation,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+
+
+class HelpfulCommand(typer.core.TyperCommand):
+    """A command whose help names its flags in groups."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the line. Ends with a message and status 2 for a wrong one."""
+        with usage_errors(ctx):
+            return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, arguments and flags by group; those of settings only if all are asked for."""
+        params: list[Any] = self.get_params(ctx)
+        page = _Page(" ".join((ctx.command_path, "[OPTIONS]", *_arguments(params))))
+        page.paragraphs(self.help or "")
+        shows_all = SHOW_ALL in ctx.meta or all(param.name != HELP_ALL for param in params)
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in params:
+            is_argument = param.param_type_name == "argument"
+            group = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+            _, meaning = param.get_help_record(ctx)
+            name = param.metavar or param.name.upper() if is_argument else _flag_text(param)
+            groups.setdefault(group, []).append((name, " ".join(meaning.split())))
+        shown = {group: rows for group, rows in groups.items() if shows_all or group in ("Arguments", "Options")}
+        for group, rows in shown.items():
+            page.section(group, rows)
+        if hidden := sum(map(len, groups.values())) - sum(map(len, shown.values())):
+            page.paragraphs(f"{ctx.command_path} --help-all shows {hidden} more flags.")
+        formatter.write(page.text)
+
+
+def _arguments(params: Iterable[Any]) -> Iterator[str]:
+    """Each argument as usage names it, in brackets if it may be left out."""
+    for param in params:
+        if param.param_type_name == "argument":
+            name = param.metavar or param.name.upper()
+            yield name if param.required or param.metavar else f"[{name}]"
+
+
+def _flag_text(param: Any) -> str:
+    """``-m, --model TEXT`` or ``--stream / --no-stream``."""
+    names = ", ".join(sorted(param.opts, key=len))
+    if param.secondary_opts:
+        return f"{names} / {', '.join(param.secondary_opts)}"
+    return names if param.is_flag else f"{names} {param.metavar or 'TEXT'}"
+
+
+class HelpfulGroup(typer.core.TyperGroup):
+    """A group of commands whose help gives each a whole sentence."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words before a command. Ends with a message and status 2 for wrong ones."""
+        with usage_errors(ctx):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command. Ends with a message and status 2 if there is none of that name."""
+        with usage_errors(ctx):
+            return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write each command with the first paragraph of its help."""
+        page = _Page(f"{ctx.command_path} COMMAND [OPTIONS]")
+        page.paragraphs(self.help or "")
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [
+            (name, " ".join((command.help or "").partition("\n\n")[0].split()))
+            for name, command in commands.items()
+            if command is not None and not command.hidden
+        ]
+        page.section("Commands", rows)
+        params: list[Any] = self.get_params(ctx)
+        page.section("Options", [(_flag_text(param), param.help) for param in params])
+        page.paragraphs(f"{ctx.command_path} COMMAND --help shows what a command takes.")
+        formatter.write(page.text)
+
+
+def group(**settings: Any) -> typer.Typer:
+    """A group of commands with plain help."""
+    return typer.Typer(
+        cls=HelpfulGroup,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        **settings,
+    )
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[SHOW_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = "help_all"
+HELP_ALL_PARAMETER = inspect.Parameter(
+    HELP_ALL,
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all", is_eager=True, expose_value=False, callback=_show_all, help="Show all flags and exit."
+        ),
+    ],
+)

@@ -1,0 +1,64 @@
+"""What is wrong with a value, in plain English: findings of pydantic's validators, each as part of a sentence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+_NUMBER = "must be a number"
+_WHOLE_NUMBER = "must be a whole number"
+_SWITCH = "must be true or false"
+_LIST = "must be a list"
+_OBJECT = "must be a JSON object"
+
+_TEXTS: Mapping[str, str] = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be greater than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "literal_error": "must be {expected}",
+    "value_error": "{error}",
+    "int_type": _WHOLE_NUMBER,
+    "int_parsing": _WHOLE_NUMBER,
+    "int_from_float": _WHOLE_NUMBER,
+    "int_parsing_size": "is too large",
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "finite_number": "must be a finite number",
+    "bool_type": _SWITCH,
+    "bool_parsing": _SWITCH,
+    "string_type": "must be text",
+    "string_pattern_mismatch": "is not one of the possible values",
+    "tuple_type": _LIST,
+    "list_type": _LIST,
+    "dict_type": _OBJECT,
+    "model_type": _OBJECT,
+    "mapping_type": _OBJECT,
+    "missing": "is missing",
+    "extra_forbidden": "does not exist",
+}
+"""By pydantic's names for its findings, which are stable while its sentences are not."""
+
+
+def problem_text(problem: ErrorDetails) -> str:
+    """What a value must be or is not, like "must be at least 1"."""
+    text = _TEXTS.get(problem["type"])
+    if text is None:
+        message = problem["msg"].removeprefix("Value error, ")
+        return message[:1].lower() + message[1:]
+    bounds = problem.get("ctx", {}).items()
+    return text.format(**{name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in bounds})
+
+
+def did_you_mean(name: str, known: Collection[str], describe: Callable[[str], str] = str) -> str:
+    """``; did you mean NAME?`` for the known name that is most like `name`, or nothing if none is."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {describe(close[0])}?" if close else ""
+
+
+def value_text(value: Any) -> str:
+    """A value as a person wrote it; in quotes if it could otherwise not be told apart from what is around it."""
+    return value if isinstance(value, str) and value and not set(value) & set(" \n\t'\":;,") else repr(value)

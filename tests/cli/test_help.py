@@ -1,0 +1,106 @@
+"""Help pages and errors of all commands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from vlmserve.cli import COMMON_FIELDS, COMMON_LOAD_FIELDS, app
+from vlmserve.cli.fields import flag
+
+WIDTHS = (60, 80, 120)
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    """The words of every command, and of every group."""
+
+    def walk(command, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield words
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, (*words, name))
+
+    yield from walk(typer.main.get_command(app), ())
+
+
+COMMANDS = list(commands())
+
+
+def flags_of(words: tuple[str, ...]) -> set[str]:
+    command = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    return {name for param in command.params for name in (*param.opts, *param.secondary_opts) if name.startswith("-")}
+
+
+def run(*words: str, width: int = 80):
+    return CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(app, list(words), prog_name="vlmserve")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_no_flag_is_cut(words, width):
+    flags = flags_of(words)
+    shown = run(*words, "--help-all" if "--help-all" in flags else "--help", width=width)
+    assert shown.exit_code == 0
+    names = set(re.findall(r"(?<![\w-])-{1,2}[a-z][a-z-]*(?![\w…-])", shown.stdout))
+    assert flags - names == set()
+    assert "…" not in shown.stdout
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_only_a_single_name_is_wider_than_the_terminal(words, width):
+    for line in run(*words, "--help", width=width).stdout.splitlines():
+        assert len(line) <= width or len(line.split()) <= 4, line
+
+
+@pytest.mark.parametrize(("command", "common"), [("serve", COMMON_FIELDS), ("loadtest", COMMON_LOAD_FIELDS)])
+def test_help_shows_common_flags_and_says_how_to_see_the_others(command, common):
+    short, whole = run(command, "--help").stdout, run(command, "--help-all").stdout
+    shown = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", short, re.MULTILINE))
+    assert set(map(flag, common)) <= shown
+    assert len(short.splitlines()) < 75
+    hidden = int(re.search(rf"vlmserve {command} --help-all shows (\d+) more flags", short)[1])
+    assert hidden == len(re.findall(r"^  (?:-\w, )?--[a-z-]+", whole, re.MULTILINE)) - len(shown)
+    assert "more flags" not in whole
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sevre", "no such command 'sevre'; did you mean 'serve'? See vlmserve --help"),
+        ("keys ad", "no such command 'ad'; did you mean 'add'? See vlmserve keys --help"),
+        ("serve --prot 3", "there is no flag --prot; did you mean --port? See vlmserve serve --help"),
+        ("serve --no-acess-log",
+         "there is no flag --no-acess-log; did you mean --no-access-log? See vlmserve serve --help"),
+        ("models --foo", "there is no flag --foo. See vlmserve models --help"),
+        ("--foo", "there is no flag --foo. See vlmserve --help"),
+        ("serve a b", "got unexpected extra argument(s) (b). See vlmserve serve --help"),
+        ("keys add", "missing argument 'name'. See vlmserve keys add --help"),
+        ("ask --max-tokens 0 x", "--max-tokens 0: must be at least 1. See vlmserve ask --help"),
+        ("ask --max-tokens many x", "--max-tokens many: must be a whole number. See vlmserve ask --help"),
+        ("ask x --max-tokens", "option '--max-tokens' requires an argument. See vlmserve ask --help"),
+        ("serve --port eighty", "--port eighty: must be a whole number (Port to listen on; 0 takes a free one)"),
+        ("serve --max-num-seqs 0", "--max-num-seqs 0: must be at least 1 ("),
+        ("serve --dtype half-and-half", "--dtype half-and-half: must be 'auto', 'float32', 'bfloat16' or 'float16' ("),
+        ("serve --quantize-group-size 33", "--quantize-group-size 33: must be 32, 64 or 128 ("),
+        ("serve --fetch-timeout 0", "--fetch-timeout 0: must be greater than 0 ("),
+        ("serve --quantize-overrides int8", "--quantize-overrides int8: write PATTERN=SCHEME, like "),
+        ("serve --mm-processor-kwargs 5", "--mm-processor-kwargs 5: must be a JSON object ("),
+        ("serve --mm-processor-kwargs.fps -1", "--mm-processor-kwargs fps -1: must be greater than 0 ("),
+        ("serve --mm-processor-kwargs.max_pixel 1",
+         "--mm-processor-kwargs: there is no key max_pixel; did you mean max_pixels? ("),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_is_one_line_that_says_what_is_right(line, message):
+    result = run(*line.split(), width=200)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"Error: {message}")
+    assert result.stderr.count("\n") == 1
