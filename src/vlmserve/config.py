@@ -28,6 +28,8 @@ from vlmserve.validation import did_you_mean, problem_text, value_text
 BUILT_IN_MODEL = "pixie"
 MAX_FPS = 1000
 """Frames of a second of video that anybody may ask for."""
+MAX_STOP_STRINGS = 256
+"""Strings that end an answer, of which the server's own limit may allow fewer."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
@@ -306,6 +308,10 @@ class ServerConfig(Settings):
     )
     max_body_bytes: ByteSize = Field(64 * 1024**2, description="Size of a request's body.")
     body_memory: ByteSize = Field(1024**3, description="Memory for the bodies of requests until they are prepared.")
+    max_body_values: int = Field(1_000_000, ge=1, description="JSON values in a request's body.")
+    max_messages: int = Field(10_000, ge=1, description="Messages, items or tools of a request, with all their parts.")
+    max_stop_strings: int = Field(16, ge=0, le=MAX_STOP_STRINGS, description="Stop strings of a request.")
+    max_stop_length: int = Field(1000, ge=1, description="Characters of a stop string.")
     default_max_tokens: int | None = Field(
         None, ge=1, description="Longest answer if a request sets no limit; default: a fifth of the context."
     )

@@ -119,5 +119,9 @@ class UnsupportedModelError(ModelLoadError):
     """An architecture, option or weight format that vlmserve does not implement."""
 
 
+class CancelledWorkError(VLMServeError):
+    """Work in a thread was stopped because nobody waits for its result. No caller sees it."""
+
+
 class ConfigurationError(VLMServeError):
     """Settings that contradict each other or the machine."""

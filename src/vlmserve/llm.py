@@ -190,7 +190,9 @@ class LLM:
         """The engine with its model. With ``load="lazy"`` its first use loads it, and raises what that raises."""
         from vlmserve.engine import create_engine
 
-        return create_engine(self.config, self._folder)
+        engine = create_engine(self.config, self._folder)
+        self._preparer.max_prompt_len = engine.info.max_prompt_len
+        return engine
 
     def chat(
         self,

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vlmserve.config import MAX_STOP_STRINGS
 from vlmserve.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -250,7 +251,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         def check(holds: bool, param: str, rule: str) -> None:
             if not holds:
-                raise InvalidRequestError(f"{param} must be {rule}, got {getattr(self, param)!r}", param=param)
+                raise InvalidRequestError(f"{param} must be {rule}, got {getattr(self, param)!r:.100}", param=param)
 
         check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
         check(self.top_k >= 0, "top_k", "0 (off) or more")
@@ -267,7 +268,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         check(self.min_tokens >= 0, "min_tokens", "0 or more")
         check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
-        check(len(self.stop) <= 16, "stop", "at most 16 strings")
+        check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         check(all(self.stop), "stop", "made of non-empty strings")
 
     def _check_biases(self) -> None:

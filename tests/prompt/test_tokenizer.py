@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from tests.prompt.tokenizers_for_tests import SPECIAL, byte_level, sentencepiece, word_level, write_checkpoint
-from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve import cancellation
+from vlmserve.cancellation import run_in_thread
+from vlmserve.errors import CancelledWorkError, ModelLoadError, PromptTooLongError, UnsupportedModelError
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
 
@@ -195,3 +200,41 @@ def test_a_tokenizer_of_sentencepiece_alone_is_converted(tmp_path: Path) -> None
     text = "What is in the picture? 日本 two blue squares"
     assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
     assert ours.decode(ours.encode(text)) == text
+
+
+def test_text_that_may_fit_is_never_refused_and_text_of_many_contexts_always(pair) -> None:
+    ours, _ = pair
+    for text in ("hello world " * 5000, " " * 100_000, "日本" * 20_000, "a\n" * 30_000):
+        count = len(ours.encode(text))
+        if len(text) <= 128 * count:
+            ours.check_length([text], count)
+            ours.check_length([text[:1000], text[1000:]], count)
+        with pytest.raises(PromptTooLongError, match="fit"):
+            ours.check_length([text], min(count // 10, len(text) // 20))
+
+
+def test_a_cancelled_request_is_not_tokenized_any_further(pair) -> None:
+    ours, _ = pair
+    pieces = 0
+
+    class Cancelled(str):
+        def __getitem__(self, key):
+            nonlocal pieces
+            pieces += 1
+            if pieces == 3:
+                event.set()
+            return str(self)[key]
+
+    async def leave() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            await run_in_thread(pool, work)
+
+    event = threading.Event()
+
+    def work() -> None:
+        cancellation._cancelled.set(event)
+        ours.check_length([Cancelled("a b " * 100_000)], 20_000)
+
+    with pytest.raises(CancelledWorkError):
+        asyncio.run(leave())
+    assert pieces == 3

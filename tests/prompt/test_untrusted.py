@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmserve.prompt.untrusted import ControlTokens, Quotation
+from vlmserve.prompt.untrusted import ControlTokens, Quotation, find_all
 
 TOKENS = ["<image>", "<|im_end|>", "</s>"]
 CONTROL = ControlTokens(TOKENS)
@@ -57,3 +59,11 @@ def test_quoted_spans_point_at_the_quoted_characters() -> None:
 def test_nothing_is_quoted_without_control_tokens() -> None:
     quotation = Quotation(ControlTokens([]))
     assert quotation.quote("<image>") == "<image>"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.sampled_from(["<image>", "<ima", "ge>", "x" * 16380, "x" * 7, "é"]), max_size=12).map("".join))
+def test_text_is_searched_in_windows_as_if_it_were_one(text: str) -> None:
+    pattern = re.compile(r"<image>|(?<!\w)x(?!\w)|<ima")
+    expected = [match.span() for match in pattern.finditer(text)]
+    assert [match.span() for match in find_all(pattern, text, len("<image>"))] == expected

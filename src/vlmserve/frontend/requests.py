@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vlmserve.cancellation import check_cancelled
 from vlmserve.config import EngineConfig, MediaConfig, ModelImplementation
 from vlmserve.errors import (
     ConfigurationError,
     InvalidRequestError,
     ModelLoadError,
+    PromptTooLongError,
     TooManyImagesError,
     UnsupportedModelError,
 )
@@ -58,6 +60,8 @@ class RequestPreparer:
         files = PromptFiles.read(folder)
         template = files.chat_template if chat_template is None else read_template(chat_template)
         self._media = media
+        self.max_prompt_len: int | None = None
+        """Tokens that fit into a prompt, once the engine has said so; None: any number."""
         self.picture_cache = PictureCache(media.picture_cache_memory)
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._one_picture = one_picture_prompts(read_json(folder / "config.json"))
@@ -123,9 +127,13 @@ class RequestPreparer:
         such frames; for callers in the same process, never for what came over HTTP. cache_salt: of the request;
         pictures are only shared with requests of the same one. tools: what the model is told that it may call.
         template_settings: values that the chat template may know by name.
-        Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture.
+        Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture and for text
+        that is far too long; CancelledWorkError.
         """
         parsed, media = parse_messages(messages, allow_local=allow_local)
+        self._check_length(
+            _texts([[message.parts, message.tool_calls] for message in parsed], tools, template_settings)
+        )
         pictures = [medium for medium in media if medium.kind == "picture"]
         videos = [medium for medium in media if medium.kind == "video"]
         self._check_count(len(pictures), param="messages")
@@ -167,6 +175,7 @@ class RequestPreparer:
         if not isinstance(text, str) or not (text or self._one_picture):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
         check_unicode(text, "prompt")
+        self._check_length([text])
         self._check_count(len(images), param="images")
         pictures = [Medium("picture", f"images[{index}]", image) for index, image in enumerate(images)]
         if not allow_local:
@@ -180,11 +189,16 @@ class RequestPreparer:
         """The prompt of token ids, without pictures. Raises InvalidRequestError where one would have to be."""
         if self._one_picture is not None:
             raise InvalidRequestError("this model takes one picture with each request", param="prompt")
+        if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids):,} tokens; at most {self.max_prompt_len:,} fit", param="prompt"
+            )
         return self._expand(list(token_ids), [], [], "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, control tokens in it included. Raises InvalidRequestError for what is no text."""
         check_unicode(text, "prompt")
+        self._check_length([text])
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -235,6 +249,11 @@ class RequestPreparer:
 
         return self._one_picture.prompt(self._prepare(pictures[0], salt), text, encode)
 
+    def _check_length(self, texts: Iterable[str]) -> None:
+        check_cancelled()
+        if self.max_prompt_len is not None:
+            self.tokenizer.check_length(texts, self.max_prompt_len)
+
     def _check_count(self, count: int, param: str) -> None:
         if count and not self.sees_images:
             raise TooManyImagesError("this model cannot see pictures; send text only", param=param)
@@ -273,6 +292,22 @@ class RequestPreparer:
         except InvalidRequestError as error:
             error.param = error.param or medium.place
             raise
+
+
+def _texts(*values: Any) -> Iterator[str]:
+    """All texts in what a chat template is given."""
+    for value in values:
+        match value:
+            case str():
+                yield value
+            case ToolCall():
+                yield from _texts(value.id, value.name, value.arguments)
+            case ToolUse():
+                yield from _texts(*(function.described() for function in value.functions))
+            case Mapping():
+                yield from _texts(*value, *value.values())
+            case list() | tuple():
+                yield from _texts(*value)
 
 
 def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:

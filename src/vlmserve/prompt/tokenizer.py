@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,25 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
+from vlmserve.cancellation import check_cancelled
+from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError, UnsupportedModelError
 from vlmserve.prompt.checkpoint import PromptFiles
 from vlmserve.prompt.convert import CONVERTERS
 from vlmserve.prompt.gguf import read_tokenizer
-from vlmserve.prompt.untrusted import ControlTokens, Quotation
+from vlmserve.prompt.untrusted import ControlTokens, Quotation, find_all
 
 TOOL_MARKS = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"})
 """What chat templates write around calls of functions and their results, which nobody else may."""
+
+_USUAL_CHARACTERS = 8
+"""Characters of a token: a text with no more of them for each token of the context is tokenized without a look."""
+_MOST_CHARACTERS = 128
+"""Characters that a token is taken to stand for at least. Few vocabularies have longer tokens, and some tokenizers drop
+whitespace or write one token for several unknown characters."""
+_EXCESS = 4
+"""How many times the context a text may have in tokens: chat templates may leave some of it out."""
+_PIECE = 16384
+"""Characters that are counted at a time."""
 
 
 class Tokenizer:
@@ -61,6 +72,7 @@ class Tokenizer:
         self._forbidden_ids = self._control_ids - {_unknown_id(backend, files)}
         self.control_tokens = ControlTokens(added[id_].content for id_ in self._control_ids)
         self._added_pattern = _pattern(list(added.values()))
+        self._longest_added = max((len(token.content) for token in added.values()), default=0)
         self._plain_start = self._plain_variant(continuing=False)
         self._plain_continuing = self._plain_variant(continuing=True)
         self._prefix, self._suffix = self._added_by_post_processor()
@@ -117,7 +129,39 @@ class Tokenizer:
         """Token ids of `text`, control tokens in it included. A beginning token is never put before another one."""
         bos = self.special_tokens.get("bos_token")
         add_special_tokens = add_special_tokens and not (bos and text.startswith(bos))
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _ids(self._backend, text, add_special_tokens=add_special_tokens)
+
+    def check_length(self, texts: Iterable[str], max_tokens: int) -> None:
+        """Refuse text that is far too long for a prompt of `max_tokens`, in a time that depends on `max_tokens` only.
+
+        Text has to be tokenized to know its length, which takes seconds for megabytes. So text with more characters
+        than the longest tokens could stand for is refused as it is, and other long text is counted in pieces until it
+        has four times as many tokens as fit. Whether what remains fits is known once the prompt is made.
+        Raises PromptTooLongError, CancelledWorkError.
+        """
+        texts = list(texts)
+        size = sum(map(len, texts))
+        if size <= max_tokens * _USUAL_CHARACTERS:
+            return
+        if size > max_tokens * _MOST_CHARACTERS and size > max_tokens * self._longest_token:
+            raise PromptTooLongError(
+                f"the prompt has {size:,} characters; at most {max_tokens:,} tokens fit, which is less",
+                param="messages",
+            )
+        count = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                check_cancelled()
+                count += len(self._plain_start.encode_batch_fast([text[start : start + _PIECE]])[0])
+                if count > max_tokens * _EXCESS:
+                    raise PromptTooLongError(
+                        f"the prompt has more than {count:,} tokens; at most {max_tokens:,} fit", param="messages"
+                    )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters. Vocabularies of bytes have at least one of them for each character."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def encode_quoted(self, text: str, quotation: Quotation, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of rendered text, in which what `quotation` has quoted is plain text.
@@ -132,7 +176,7 @@ class Tokenizer:
         ids = list(self._prefix) if framed else []
         done = 0
         trim = False
-        for match in self._added_pattern.finditer(text):
+        for match in find_all(self._added_pattern, text, self._longest_added):
             id_, token = self._added[match[0]]
             segment = text[done : match.start()]
             ids += self._encode_plain(segment, quotation, first=done == 0, left=trim, right=token.lstrip)
@@ -152,15 +196,16 @@ class Tokenizer:
             return []
         plain = quotation.unquote(text)
         encoder = self._plain_start if first else self._plain_continuing
-        ids = list(encoder.encode(plain, add_special_tokens=False).ids)
+        ids = _ids(encoder, plain)
         if self._forbidden_ids.isdisjoint(ids):
             return ids
         # Some vocabularies hold a control token as an ordinary word; its characters one by one are not that word.
         cuts = {at for start, end in quotation.quoted_spans(text) for at in range(start, end + 1)}
         ids, done = [], 0
         for cut in sorted(cuts | {len(plain)}):
+            check_cancelled()
             encoder = self._plain_start if first and done == 0 else self._plain_continuing
-            ids += encoder.encode(plain[done:cut], add_special_tokens=False).ids
+            ids += _ids(encoder, plain[done:cut])
             done = cut
         if not self._forbidden_ids.isdisjoint(ids):
             raise InvalidRequestError("the text contains a control token of the model", param="messages")
@@ -183,6 +228,11 @@ class Tokenizer:
             if framed[start : start + len(plain)] == plain:
                 return framed[:start], framed[start + len(plain) :]
         return [], []
+
+
+def _ids(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    # Other threads run meanwhile, which they do not during `encode`; and offsets take memory that nobody needs.
+    return list(encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:

@@ -9,10 +9,31 @@ back into text that is then tokenized without looking for control tokens. Ordina
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+from vlmserve.cancellation import check_cancelled
 
 _OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"
 _CODE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+_WINDOW = 16384
+"""Characters that are searched at a time: no other thread runs meanwhile."""
+
+
+def find_all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """The same matches as ``pattern.finditer``, found in windows of the text. longest: characters of any match.
+
+    Raises CancelledWorkError.
+    """
+    done = 0
+    for start in range(0, len(text), _WINDOW):
+        check_cancelled()
+        end = start + _WINDOW
+        # One character more, for patterns that look at what follows.
+        for match in pattern.finditer(text, max(start, done), end + longest + 1):
+            if match.start() >= end:
+                break
+            done = match.end()
+            yield match
 
 
 class ControlTokens:
@@ -30,7 +51,7 @@ class ControlTokens:
         """The parts of `text` that are a control token, or could become one where other text is put beside it."""
         if not text:
             return []
-        spans = [match.span() for match in self._dangerous.finditer(text)]
+        spans = [match.span() for match in find_all(self._dangerous, text, max(self._longest, 1))]
         # Templates may strip the text, so its edges are also those of the stripped text.
         left, right = len(text) - len(text.lstrip()), len(text.rstrip())
         for start in {0, left}:

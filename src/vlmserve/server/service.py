@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from vlmserve.cancellation import run_in_thread
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.frontend.client import EngineClient
@@ -23,6 +24,7 @@ from vlmserve.server.body import BodyMemory
 from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
+from vlmserve.server.schema.base import BodyLimits
 from vlmserve.server.spans import open_tracing
 from vlmserve.storage.store import open_store
 from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
@@ -51,6 +53,7 @@ class Preparer(Protocol):
     """Makes prompts; see `vlmserve.frontend.requests.RequestPreparer`. Called from worker threads."""
 
     picture_cache: PictureCache
+    max_prompt_len: int | None
 
     tool_form: ToolForm
 
@@ -111,6 +114,7 @@ class Service:
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
+        self.body_limits = BodyLimits(server.max_body_values, server.max_messages)
         self._max_answers = engine.max_waiting + engine.max_num_seqs
         self._num_answers = 0
         self._idle = asyncio.Event()
@@ -134,7 +138,8 @@ class Service:
             cache_config={"block_size": engine.block_size, "enable_prefix_caching": engine.enable_prefix_caching},
         )
         # A slow picture must not hold up text, nor a slow host the pictures that are here already.
-        self._text_workers = ThreadPoolExecutor(1, "prepare-text")
+        self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
+        self._text_workers = ThreadPoolExecutor(2, "prepare-text")
         self._picture_workers = ThreadPoolExecutor(media.threads, "prepare-pictures")
         self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
 
@@ -142,6 +147,7 @@ class Service:
         """Begin to serve. defaults: what requests that say nothing about sampling get."""
         self.replace(client)
         self._preparer = preparer
+        preparer.max_prompt_len = client.info.max_prompt_len
         self.defaults = defaults or self.defaults
         self._opened.set()
 
@@ -171,7 +177,7 @@ class Service:
 
     def close(self) -> None:
         """Let go of the worker threads, the traces and the history. The client belongs to the caller."""
-        for pool in (self._text_workers, self._picture_workers, self._fetch_workers):
+        for pool in (self._body_workers, self._text_workers, self._picture_workers, self._fetch_workers):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.store is not None:
             self.store.close()
@@ -249,7 +255,7 @@ class Service:
         """Raises UnknownModelError for a name that is not served here."""
         if name is not None and name not in self._aliases:
             known = ", ".join(map(repr, self.model_names))
-            raise UnknownModelError(f"There is no model {name!r} here, only {known}", param="model")
+            raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
 
     @contextlib.contextmanager
     def admit(self, num_answers: int) -> Iterator[None]:
@@ -277,18 +283,22 @@ class Service:
         own = self.config.default_max_tokens
         return own or max(1, int(self.client.info.max_model_len * _SHARE_OF_AN_ANSWER))
 
+    async def parse(self, parse: Callable[[], Result]) -> Result:
+        """What `parse` makes of a large body, in a worker thread. Raises what it does."""
+        return await run_in_thread(self._body_workers, parse)
+
     async def prepare_text(self, make: Callable[[Preparer], Result], size: int) -> Result:
         """What `make` makes of text with `size` characters, in a worker thread if that takes long. Raises what it
         does."""
         if size <= _SHORT_TEXT:
             return make(self.preparer)
-        return await asyncio.get_running_loop().run_in_executor(self._text_workers, make, self.preparer)
+        return await run_in_thread(self._text_workers, functools.partial(make, self.preparer))
 
     async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
         """Compile a grammar in a worker thread, where one that takes long keeps nobody waiting, as it would in the
         engine. Raises what the preparer does."""
         check = functools.partial(self.preparer.check_grammar, grammar, tools)
-        await asyncio.get_running_loop().run_in_executor(self._text_workers, check)
+        await run_in_thread(self._text_workers, check)
 
     async def prepare(
         self,
@@ -321,7 +331,7 @@ class Service:
         remote = any(not url.startswith("data:") for url in urls)
         workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
         try:
-            return await asyncio.get_running_loop().run_in_executor(workers, prepare)
+            return await run_in_thread(workers, prepare)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these pictures", "out_of_memory"

@@ -14,15 +14,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vlmserve.config import ServerConfig
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
-from vlmserve.server.body import read_json_body
 from vlmserve.server.connection import EventStream, note, unless_disconnected
 from vlmserve.server.errors import json_response
 from vlmserve.server.generation import Generation, Question, begin
 from vlmserve.server.guard import account_of, salt_of
 from vlmserve.server.prompt_log import log_prompt
-from vlmserve.server.schema.base import parse_body
+from vlmserve.server.routes.reading import read_parsed
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.service import Service
 from vlmserve.server.spans import tell_generation, tell_preparation, trace_of
@@ -35,6 +35,8 @@ Body = TypeVar("Body", bound=SamplingRequest)
 
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "min_tokens")
 """Fields in which an API has the length of an answer."""
+_STOP_STRINGS = ("stop", "stop_sequences")
+"""Fields in which an API has strings that end an answer."""
 
 
 class Dialect(ABC, Generic[Body]):
@@ -81,12 +83,12 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     with contextlib.ExitStack() as stack:
         stack.callback(dialect.close)
         with service.bodies.share() as share:
-            read = await read_json_body(request, service.max_body_bytes, share, service.config.body_timeout)
-            body = parse_body(dialect.kind, read)
+            body = await read_parsed(request, dialect.kind, share)
             if service.config.log_prompts:
                 log_prompt(request, body)
             if account is not None:
                 body = body.model_copy(update={"cache_salt": salt_of(request, body.cache_salt)})
+            _check_stop(body, service.config)
             service.check_model(body.model)
             arrived = time.monotonic()
             if not service.awake:
@@ -131,6 +133,22 @@ def _tell(request: Request, dialect: Dialect[Body], generation: Generation, trac
     note(request, text, **fields)
     if trace is not None:
         tell_generation(trace, dialect.operation, generation)
+
+
+def _check_stop(body: SamplingRequest, config: ServerConfig) -> None:
+    """Raises InvalidRequestError for too many stop strings, or one that is too long."""
+    for field in _STOP_STRINGS:
+        strings = getattr(body, field, ())
+        if len(strings) > config.max_stop_strings:
+            raise InvalidRequestError(
+                f"{field} has {len(strings)} strings; at most {config.max_stop_strings} are allowed", param=field
+            )
+        longest = max(map(len, strings), default=0)
+        if longest > config.max_stop_length:
+            raise InvalidRequestError(
+                f"{field} has a string of {longest:,} characters; at most {config.max_stop_length:,} are allowed",
+                param=field,
+            )
 
 
 def _bounded(question: Question, body: SamplingRequest, most: int | None) -> Question:

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmserve.server.body import read_json_body
 from vlmserve.server.errors import json_response
 from vlmserve.server.history import needed_store, owner_of
+from vlmserve.server.routes.reading import read_parsed
 from vlmserve.server.routes.stored_responses import PAGE_BYTES
-from vlmserve.server.schema.base import RequestModel, parse_body
+from vlmserve.server.schema.base import RequestModel
 from vlmserve.server.schema.conversations import (
     ConversationObject,
     ConversationRequest,
@@ -109,9 +109,7 @@ async def _with_body(request: Request, kind: type[Body], work: Callable[[Body], 
     """What `work` makes of the request's body, in a thread of the history's."""
     service: Service = request.app.state.service
     with service.bodies.share() as share:
-        body = parse_body(
-            kind, await read_json_body(request, service.max_body_bytes, share, service.config.body_timeout)
-        )
+        body = await read_parsed(request, kind, share)
         return await needed_store(service).run(work, body)
 
 

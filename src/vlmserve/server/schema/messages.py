@@ -132,7 +132,7 @@ class MessagesRequest(Asked, SamplingRequest):
     content_fields: ClassVar[tuple[str, ...]] = ("messages", "system")
 
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
-    stop_sequences: list[str] = Field(default_factory=list, description="Up to 16.")
+    stop_sequences: list[str] = Field(default_factory=list, description="Strings that end the answer.")
     output_config: OutputConfig = OutputConfig()
 
     def grammar(self) -> Grammar | None:

@@ -11,7 +11,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.beams import BeamSearch
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.structured import Choices, ResponseFormat, Schema, StructuredOutputs, wanted_grammar
-from vlmserve.types import MAX_CACHE_SALT, Grammar, SamplingParams
+from vlmserve.types import MAX_BIASES, MAX_CACHE_SALT, Grammar, SamplingParams
 
 MAX_CHOICES = 16
 
@@ -51,8 +51,11 @@ def _by_token_id(value: Any) -> Any:
     """JSON has no numbers as keys."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"Input should have at most {MAX_BIASES} tokens, not {len(value)}")
     for key in value:
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and int(key[:20]) <= MAX_COUNT):
+        # Python refuses to read thousands of digits.
+        if not (isinstance(key, str) and len(key) <= 20 and key.isascii() and key.isdigit() and int(key) <= MAX_COUNT):
             raise ValueError(f"Keys should be token ids, not {key!r:.100}")
     return {int(key): bias for key, bias in value.items()}
 
@@ -92,7 +95,7 @@ class SamplingRequest(RequestModel):
     )
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(
-        default_factory=list, description="A string or up to 16."
+        default_factory=list, description="A string or a list of them."
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] = Field(default_factory=list, max_length=256)
     ignore_eos: bool = False

@@ -1,0 +1,94 @@
+"""A server in a process of its own, of which a test looks at the time and the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+
+MAX_PAUSE = 0.5
+"""Seconds within which /health answers, whatever others ask."""
+
+
+class ServerProcess:
+    """The command ``vlmserve serve`` with a mock engine. Use as a context manager."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "vlmserve", "serve", str(folder), "--engine", "mock", "--port", "0", *flags]
+        self._command = [*command, "--storage-url", "none"]
+
+    def __enter__(self) -> ServerProcess:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self.url = line.split()[3]
+        assert self.url.startswith("http://"), line
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(20)
+        finally:
+            self._process.kill()
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the server's process has resident."""
+        return int(psutil.Process(self._process.pid).memory_info().rss)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time that the server's process has used."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    @contextlib.contextmanager
+    def watched(self, *, max_seconds: float, max_growth: int) -> Iterator[None]:
+        """While the block runs, /health answers in time; then check what the server's process has used in it.
+
+        max_seconds: of processor time. max_growth: bytes of resident memory, at the worst moment.
+        """
+        over = threading.Event()
+        longest, largest = 0.0, 0
+        before, cpu = self.memory, self.cpu_seconds
+
+        def watch() -> None:
+            nonlocal longest, largest
+            with httpx.Client(timeout=60) as client:
+                while not over.wait(0.02):
+                    began = time.monotonic()
+                    client.get(f"{self.url}/health")
+                    longest = max(longest, time.monotonic() - began)
+                    largest = max(largest, self.memory)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+        assert longest < MAX_PAUSE, f"/health took {longest:.2f} s"
+        assert self.cpu_seconds - cpu < max_seconds, f"{self.cpu_seconds - cpu:.1f} s of processor time"
+        assert largest - before < max_growth, f"{(largest - before) / 1e6:.0f} MB more"
+
+
+def settle(server: ServerProcess, seconds: float = 30) -> None:
+    """Wait until the server's process is idle."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        used = server.cpu_seconds
+        time.sleep(0.3)
+        if server.cpu_seconds - used < 0.05:
+            return
+    raise AssertionError(f"process {os.getpid()} still waits for the server to become idle")
