@@ -260,6 +260,10 @@ class MediaConfig(Settings):
     max_images: int = Field(16, ge=0, description="Pictures in one request.")
     max_image_bytes: ByteSize = Field(20 * 1024**2, description="Size of one picture's file.")
     max_image_pixels: int = Field(64_000_000, ge=1, description="Width times height of one picture.")
+    decode_memory: ByteSize = Field(
+        2 * 1024**3, description="Memory for images that are decoded at once; others wait for their turn."
+    )
+    decode_timeout: float = Field(30.0, gt=0, description="Seconds that decoding one image may take.")
     max_videos: int = Field(4, ge=0, description="Videos in one request.")
     max_video_bytes: ByteSize = Field(
         128 * 1024**2, description="Size of one video's file, or of the files of all its frames."

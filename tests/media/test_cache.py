@@ -79,7 +79,7 @@ class Gate:
         self.open = threading.Event()
         self.count = 0
         self.failure: Exception | None = None
-        original = sources.decode_picture
+        original = sources.decode_opened
 
         def decode(*args: object) -> object:
             self.count += 1
@@ -89,7 +89,7 @@ class Gate:
                 raise self.failure
             return original(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(sources, "decode_picture", decode)
+        monkeypatch.setattr(sources, "decode_opened", decode)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_known_picture_is_neither_decoded_nor_processed(monkeypatch: pytest.Mo
     cache = PictureCache(10 * PICTURE_BYTES)
     opened = noise(40, 30)
     first = [prepare_image(source, PROCESSOR, LIMITS, cache) for source in (DATA, opened)]
-    monkeypatch.setattr(sources, "decode_picture", None)
+    monkeypatch.setattr(sources, "decode_opened", None)
     monkeypatch.setattr(ImageProcessor, "process", None)
     again = [prepare_image(source, PROCESSOR, LIMITS, cache) for source in (bytes(bytearray(DATA)), opened.copy())]
     assert [image.pixels is known.pixels for image, known in zip(again, first, strict=True)] == [True, True]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from PIL import Image
 
+from tests.media.pictures_for_tests import encoded
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import QUESTION
 from tests.server.process import ServerProcess, settle
@@ -22,7 +26,7 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"), context=100_000)
-    with ServerProcess(folder) as running:
+    with ServerProcess(folder, "--num-workers", "6", "--decode-memory", "256MiB") as running:
         assert ask(running, {"messages": QUESTION}).status_code == 200
         yield running
 
@@ -94,7 +98,49 @@ def test_what_a_client_that_left_has_asked_is_not_tokenized(server: ServerProces
     settle(server)
     with server.watched(max_seconds=5, max_growth=400 * MB):
         for _ in range(8):
-            with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as connection:
-                head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            ask_and_leave(server, "/v1/completions", content)
+        settle(server)
+
+
+def ask_and_leave(server: ServerProcess, path: str, content: bytes) -> None:
+    with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+
+
+def shown(data: bytes, kind: str) -> dict[str, Any]:
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+
+
+def test_a_jpeg_whose_last_scan_is_repeated_is_refused_before_it_is_decoded(server: ServerProcess) -> None:
+    data = encoded(Image.new("RGB", (8000, 7990), "red"), "JPEG", progressive=True)
+    with server.watched(max_seconds=20, max_growth=1500 * MB):
+        assert ask(server, shown(data, "jpeg")).status_code == 200
+        last = data.rindex(b"\xff\xda")
+        attack = shown(data[:-2] + data[last:-2] * 500 + data[-2:], "jpeg")
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: ask(server, attack), range(4)))
+    assert [answer.status_code for answer in answers] == [400] * 4
+    assert answers[0].json()["error"]["code"] == "image_too_large"
+
+
+def test_large_pictures_are_not_decoded_all_at_once(server: ServerProcess) -> None:
+    # Each takes 256 MB while it is decoded.
+    pictures = [
+        shown(encoded(Image.new("RGB", (4000, 3990), color), "WEBP", lossless=True, method=0), "webp")
+        for color in ("red", "green", "blue", "black", "white", "gray")
+    ]
+    with server.watched(max_seconds=30, max_growth=700 * MB), ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda picture: ask(server, picture), pictures))
+    assert [answer.status_code for answer in answers] == [200] * 6
+
+
+def test_pictures_of_clients_that_left_are_not_decoded(server: ServerProcess) -> None:
+    settle(server)
+    picture = shown(encoded(Image.new("RGB", (8000, 7900), "red"), "PNG", compress_level=1), "png")
+    with server.watched(max_seconds=12, max_growth=1500 * MB):
+        for number in range(24):  # with salts of their own, so that each is another picture
+            content = json.dumps({**picture, "cache_salt": str(number)}).encode()
+            ask_and_leave(server, "/v1/chat/completions", content)
         settle(server)

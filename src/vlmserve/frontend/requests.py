@@ -62,7 +62,7 @@ class RequestPreparer:
         self._media = media
         self.max_prompt_len: int | None = None
         """Tokens that fit into a prompt, once the engine has said so; None: any number."""
-        self.picture_cache = PictureCache(media.picture_cache_memory)
+        self.picture_cache = PictureCache(media.picture_cache_memory, media.decode_memory)
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._one_picture = one_picture_prompts(read_json(folder / "config.json"))
         sees_images = self.tokenizer.image_token_id is not None or self._one_picture is not None

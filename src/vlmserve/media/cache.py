@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from concurrent.futures import CancelledError, Future
 import msgspec
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.media.decoding import DecodingMemory
 from vlmserve.types import ImageInput
 
 
@@ -26,10 +28,12 @@ class PictureCacheStats(msgspec.Struct, frozen=True):
 
 class PictureCache:
     """Keeps the least recently used pictures out, so that the rest takes at most `capacity_bytes` of pixels; 0 keeps
-    none. Thread-safe. Keys cover the preprocessing, and a video is a picture like any other.
+    none. Thread-safe. decoding: what is shared by the pictures that are being prepared, at most `decode_memory` bytes.
+    Keys cover the preprocessing, and a video is a picture like any other.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, decode_memory: int = sys.maxsize) -> None:
+        self.decoding = DecodingMemory(decode_memory)
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._images: OrderedDict[bytes, ImageInput] = OrderedDict()

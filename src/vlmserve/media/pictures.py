@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,14 @@ import msgspec
 from PIL import Image, UnidentifiedImageError
 
 from vlmserve.config import MediaConfig
-from vlmserve.errors import ImageTooLargeError, InvalidImageError, InvalidVideoError, VideoTooLargeError
+from vlmserve.errors import (
+    ImageTooLargeError,
+    InvalidImageError,
+    InvalidVideoError,
+    VideoTooLargeError,
+    VLMServeError,
+)
+from vlmserve.media.decoding import LimitedFile, check_scans
 from vlmserve.types import MediaKind
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -86,10 +92,17 @@ def decode_picture(
 
     reduction: how many pixels of a picture of that width and height become one. A JPEG of which few are left is
     decoded at a fraction of its size, which takes a fraction of the time; without it every pixel is decoded.
-    Raises InvalidImageError if `data` is empty, broken, truncated or no picture, ImageTooLargeError if it has more
-    bytes or pixels than allowed; the number of pixels is read from the header, before anything is decoded.
+    Raises InvalidImageError if `data` is empty, broken, truncated or no picture, or takes too long to decode;
+    ImageTooLargeError if it has more bytes, pixels or scans than allowed, which is looked at before anything is
+    decoded; CancelledWorkError.
     """
-    image = open_header(data, limits)
+    return decode_opened(open_header(data, limits), limits, reduction)
+
+
+def decode_opened(
+    image: Image.Image, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float] | None = None
+) -> Picture:
+    """The same of a picture that `open_header` has opened."""
     size = image.size
     box = (0, 0, *size) if reduction is None else _draft(image, reduction)
     load_picture(image, limits)
@@ -104,7 +117,9 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     if Image.MAX_IMAGE_PIXELS is not None and limits.max_image_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = limits.max_image_pixels  # Pillow's own limit, which it checks before ours
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(LimitedFile(data, limits.decode_timeout), formats=FORMATS)
+    except VLMServeError:
+        raise
     except UnidentifiedImageError as error:
         raise InvalidImageError(_unreadable(data)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -112,14 +127,19 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     except Exception as error:  # Pillow's readers raise anything on broken headers
         raise InvalidImageError(f"the picture is broken: {error}") from error
     check_num_pixels(image, limits)
+    check_scans(data, image, limits)
     return image
 
 
 def load_picture(image: Image.Image, limits: MediaConfig) -> None:
     """Decode an opened picture. Raises as `decode_picture` does."""
     check_num_pixels(image, limits)
+    if isinstance(file := getattr(image, "fp", None), LimitedFile):
+        file.restart()
     try:
         image.load()
+    except VLMServeError:
+        raise
     except Exception as error:  # Pillow's decoders raise anything on broken data
         kind = "truncated" if "truncated" in str(error).lower() else "broken"
         raise InvalidImageError(f"the picture is {kind}: {error}") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -12,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidVideoError
 from vlmserve.media.cache import PictureCache
+from vlmserve.media.decoding import DecodingMemory, decoding_bytes
 from vlmserve.media.fetch import fetch_file
 from vlmserve.media.keys import image_key, pil_image_key
 from vlmserve.media.local_files import read_allowed_file
@@ -22,8 +26,9 @@ from vlmserve.media.pictures import (
     Picture,
     check_num_bytes,
     decode_data_url,
-    decode_picture,
+    decode_opened,
     load_picture,
+    open_header,
     upright,
 )
 from vlmserve.media.processor import PictureProcessor
@@ -47,12 +52,12 @@ class Preprocessing(Protocol):
 
 
 class Opened(NamedTuple):
-    """A picture that is read and not decoded. num_bytes: what it takes until it is. decode: raises as
-    `decode_picture` does."""
+    """A picture that is read and not decoded. num_bytes: what it takes until it is. decoded: while the block runs, the
+    picture takes its share of the memory; raises as `decode_picture` does."""
 
     key: bytes
     num_bytes: int
-    decode: Callable[[], Picture]
+    decoded: Callable[[DecodingMemory], contextlib.AbstractContextManager[Picture]]
 
 
 def prepare_image(
@@ -63,8 +68,13 @@ def prepare_image(
     Trusts `source`: paths are read. salt: part of the picture's key.
     Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
     """
-    key, _, decode = open_picture(source, processor, limits, salt=salt)
-    return cache.get(key, lambda: _process(key, decode(), processor))
+    key, _, decoded = open_picture(source, processor, limits, salt=salt)
+
+    def prepare() -> ImageInput:
+        with decoded(cache.decoding) as picture:
+            return _process(key, picture, processor)
+
+    return cache.get(key, prepare)
 
 
 def open_picture(source: ImageSource, preprocessing: Preprocessing, limits: MediaConfig, *, salt: str = "") -> Opened:
@@ -72,12 +82,23 @@ def open_picture(source: ImageSource, preprocessing: Preprocessing, limits: Medi
     if isinstance(source, str | os.PathLike | bytes):
         data = read_source(source, limits)
         key = image_key(data, preprocessing.fingerprint, salt)
-        return Opened(key, len(data), lambda: decode_picture(data, limits, preprocessing.reduction))
+        return Opened(key, len(data), partial(_decoded, data, limits, preprocessing.reduction))
     opened = source if isinstance(source, Image.Image) else _from_array(source)
     with _OPENED_LOCKS[id(opened) // 64 % len(_OPENED_LOCKS)]:
         load_picture(opened, limits)
         key = pil_image_key(opened, preprocessing.fingerprint, salt)
-    return Opened(key, opened.width * opened.height * len(opened.getbands()), lambda: upright(opened))
+    num_bytes = opened.width * opened.height * len(opened.getbands())
+    return Opened(key, num_bytes, lambda _: contextlib.nullcontext(upright(opened)))
+
+
+@contextlib.contextmanager
+def _decoded(
+    data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float], memory: DecodingMemory
+) -> Iterator[Picture]:
+    check_cancelled()
+    image = open_header(data, limits)
+    with memory.share(decoding_bytes(image)):
+        yield decode_opened(image, limits, reduction)
 
 
 def _process(key: bytes, picture: Picture, processor: PictureProcessor) -> ImageInput:

@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidVideoError, VideoTooLargeError
 
@@ -22,10 +23,11 @@ _SAFE = {"protocol_whitelist": "", "format_whitelist": ",".join(CONTAINERS)}
 @dataclass(frozen=True)
 class Sampled:
     """What was taken of a file. indices: of the frames. rate: how many of those that were taken are a second. frames:
-    upright RGB pictures, decoded as they are asked for."""
+    upright RGB pictures, decoded as they are asked for. num_pixels: of each frame."""
 
     indices: Sequence[int]
     rate: float
+    num_pixels: int
     frames: Iterator[Image.Image]
 
 
@@ -60,7 +62,7 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
             indices = sample(count, rate)
             container.seek(0)
             frames = _decoded(container, stream, indices, limits)
-            yield Sampled(indices, len(indices) / count * rate, frames)
+            yield Sampled(indices, len(indices) / count * rate, stream.width * stream.height, frames)
     except av.error.FFmpegError as error:
         raise InvalidVideoError(f"the video is broken: {error}") from error
 
@@ -93,6 +95,7 @@ def _decoded(container: Any, stream: Any, indices: Sequence[int], limits: MediaC
     wanted = list(indices)[::-1]
     image = None
     for number, frame in enumerate(container.decode(stream)):
+        check_cancelled()
         if number < wanted[-1]:
             continue
         check_frame(frame.width, frame.height, limits)

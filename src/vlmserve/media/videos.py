@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeAlias
 
@@ -17,6 +18,7 @@ from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeError
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
+from vlmserve.media.decoding import DecodingMemory, frame_bytes
 from vlmserve.media.keys import video_key
 from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import PixelLimits
@@ -160,7 +162,8 @@ def prepare_video(
     def prepare() -> ImageInput:
         with sample_file(data, processor.timing.sample, limits) as sampled:
             frames = (Picture.whole(frame) for frame in sampled.frames)
-            pixels = processor.process(frames, len(sampled.indices), limits)
+            with cache.decoding.share(frame_bytes(sampled.num_pixels)):
+                pixels = processor.process(frames, len(sampled.indices), limits)
         return processor.finish(key, pixels, sampled.rate)
 
     return cache.get(key, prepare)
@@ -195,7 +198,15 @@ def _of_frames(
     key = video_key([one.key for one in opened], processor.fingerprint, salt)
 
     def prepare() -> ImageInput:
-        pixels = processor.process((one.decode() for one in opened), len(opened), limits)
+        with contextlib.closing(_decoded(opened, cache.decoding)) as pictures:
+            pixels = processor.process(pictures, len(opened), limits)
         return processor.finish(key, pixels, processor.timing.fps)
 
     return cache.get(key, prepare)
+
+
+def _decoded(frames: Sequence[Opened], memory: DecodingMemory) -> Generator[Picture, None, None]:
+    """The frames, each of which takes its share of the memory until the next one is asked for."""
+    for frame in frames:
+        with frame.decoded(memory) as picture:
+            yield picture

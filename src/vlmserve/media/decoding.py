@@ -1,0 +1,159 @@
+"""What decoding a picture may cost: memory beside others, time, and the passes of a progressive JPEG."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from PIL import Image
+
+from vlmserve.cancellation import check_cancelled
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ImageTooLargeError, InvalidImageError
+
+_BYTES_PER_PIXEL = {"JPEG": 12, "MPO": 12}
+_MOST_BYTES_PER_PIXEL = 16
+"""At the worst moment of decoding, turning and converting, measured: WebP keeps four copies, as does transparency that
+becomes white; a progressive JPEG keeps all coefficients."""
+_LOOK = 0.1
+"""Seconds between looks whether a client that waits for memory is still there."""
+_FREE_SCANS = 16
+"""Scans that a JPEG of the largest allowed size may have. Encoders write up to 13; a smaller one may have more."""
+_MOST_SCANS = 1000
+_MOST_MARKERS = 65536
+_SCAN = b"\xff\xda"
+_SHORT_READ, _SHORT_READS = 4096, 256
+_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
+
+
+class DecodingMemory:
+    """Bounds the memory of all pictures that are decoded and resized at once, in order of arrival. Thread-safe."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._changed = threading.Condition()
+        self._queue: deque[object] = deque()
+
+    @contextlib.contextmanager
+    def share(self, num_bytes: int) -> Iterator[None]:
+        """Wait for so many bytes, and give them back at the end. What is larger than all there is waits to be alone.
+
+        Raises CancelledWorkError when nobody waits for the picture any more.
+        """
+        num_bytes = min(num_bytes, self.capacity)
+        turn = object()
+        with self._changed:
+            self._queue.append(turn)
+            try:
+                while self._queue[0] is not turn or self.used + num_bytes > self.capacity:
+                    self._changed.wait(_LOOK)
+                    check_cancelled()
+                self.used += num_bytes
+            finally:
+                self._queue.remove(turn)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.used -= num_bytes
+                self._changed.notify_all()
+
+
+def decoding_bytes(image: Image.Image) -> int:
+    """Bytes that it takes to decode an opened picture and make it RGB, at most."""
+    return image.width * image.height * _BYTES_PER_PIXEL.get(image.format or "", _MOST_BYTES_PER_PIXEL)
+
+
+def frame_bytes(num_pixels: int) -> int:
+    """The same for a frame of a video file."""
+    return num_pixels * _MOST_BYTES_PER_PIXEL
+
+
+class LimitedFile(io.BytesIO):
+    """A file in memory from which Pillow reads a picture for as long as that may take and somebody waits for it.
+
+    Decoders read in blocks of 64 KiB or less. Reading raises InvalidImageError and CancelledWorkError.
+    """
+
+    def __init__(self, data: bytes, timeout: float) -> None:
+        super().__init__(data)
+        self._timeout = timeout
+        self._reads = 0
+        self.restart()
+        self._check()
+
+    def restart(self) -> None:
+        """The time counts from now on."""
+        self._deadline = time.monotonic() + self._timeout
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._reads += 1
+        # Headers are read a few bytes at a time, blocks of a picture as a whole.
+        if size is None or not 0 <= size < _SHORT_READ or self._reads % _SHORT_READS == 0:
+            self._check()
+        return super().read(size)
+
+    def _check(self) -> None:
+        check_cancelled()
+        if time.monotonic() > self._deadline:
+            raise InvalidImageError(f"the picture takes longer than {self._timeout:g} s to decode; send a smaller one")
+
+
+def check_scans(data: bytes, image: Image.Image, limits: MediaConfig) -> None:
+    """Raises ImageTooLargeError for a JPEG with so many scans that decoding it would take far longer than others.
+
+    Each scan of a progressive JPEG is a pass over all its pixels, however few bytes it has. A TIFF file may hold JPEGs,
+    one for each strip.
+    """
+    pieces = 1
+    if image.format == "TIFF":
+        if image.info.get("compression") not in ("jpeg", "tiff_jpeg"):
+            return
+        pieces = max(1, len(getattr(image, "tile", ())), _num_strips(image))
+    elif image.format not in ("JPEG", "MPO"):
+        return
+    most = min(_MOST_SCANS, _FREE_SCANS * max(1, limits.max_image_pixels // (image.width * image.height)))
+    # An upper bound first, since following the markers takes longer.
+    scans = _most_scans(data)
+    if scans > most and image.format != "TIFF":
+        scans = _num_scans(data, most)
+    if scans > most * pieces:
+        raise ImageTooLargeError(
+            f"the picture is a progressive JPEG with more than {most} scans; save it again as an ordinary JPEG"
+        )
+
+
+def _most_scans(data: bytes) -> int:
+    """How often two bytes of a file look like the beginning of a scan."""
+    array = np.frombuffer(data, np.uint8)
+    marks = np.flatnonzero(array[:-1] == _SCAN[0])
+    return int(np.count_nonzero(array[marks + 1] == _SCAN[1]))
+
+
+def _num_strips(image: Image.Image) -> int:
+    """Strips or tiles of a TIFF file; each is a JPEG."""
+    tags = getattr(image, "tag_v2", {})
+    offsets = tags.get(273) or tags.get(324) or ()
+    return len(offsets) if isinstance(offsets, tuple) else 1
+
+
+def _num_scans(data: bytes, most: int) -> int:
+    """Scans of a JPEG file up to its end, or more than `most`."""
+    scans, at = 0, 2
+    for _ in range(_MOST_MARKERS):
+        found = _MARKER.search(data, at)
+        if found is None or found[1] == b"\xd9":
+            return scans
+        scans += found[0] == _SCAN
+        if scans > most:
+            return scans
+        at = found.end() + max(2, int.from_bytes(data[found.end() : found.end() + 2], "big"))
+    return most + 1
