@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
@@ -128,6 +128,16 @@ def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Ca
     except ValidationError as error:
         problems = [_problem(kind, problem, spelling) for problem in error.errors(include_url=False)]
         raise ConfigurationError("; ".join(problems)) from None
+
+
+def check_names(names: Iterable[str], kinds: Sequence[type[Settings]]) -> None:
+    """Raise ConfigurationError, which says what was probably meant, for names that no field of these settings has."""
+    from vlmserve import vllm_flags
+
+    known = {name for kind in kinds for name in kind.model_fields}
+    if unknown := [name for name in names if name not in known]:
+        problems = [f"there is no option {name}{vllm_flags.hint(name, known, str)}" for name in unknown]
+        raise ConfigurationError("; ".join(problems))
 
 
 def _problem(kind: type[Settings], problem: ErrorDetails, spelling: Callable[[str], str]) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
-from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, read_settings
+from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, check_names, read_settings
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams, TokenLogprobs
 
@@ -167,6 +167,7 @@ class LLM:
         from vlmserve.frontend.requests import RequestPreparer
         from vlmserve.models.hub import resolve_model
 
+        check_names(options, (EngineConfig, MediaConfig))
         media = {name: options.pop(name) for name in list(options) if name in MediaConfig.model_fields}
         self._media = read_settings(MediaConfig, media)
         self.config = read_settings(EngineConfig, {"max_waiting": UNBOUNDED_QUEUE, **options, "model": model})
@@ -216,9 +217,10 @@ class LLM:
         All requests are checked before the first one runs. Raises InvalidRequestError for one that cannot be
         answered. A request that fails while it runs ends with finish_reason "error"; the others go on.
         """
-        conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
+        from vlmserve.frontend.messages import check_cache_salt, check_conversations
 
-        from vlmserve.frontend.messages import check_cache_salt
+        check_conversations(messages)
+        conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
 
         salt = check_cache_salt(cache_salt)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -104,3 +105,48 @@ def test_a_wrong_line_is_one_line_that_says_what_is_right(line, message):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"Error: {message}")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("eval perplexity pixie --text nope.txt", 2, "--text nope.txt: the file cannot be read: No such file"),
+        ("eval perplexity pixie --text {binary}", 2, "--text {binary}: the file is not text in UTF-8"),
+        ("eval perplexity pixie --scheme int2", 2, "--scheme int2: must be one of none, int8, int4"),
+        ("bench --scheme int2", 2, "--scheme int2: must be one of none, int8, int4"),
+        ("quantize pixie {binary}/out", 1, "{binary}/out: Not a directory"),
+        ("quantize pixie {folder}", 2, "{folder} must be a new or an empty folder"),
+        ("quantize pixie {folder}/new --quantize none", 2, "--quantize none leaves nothing to quantize; choose int8"),
+        ("ask --chat-template nope.jinja hello", 2, "--chat-template nope.jinja: the file cannot be read: No such"),
+        ("bench --kernels foo --scheme none", 2, "--kernels foo: not available on this machine; choose one of auto, "),
+        (
+            "ask --url http://127.0.0.1:9 hello",
+            1,
+            "there is no server at http://127.0.0.1:9: connection refused",
+        ),
+        ("ask --url nonsense hello", 1, "there is no server at nonsense: write a URL like http://127.0.0.1:8000"),
+        (
+            "loadtest http://127.0.0.1:9",
+            1,
+            "there is no server at http://127.0.0.1:9: 127.0.0.1:9 refused the",
+        ),
+        ("serve --port 0 --storage-path {binary}/x.db", 2, "the history {binary}/x.db cannot be made: "),
+        ("keys list --api-keys-file nope.jsonl", 2, "the keys in nope.jsonl cannot be read: No such file"),
+        ("keys add bob --api-keys-file {binary}/keys.jsonl", 2, "{binary}/keys.jsonl cannot be written: "),
+    ],
+)
+def test_a_command_that_cannot_do_it_says_why_in_one_line(tmp_path, line, status, message):
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    result = run(*line.format(binary=binary, folder=tmp_path).split(), width=200)
+    assert result.stderr.splitlines()[-1].startswith(f"Error: {message.format(binary=binary, folder=tmp_path)}")
+    assert (result.exit_code, "Traceback" in result.stderr) == (status, False)
+
+
+def test_quantize_needs_no_flags(tmp_path):
+    shown = run("quantize", "--help").stdout
+    assert "[default: int8]" in " ".join(shown.split())
+    result = run("quantize", "pixie", str(tmp_path / "small"), width=200)
+    assert (result.exit_code, result.stderr) == (0, "")
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 8

@@ -254,7 +254,7 @@ def test_wrong_types_in_a_file_are_errors(write, line):
         ("[server]\nport = \nseed = 1", ["not TOML", "line 2"]),
         ("[engine]\ntensor_parallel_size = 2", ["tensor_parallel_size", "one device"]),
         ("[server]\nxyzzy = 1", ["xyzzy", "vlmserve config"]),
-        ("[worker.a]\nprot = 1", ["[worker.a] prot is no setting; did you mean port?"]),
+        ("[worker.a]\nprot = 1", ["[worker.a] prot: unknown setting; did you mean port?"]),
         ("[worker.a]\ngpu_memory_utilization = 0.5", ["[worker.a] gpu_memory", "it is called memory_fraction here"]),
         ("[worker.a.engine]\nseed = 1", ["[worker.a] engine", "settings of [engine] right below [worker.a]"]),
         ("[worker.'a b']\nseeed = 1", ['[worker."a b"] seeed', "seed?"]),

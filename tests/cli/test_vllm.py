@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.cli.probe import CLEAN, give
 from vlmserve import cli
-from vlmserve.cli import vllm
+from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import SECTIONS, flag
 from vlmserve.cli.spellings import Spelling
 from vlmserve.config import ProcessorOverrides

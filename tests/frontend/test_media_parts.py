@@ -149,6 +149,6 @@ def test_overrides_come_as_json_or_as_what_it_says() -> None:
     for value in ('{"max_pixels": 900, "fps": 1}', {"max_pixels": 900, "fps": 1}):
         settings = read_settings(MediaConfig, {"mm_processor_kwargs": value})
         assert settings.mm_processor_kwargs == ProcessorOverrides(max_pixels=900, fps=1)
-    for value, message in {"{": "not JSON", '{"pixels": 9}': "pixels", '{"max_pixels": 0}': "greater"}.items():
+    for value, message in {"{": "not JSON", '{"pixels": 9}': "pixels", '{"max_pixels": 0}': "at least 1"}.items():
         with pytest.raises(ConfigurationError, match=message):
             read_settings(MediaConfig, {"mm_processor_kwargs": value})

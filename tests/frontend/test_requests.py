@@ -125,7 +125,7 @@ def test_a_template_of_ones_own_counts_instead(tmp_path: Path) -> None:
         prompt = preparer.chat([{"role": "system", "content": "Be brief."}, user("Hello")])
         text = "[system] Be brief.\n[user] Hello\n"
         assert prompt.token_ids == preparer.tokenizer.encode(text, add_special_tokens=False)
-    with pytest.raises(ConfigurationError, match=r"--chat-template nowhere.jinja: no template and no readable file"):
+    with pytest.raises(ConfigurationError, match=r"--chat-template nowhere.jinja: the file cannot be read"):
         RequestPreparer(tmp_path, MediaConfig(), chat_template="nowhere.jinja")
     with pytest.raises(ModelLoadError, match="template"):
         RequestPreparer(tmp_path, MediaConfig(), chat_template="{% for %}")
@@ -261,9 +261,9 @@ def test_too_many_pictures_are_refused_before_any_is_read(tmp_path: Path) -> Non
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level()), MediaConfig(max_images=2))
     assert len(preparer.chat([user(TINY, TINY)]).images) == 2
     broken = data_url(b"not a picture")
-    with pytest.raises(TooManyImagesError, match="3 pictures; at most 2"):
+    with pytest.raises(TooManyImagesError, match="3 images; at most 2 are allowed .--max-images"):
         preparer.chat([user(broken), {"role": "assistant", "content": "?"}, user(broken, broken)])
-    with pytest.raises(TooManyImagesError, match="3 pictures; at most 2"):
+    with pytest.raises(TooManyImagesError, match="3 images; at most 2 are allowed .--max-images"):
         preparer.text("<image>" * 3, [TINY["image_url"]["url"]] * 3)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -12,7 +12,7 @@ from vlmserve.cli.keys import keys
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
-from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
+from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Scheme, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
 
@@ -41,6 +41,16 @@ COMMON_LOAD_FIELDS = (
 """Settings that most load tests are run with."""
 
 QUANTIZATION_DETAILS = tuple(name for name in EngineConfig.model_fields if name.startswith("quantize_"))
+
+
+def _schemes(names: list[str] | None) -> tuple[str, ...]:
+    """The ways of quantizing that were named, or all. Raises ConfigurationError for one that does not exist."""
+    known = get_args(Scheme)
+    for name in names or ():
+        if name not in known:
+            raise ConfigurationError(f"--scheme {name}: must be one of {', '.join(known)}")
+    return tuple(names or known)
+
 
 Url = Annotated[str | None, typer.Option(help="Ask the server at this URL instead of loading a model.")]
 MaxTokens = Annotated[
@@ -161,7 +171,9 @@ def bench(
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")] = (
         BUILT_IN_MODEL
     ),
-    scheme: Annotated[list[str] | None, typer.Option(help="none, int8, int4; may be repeated. Default: all.")] = None,
+    scheme: Annotated[
+        list[str] | None, typer.Option(metavar="none|int8|int4", help="May be repeated; default: all of them.")
+    ] = None,
     at_once: Annotated[
         list[int] | None, typer.Option(metavar="INT", min=1, help="Requests at once. Default: 1, 16 and 64.")
     ] = None,
@@ -170,7 +182,7 @@ def bench(
     """Measure prefill, decode and vision, beside what this machine can do."""
     from vlmserve.cli.bench import run_bench
 
-    run_bench(engine, tuple(scheme or ("none", "int8", "int4")), tuple(at_once or (1, 16, 64)), json)
+    run_bench(engine, _schemes(scheme), tuple(at_once or (1, 16, 64)), json)
 
 
 @app.command(cls=SettingsCommand)
@@ -222,7 +234,7 @@ def verify(
 
 
 @app.command(cls=SettingsCommand)
-@command(("revision", "quantize", *QUANTIZATION_DETAILS))
+@command(("revision", "quantize", *QUANTIZATION_DETAILS), defaults={"quantize": "int8"})
 def quantize(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Local folder or Hugging Face repository id.")],
@@ -230,8 +242,9 @@ def quantize(
 ) -> None:
     """Write a checkpoint with its weights in 4 or 8 bits.
 
-    For example: vlmserve quantize MODEL OUT --quantize int8. All commands load the folder like any other. With int8, or
-    with --quantize-symmetric, it is in the compressed-tensors format, which other servers read as well.
+    For example: vlmserve quantize MODEL OUT --quantize int4. Without --quantize, weights get 8 bits. All commands load
+    the folder like any other. With int8, or with --quantize-symmetric, it is in the compressed-tensors format, which
+    other servers read as well.
     """
     from vlmserve.cli.quantize import run_quantize
 
@@ -325,7 +338,10 @@ def eval_perplexity(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],
     scheme: Annotated[
-        list[str] | None, typer.Option(help="none, int8, int4; may be repeated. Changes are against the first.")
+        list[str] | None,
+        typer.Option(
+            metavar="none|int8|int4", help="May be repeated; the first is what others are compared with; default: all."
+        ),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text file; default: the manual inside Python.")
@@ -336,4 +352,4 @@ def eval_perplexity(
     """How well a model foretells a text, and what quantizing it costs."""
     from vlmserve.cli.perplexity import run_perplexity
 
-    run_perplexity(engine, scheme or ["none", "int8", "int4"], text, tokens, window)
+    run_perplexity(engine, _schemes(scheme), text, tokens, window)

@@ -104,10 +104,20 @@ class ServerAnswers:
         try:
             response = self._client.request(method, path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise VLMServeError(f"there is no server at {self._url}: {error}") from error
+            raise VLMServeError(f"there is no server at {self._url}: {_connection_problem(error)}") from error
         if response.status_code != 200:
             raise VLMServeError(_error_text(response))
         return response.json()
+
+
+def _connection_problem(error: Exception) -> str:
+    """In words, what kept a request from reaching a server."""
+    import httpx
+
+    if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
+        return "write a URL like http://127.0.0.1:8000"
+    text = str(error)
+    return "connection refused; is it running?" if "refused" in text.lower() else text
 
 
 def _deltas(lines: Iterator[str]) -> Iterator[str]:

@@ -33,7 +33,9 @@ WRONG_USE = 2
 
 
 def command(
-    fields: Collection[str] | None = None, common: Collection[str] | None = None
+    fields: Collection[str] | None = None,
+    common: Collection[str] | None = None,
+    defaults: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a typer command: expand parameters that are settings into flags, add ``--debug``, report errors.
 
@@ -42,7 +44,8 @@ def command(
     fields: the only ones that get a flag, and that the environment and a file are asked for; default: all. A field with
     the name of another parameter of the command gets no flag but that parameter's value. A parameter of the type
     `Origins` gets where the settings come from. common: the fields whose flags ``--help`` shows, in this order; the
-    others need ``--help-all``. Default: it shows all.
+    others need ``--help-all``. Default: it shows all. defaults: values that fields have here, instead of their own
+    defaults, as a person would write them.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +59,8 @@ def command(
         for kind in kinds.values():
             for name, field in kind.model_fields.items():
                 if (fields is None or name in fields) and name not in plain:
-                    flags[name] = _parameter(kind, name, field, is_common=name in (common or ()))
+                    default = (defaults or {}).get(name, _default(field))
+                    flags[name] = _parameter(kind, name, field, default, is_common=name in (common or ()))
         first = {name: flags[name] for name in common or ()}
 
         @functools.wraps(function)
@@ -73,7 +77,7 @@ def command(
                 if kinds:
                     written = {name: name.upper() for name in plain} | context.meta.get(WRITTEN, {})
                     found = read_sources(settings_file, worker, os.environ) if has_file else {}
-                    read, origins = _read(kinds, typed, {*flags, *plain}, written, found)
+                    read, origins = _read(kinds, typed, {*flags, *plain}, written, found, defaults or {})
                     values_of |= read | {name: origins for name in made - set(kinds)}
                 function(**values_of)
             except VLMServeError as error:
@@ -81,6 +85,11 @@ def command(
                     raise
                 report(str(error))
                 raise typer.Exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED) from None
+            except OSError as error:
+                if debug or error.filename is None:  # it is about no file that somebody named
+                    raise
+                report(f"{error.filename}: {error.strerror}")
+                raise typer.Exit(FAILED) from None
 
         places = [_SETTINGS_FILE, _WORKER] if has_file else []
         shown = [HELP_ALL_PARAMETER] if common else []
@@ -128,15 +137,16 @@ def _read(
     known: Collection[str],
     written: Mapping[str, str],
     found: Mapping[str, Found],
+    defaults: Mapping[str, str],
 ) -> tuple[dict[str, Settings], Origins]:
     """A command's settings by its parameters' names, and where they come from.
 
     typed: values on the command line. known: the fields that the command has. written: how they were typed if it was
-    not as our flag. found: values from elsewhere.
+    not as our flag. found: values from elsewhere. defaults: of this command.
     """
     origins, settings = Origins(), {}
     for parameter, kind in kinds.items():
-        values = {}
+        values: dict[str, Any] = {name: value for name, value in defaults.items() if name in kind.model_fields}
         for name in kind.model_fields:
             if name in typed:
                 values[name], origins[name] = typed[name], Origin("flag", written.get(name, flag(name)))
@@ -148,8 +158,10 @@ def _read(
     return settings, origins
 
 
-def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_common: bool) -> inspect.Parameter:
-    """An optional flag; its default is the settings' own."""
+def _parameter(
+    kind: type[Settings], name: str, field: FieldInfo, default: Any, *, is_common: bool
+) -> inspect.Parameter:
+    """An optional flag. default: what its help shows."""
     option = typer.Option(
         *SHORT.get(name, ()),
         f"{flag(name)}/{flag('no_' + name)}" if field.annotation is bool else flag(name),
@@ -160,7 +172,7 @@ def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_common: 
         rich_help_panel=None if is_common else panel(kind),
     )
     annotation: Any = Annotated[_typed(field) | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _typed(field: FieldInfo) -> Any:

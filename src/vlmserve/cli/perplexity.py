@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import load
+from vlmserve.errors import ConfigurationError
 from vlmserve.models.hub import resolve_model
 from vlmserve.perplexity import perplexity, python_manual
 from vlmserve.prompt.tokenizer import Tokenizer
@@ -21,8 +22,8 @@ def run_perplexity(
     config: EngineConfig, schemes: Sequence[str], text: Path | None, num_tokens: int | None, window: int
 ) -> None:
     """Measure a model with each way of quantizing it, and show how much each loses against the first."""
+    words = python_manual() if text is None else _read(text)
     folder = resolve_model(config.model, config.revision)
-    words = python_manual() if text is None else text.read_text("utf-8")
     token_ids = Tokenizer.from_folder(folder).encode(words)[:num_tokens]
     table = Table("weights", "perplexity", "change")
     losses: list[float] = []
@@ -41,6 +42,15 @@ def run_perplexity(
         f"[bold]{config.model}[/]: {result.num_tokens} tokens of {source}, {window} at a time", highlight=False
     )
     console.print(table)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--text {path}: the file cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"--text {path}: the file is not text in UTF-8") from None
 
 
 def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic.fields import FieldInfo
 
-from vlmserve.cli import vllm
+from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import SECTIONS, flag, is_switch, plain_value, toml, type_name, variable
 from vlmserve.cli.sources import OTHER_VARIABLES
 from vlmserve.config import is_secret

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vlmserve.cli import vllm
+from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, toml, variable
 from vlmserve.errors import ConfigurationError
 
@@ -89,7 +89,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
             found[settings[key]] = Found(text, Origin("environment", key))
         else:
             hint = _hint(key.removeprefix(PREFIX).lower(), [*_names(), "config", "worker"], variable)
-            problems.append(f"the environment variable {key} is no setting{hint}")
+            problems.append(f"unknown environment variable {key}{hint}")
     if problems:
         raise ConfigurationError("; ".join(sorted(problems)))
     return found
@@ -189,22 +189,15 @@ def _unknown_key(section: str, key: str) -> str:
         hint = f"; write the settings of [{key}] right below [{section}]"
     else:
         hint = _hint(key, _names(), str)
-    return f"[{section}] {key} is no setting{hint}"
+    return f"[{section}] {key}: unknown setting{hint}"
 
 
 def _key_hint(key: str) -> str:
     return _hint(key, _names(), lambda name: f"{name} in [{section_of(name)}]")
 
 
-def _hint(name: str, known: list[str], describe: Callable[[str], str]) -> str:
-    """What was probably meant: by vLLM's name for it, or by likeness."""
-    entry = vllm.entry_called(name)
-    if isinstance(entry, vllm.Renamed):
-        return f"; it is called {' and '.join(map(describe, entry.fields))} here"
-    if entry is not None:
-        return f": {entry.why}"
-    close = difflib.get_close_matches(name.replace("-", "_"), known, 1)
-    return f"; did you mean {describe(close[0])}?" if close else "; `vlmserve config` lists all settings"
+def _hint(name: str, known: Collection[str], describe: Callable[[str], str]) -> str:
+    return vllm.hint(name, known, describe, "; `vlmserve config` lists all settings")
 
 
 def _names() -> list[str]:

@@ -16,9 +16,9 @@ import typer.core
 
 from vlmserve.cli.fields import flag
 from vlmserve.cli.help import HelpfulCommand
-from vlmserve.cli.vllm import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 from vlmserve.config import parse_list
 from vlmserve.errors import ConfigurationError
+from vlmserve.vllm_flags import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 
 WRITTEN = "vlmserve.written"
 """Where a command's context keeps which flags were typed, by the field's name."""

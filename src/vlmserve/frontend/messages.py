@@ -38,6 +38,17 @@ class Medium:
     fps: float | None = None
 
 
+def check_conversations(messages: Any) -> None:
+    """Raise InvalidRequestError for what is neither a conversation nor a list of conversations."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or any(isinstance(message, str | bytes) for message in messages):
+        raise InvalidRequestError(
+            'messages must be a list of messages, like [{"role": "user", "content": "Hello"}], or a list of such '
+            "lists; LLM.generate continues plain text",
+            param="messages",
+        )
+
+
 def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], list[Medium]]:
     """The turns of a conversation, and its pictures and videos in order.
 

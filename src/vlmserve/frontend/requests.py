@@ -259,7 +259,8 @@ class RequestPreparer:
             raise TooManyImagesError("this model cannot see pictures; send text only", param=param)
         if count > self._media.max_images:
             raise TooManyImagesError(
-                f"the request has {count} pictures; at most {self._media.max_images} are allowed", param=param
+                f"the request has {count} images; at most {self._media.max_images} are allowed (--max-images)",
+                param=param,
             )
 
     def _check_videos(self, count: int) -> None:
@@ -267,7 +268,8 @@ class RequestPreparer:
             raise TooManyImagesError("this model cannot see videos; send pictures or text", param="messages")
         if count > self._media.max_videos:
             raise TooManyImagesError(
-                f"the request has {count} videos; at most {self._media.max_videos} are allowed", param="messages"
+                f"the request has {count} videos; at most {self._media.max_videos} are allowed (--max-videos)",
+                param="messages",
             )
 
     def _expand(self, ids: Sequence[int], pictures: Sequence[Medium], videos: Sequence[Medium], salt: str) -> Prompt:

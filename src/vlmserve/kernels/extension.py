@@ -45,7 +45,7 @@ def choose_kernels(choice: str, device: torch.device, dtype: torch.dtype) -> boo
     isas = supported_isas()
     if choice not in (*CHOICES, *isas):
         known = ", ".join((*CHOICES, *isas))
-        raise ConfigurationError(f"kernels {choice!r} are not there on this machine; choose one of {known}")
+        raise ConfigurationError(f"--kernels {choice}: not available on this machine; choose one of {known}")
     if choice == "native" and not isas:
         raise ConfigurationError("the native kernels were not built: install vlmserve where there is a C++ compiler")
     if choice == "torch" or device.type != "cpu" or dtype not in DTYPES:

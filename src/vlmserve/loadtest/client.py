@@ -221,7 +221,9 @@ class Client:
                 _Connection, self._host, self._port, ssl=self._ssl
             )
         except ConnectionRefusedError:
-            raise RequestFailedError("connection refused", f"nobody listens at {where}") from None
+            raise RequestFailedError(
+                "connection refused", f"{where} refused the connection; is the server running?"
+            ) from None
         except socket.gaierror as error:
             raise RequestFailedError("unknown host", f"{self._host}: {error.strerror}") from None
         except ssl.SSLError as error:

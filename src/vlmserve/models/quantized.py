@@ -45,7 +45,7 @@ def save_quantized(
     and ConfigurationError where there is something in `out` or the checkpoint is quantized already.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigurationError(f"{out} is not an empty folder")
+        raise ConfigurationError(f"{out} must be a new or an empty folder")
     if folder.is_file():
         raise ConfigurationError(f"{folder} is a GGUF file: quantize the checkpoint that it was made of")
     description = Description.read(folder)
@@ -103,7 +103,7 @@ def _plan(
             )
         bits |= dict.fromkeys(weight_names(path, module), width)
     if not bits:
-        raise ConfigurationError("nothing to quantize: choose int8 or int4")
+        raise ConfigurationError("--quantize none leaves nothing to quantize; choose int8 or int4")
     linear = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
     names = [name for path, module in linear for name in weight_names(path, module)]
     return bits, [name for name in names if name not in bits], spec.tied_embeddings

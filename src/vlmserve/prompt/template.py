@@ -73,8 +73,10 @@ def read_template(source: str) -> str:
         return source
     try:
         return Path(source).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--chat-template {source}: no template and no readable file ({error})") from error
+    except OSError as error:
+        raise ConfigurationError(f"--chat-template {source}: the file cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--chat-template {source}: the file is not text in UTF-8") from error
 
 
 class ChatTemplate:

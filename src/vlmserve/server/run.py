@@ -119,7 +119,9 @@ def bind(server: ServerConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigurationError(f"cannot listen on {server.host} port {server.port}: {reason}; try --port") from None
+        raise ConfigurationError(
+            f"cannot listen on {server.host} port {server.port}: {reason}; choose another --host or --port"
+        ) from None
     return listener
 
 

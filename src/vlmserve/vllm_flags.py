@@ -1,16 +1,18 @@
 """vLLM's flags: which of them mean a setting of ours, which change nothing here, and which there are none for.
 
-This is data; `vlmserve.cli.spellings` applies it. A flag of our own always counts before an entry with its name.
+This is data; `vlmserve.cli.spellings` applies it to command lines. A flag of our own always counts before an
+entry with its name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from vlmserve.errors import ConfigurationError
+from vlmserve.validation import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ Entry: TypeAlias = Renamed | Unused | Missing
 def entry_called(name: str) -> Entry | None:
     """What there is to say of vLLM's flag for `name`, which is written as a field."""
     return FLAGS.get("--" + name.replace("_", "-"))
+
+
+def hint(name: str, known: Collection[str], describe: Callable[[str], str], otherwise: str = "") -> str:
+    """What was probably meant by an unknown `name`, by vLLM's name for it or by likeness; else `otherwise`.
+
+    describe: how a known name is written where the hint is read.
+    """
+    entry = entry_called(name)
+    if isinstance(entry, Renamed):
+        return f"; it is called {' and '.join(map(describe, entry.fields))} here"
+    if entry is not None:
+        return f": {entry.why}"
+    return did_you_mean(name.replace("-", "_"), known, describe) or otherwise
 
 
 def flags_for(field: str) -> list[str]:
