@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help serve test lint sanitize bench web format clean
 
@@ -55,7 +55,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: pyproject.toml constraints.txt setup.py $(wildcard src/vlmserve/kernels/csrc/*) | $(BIN)/python
-	@echo "Installing vlmserve into $(VENV) (once; a few minutes on a slow line) ..."
+	@echo "Installing vlmserve and what it needs into $(VENV) (once; about 1 GB to download) ..."
 	@$(INSTALL) --editable .
 	@touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -86,8 +87,10 @@ def test_links_to_files_lead_somewhere(path):
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
-def test_python_in_the_readme_compiles():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 2
+def test_the_newcomers_walk_checks_every_block_of_the_readme():
+    walk = runpy.run_path(str(ROOT / ".ci" / "walk.py"))
+    blocks = walk["blocks"]((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [block.start for block in blocks] == list(walk["CHECKS"])
     for block in blocks:
-        compile(block, "README.md", "exec")
+        if block.language == "python":
+            compile(block.text, "README.md", "exec")

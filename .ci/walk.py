@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""A newcomer's walk: everything that the README tells to type, word for word, in a fresh clone and an empty home.
+
+The README's ``sh`` and ``python`` blocks run in order. Each must end well and print what `CHECKS` says. Lines that
+start a server run in the background until it is ready; the first one, `make serve`, stays until the end, as the README
+says. ``make test`` is left out, since CI runs it. Only pip's cache is shared with the home of who calls this.
+
+    .ci/walk.py            # of the last commit
+    .ci/walk.py --keep     # leaves the folder for a look
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+INSTALL_TIMEOUT = 900.0
+BLOCK_TIMEOUT = 180.0
+SERVER = re.compile(r"(make serve|\.venv/bin/vlmserve serve)\b.*")
+LEFT_OUT = {"make test": "CI runs it"}
+
+CHECKS = {
+    "make serve": "",
+    ".venv/bin/vlmserve ask examples/shapes.png": r"(?i)\bred\b",
+    ".venv/bin/vlmserve ask --url": r"(?i)\bred\b",
+    "curl -s http://127.0.0.1:8000/v1/chat/completions": r'(?i)"content":\s*"[^"]*\b(3|three)\b',
+    ".venv/bin/vlmserve chat": r"(?i)\bred\b",
+    ".venv/bin/python -m pip install --quiet openai": "",
+    "import base64": r"(?i)circle",
+    "curl -s http://127.0.0.1:8000/metrics": r"(?m)^vllm:",
+    ".venv/bin/vlmserve keys add alice": r"(?m)^vlm-\w+",
+    ".venv/bin/vlmserve loadtest": r"(?i)\bTTFT\b",
+    "from PIL import Image": r"(?i)What colour is the circle\? -> .*\bred\b",
+    "mkdir -p build && cp -r": "",
+    ".venv/bin/python -m pip install --quiet 'vlmserve[gguf]'": "",
+    "mkdir -p build\n.venv/bin/vlmserve config": r"max_num_seqs\s+32\s+VLMSERVE_MAX_NUM_SEQS",
+}
+"""What a block must print, as a regular expression, by how the block begins."""
+
+INPUTS = {".venv/bin/vlmserve chat": "/image examples/shapes.png\nWhat colour is the circle?\n/quit\n"}
+"""What is typed into a block."""
+
+
+class WalkError(Exception):
+    """A step that did not end well."""
+
+
+class Block(NamedTuple):
+    """A fenced block. language: "sh" or "python"."""
+
+    language: str
+    text: str
+
+    @property
+    def start(self) -> str:
+        """How it begins in `CHECKS`. Raises WalkError if it is not there."""
+        for start in CHECKS:
+            if self.text.startswith(start):
+                return start
+        raise WalkError(
+            f"there is no check for this block of the README; add one to {Path(__file__).name}:\n{self.text}"
+        )
+
+
+def blocks(readme: str) -> list[Block]:
+    """What a newcomer is told to type, in order, but for what is left out."""
+    found = [Block(*pair) for pair in re.findall(r"^```(sh|python)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)]
+    return [block for block in found if block.text.strip() not in LEFT_OUT]
+
+
+class Newcomer:
+    """Someone with an empty home in a fresh clone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / "home"
+        self.clone = folder / "vlmserve"
+        self.home.mkdir()
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(self.clone)], check=True)
+        self.environment = _environment(self.home)
+        self.printed = ""
+
+    def run(self, block: Block) -> None:
+        """Type one block. Raises WalkError if it fails, prints something else, or takes too long."""
+        start = block.start
+        self.printed = ""
+        if block.language == "python":
+            self._finish([".venv/bin/python", "-c", block.text], start)
+        else:
+            plain = [line for line in block.text.splitlines() if not SERVER.fullmatch(line)]
+            servers = [line for line in block.text.splitlines() if SERVER.fullmatch(line)]
+            if plain:
+                self._finish(["bash", "-e", "-o", "pipefail", "-c", "\n".join(plain)], start)
+            for line in servers:
+                with self.serving(line) as port:
+                    self._check_server(line, port)
+        if not re.search(CHECKS[start], self.printed):
+            raise WalkError(f"what it printed does not match {CHECKS[start]!r}:\n{self.printed}")
+
+    def _finish(self, words: list[str], start: str) -> None:
+        typed = INPUTS.get(start, "")
+        done = subprocess.run(
+            words, cwd=self.clone, env=self.environment, input=typed, capture_output=True, text=True,
+            timeout=INSTALL_TIMEOUT if "pip install" in start else BLOCK_TIMEOUT,
+        )  # fmt: skip
+        self.printed += done.stdout
+        if done.returncode != 0:
+            raise WalkError(f"it ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
+
+    @contextlib.contextmanager
+    def serving(self, line: str) -> Iterator[int]:
+        """Run a line that starts a server, from when it is ready; yields its port. Ctrl-C ends it."""
+        port = int(match[1]) if (match := re.search(r"--port (\d+)", line)) else 8000
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                raise WalkError(f"port {port} is in use by another program; stop it, since the README uses this port")
+        server = subprocess.Popen(
+            ["bash", "-c", line], cwd=self.clone, env=self.environment, start_new_session=True, stdout=sys.stderr
+        )
+        try:
+            self._await_ready(server, port)
+            yield port
+            os.killpg(server.pid, signal.SIGINT)
+            server.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+
+    def _await_ready(self, server: subprocess.Popen[bytes], port: int) -> None:
+        deadline = time.monotonic() + INSTALL_TIMEOUT
+        while _status(f"http://127.0.0.1:{port}/ready") != 200:
+            if server.poll() is not None:
+                raise WalkError(f"the server ended with status {server.returncode}")
+            if time.monotonic() > deadline:
+                raise WalkError(f"no server answers at port {port}")
+            time.sleep(0.5)
+
+    def _check_server(self, line: str, port: int) -> None:
+        """A server with keys refuses requests without one, and answers those with one."""
+        url = f"http://127.0.0.1:{port}/v1/models"
+        if "--api-keys-file" in line:
+            key = self.printed.split()[0]
+            if (without := _status(url)) != 401 or (status := _status(url, key)) != 200:
+                raise WalkError(f"/v1/models is {without} without a key and {status} with one")
+        elif (status := _status(url)) != 200:
+            raise WalkError(f"/v1/models is {status}")
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """The caller's variables without those that lead into its home or change what the README's commands do."""
+    ours = re.compile(r"(VLMSERVE|HF|XDG|CUDA|TORCH|OPENAI|PYTEST)_|(VIRTUAL_ENV|PYTHONPATH|PYTHONHOME|MAKEFLAGS)$")
+    kept = {name: value for name, value in os.environ.items() if not ours.match(name)}
+    cache = subprocess.run([sys.executable, "-m", "pip", "cache", "dir"], capture_output=True, text=True)
+    if cache.returncode == 0:
+        kept.setdefault("PIP_CACHE_DIR", cache.stdout.strip())
+    for file in (Path("~/.config/pip/pip.conf").expanduser(), Path("~/.pip/pip.conf").expanduser()):
+        if file.is_file():
+            kept.setdefault("PIP_CONFIG_FILE", str(file))  # which index to use belongs to the machine
+    return kept | {"HOME": str(home)}
+
+
+def _status(url: str, key: str | None = None) -> int:
+    """The status of an answer; 0: there is none."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def walk(folder: Path) -> None:
+    """Type everything. Raises WalkError for the first step that fails."""
+    newcomer = Newcomer(folder)
+    first, *others = blocks((newcomer.clone / "README.md").read_text("utf-8"))
+    print(f"$ {first.text.strip()}", flush=True)
+    with newcomer.serving(first.text.strip()):
+        for block in others:
+            print("\n".join(f"$ {line}" for line in block.text.splitlines()), flush=True)
+            if block.text.startswith("curl ") and shutil.which("curl") is None:
+                print("(skipped: curl is not installed here)", flush=True)
+                continue
+            started = time.monotonic()
+            newcomer.run(block)
+            print(f"(ok, {time.monotonic() - started:.0f} s)", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--keep", action="store_true", help="leave the clone and the home for a look")
+    keep = parser.parse_args().keep
+    folder = Path(tempfile.mkdtemp(prefix="walk-"))
+    started = time.monotonic()
+    try:
+        walk(folder)
+    except (WalkError, subprocess.SubprocessError) as error:
+        print(f"The newcomer's walk failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(f"The newcomer's walk passed in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
