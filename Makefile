@@ -55,7 +55,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: pyproject.toml constraints.txt setup.py $(wildcard src/vlmserve/kernels/csrc/*) | $(BIN)/python
-	@echo "Installing vlmserve and what it needs into $(VENV) (once; about 1 GB to download) ..."
+	@echo "Installing vlmserve and what it needs into $(VENV) (once; a few minutes) ..."
 	@$(INSTALL) --editable .
 	@touch $@
 

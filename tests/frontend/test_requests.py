@@ -261,9 +261,9 @@ def test_too_many_pictures_are_refused_before_any_is_read(tmp_path: Path) -> Non
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level()), MediaConfig(max_images=2))
     assert len(preparer.chat([user(TINY, TINY)]).images) == 2
     broken = data_url(b"not a picture")
-    with pytest.raises(TooManyImagesError, match="3 images; at most 2 are allowed .--max-images"):
+    with pytest.raises(TooManyImagesError, match=r"3 images; at most 2 are allowed \(--max-images\)"):
         preparer.chat([user(broken), {"role": "assistant", "content": "?"}, user(broken, broken)])
-    with pytest.raises(TooManyImagesError, match="3 images; at most 2 are allowed .--max-images"):
+    with pytest.raises(TooManyImagesError, match=r"3 images; at most 2 are allowed \(--max-images\)"):
         preparer.text("<image>" * 3, [TINY["image_url"]["url"]] * 3)
 
 
