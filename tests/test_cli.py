@@ -182,6 +182,15 @@ def test_ask_lets_a_captioning_model_describe_a_picture(tmp_path, picture):
     assert (result.exit_code, "question" in result.stderr) == (2, True)
 
 
+def test_ask_names_a_picture_that_is_broken(folder, picture, tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    result = run("ask", "--engine", "mock", "--model", folder, picture, broken, "What is this?")
+    assert result.exit_code == 1
+    assert str(broken) in result.stderr
+    assert str(picture) not in result.stderr
+
+
 def test_ask_names_a_picture_that_is_not_there():
     result = run("ask", "nowhere.png", "What is this?")
     assert (result.exit_code, "nowhere.png" in result.stderr) == (1, True)
@@ -278,7 +287,8 @@ class FakeServer(BaseHTTPRequestHandler):
         self.bodies.append(body)
         content = body["messages"][-1]["content"]
         if content[-1]["text"] == "bad":
-            self._send(400, json.dumps({"error": {"message": "that was bad"}}))
+            error = {"message": "that was bad", "param": "messages[0].content[1].image_url.url"}
+            self._send(400, json.dumps({"error": error}))
             return
         pieces = [str(len(content) - 1), " pic", "tures"]
         events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
@@ -319,10 +329,11 @@ def test_ask_can_ask_a_server(server, picture, end):
     assert second["image_url"]["url"] == "https://example.com/b.png"
 
 
-def test_a_servers_refusal_is_shown(server):
+def test_a_servers_refusal_is_shown_with_the_file_that_it_is_about(server, picture):
     url = f"http://127.0.0.1:{server.server_port}"
     result = run("ask", "--url", url, "bad")
     assert (result.exit_code, result.stderr) == (1, "Error: that was bad\n")
+    assert run("ask", "--url", url, picture, picture, "bad").stderr == f"Error: {picture}: that was bad\n"
     shown = run("chat", "--url", url, stdin="bad\nHow many?\n").stdout
     assert "that was bad" in shown
     assert "0 pictures" in shown

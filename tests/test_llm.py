@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from tests.mock_checkpoint import IMAGE_TOKEN_ID, make_mock_checkpoint
-from vlmserve import LLM, SamplingParams
+from vlmserve import LLM, RequestOutput, SamplingParams
 from vlmserve.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     InvalidImageError,
     InvalidRequestError,
+    InvalidRequestsError,
     PromptTooLongError,
     TooManyImagesError,
     VLMServeError,
@@ -165,26 +168,240 @@ def test_a_prompt_of_another_form_is_an_error_that_says_why(llm, prompt, message
 
 
 @pytest.mark.parametrize(
-    ("bad", "error"),
+    ("bad", "error", "message", "runs"),
     [
-        ([{"role": "wizard", "content": "hi"}], InvalidRequestError),
-        (ask("hi", b"no picture"), InvalidImageError),
-        (ask("hi", Path("/no/such/file.png")), InvalidImageError),
-        (ask("hi", *[Image.new("RGB", (9, 9))] * 17), TooManyImagesError),
-        (ask("too long " * 600), PromptTooLongError),
+        ([{"role": "wizard", "content": "hi"}], InvalidRequestError, r"^conversations\[2\]: messages\[0\].role", False),
+        (
+            ask("hi", Path("/no/such/file.png")),
+            InvalidImageError,
+            r"^conversations\[2\], messages\[0\].content\[0\].image: there is no file /no/such/file.png$",
+            False,
+        ),
+        (ask("hi", b"no picture"), InvalidImageError, r"^conversations\[2\]: ", True),
+        (ask("hi", *[Image.new("RGB", (9, 9))] * 17), TooManyImagesError, r"^conversations\[2\]: ", True),
+        (ask("too long " * 600), PromptTooLongError, r"^conversations\[2\]: ", True),
     ],
 )
-def test_a_bad_request_among_good_ones_is_named_before_anything_runs(llm, bad, error):
-    with pytest.raises(error) as raised:
+def test_a_bad_request_among_good_ones_is_named(llm, bad, error, message, runs):
+    """Before anything runs, where nothing has to be prepared to see it."""
+    with pytest.raises(error, match=message):
         llm.chat([ask("good"), ask("good too"), bad, ask("good")], GREEDY, use_tqdm=False)
-    assert "number 2" in "".join(getattr(raised.value, "__notes__", []))
-    assert llm.engine.stats().steps == 0
+    assert llm.engine.stats().steps == 0 or runs
     assert not llm.engine.has_work()
     assert llm.chat(ask("good"), GREEDY, use_tqdm=False)[0].outputs[0].text
 
 
+@pytest.fixture
+def broken(tmp_path) -> Path:
+    path = tmp_path / "broken.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40))
+    return path
+
+
+def test_all_bad_inputs_are_reported_with_their_files_and_places(llm, picture, broken):
+    url = "http://127.0.0.1:9/cat.jpg"
+    conversations = [
+        ask("good", picture),
+        ask("two of three", broken, picture, url),
+        ask("good"),
+        ask("too long " * 600),
+    ]
+    with pytest.raises(InvalidRequestsError) as raised:
+        llm.chat(conversations, GREEDY, use_tqdm=False)
+    first, second, third = map(str, raised.value.errors)
+    assert first.startswith(
+        f"conversations[1], messages[0].content[0].image, {broken}: the picture is truncated or broken"
+    )
+    assert second.startswith(f"conversations[1], messages[0].content[2].image: the file at {url} was not fetched")
+    assert third.startswith("conversations[3]: the prompt has")
+    assert all(line in str(raised.value) for line in (first, second, third))
+    assert not llm.engine.has_work()
+
+
+def test_missing_files_are_all_reported_before_anything_runs(llm):
+    prompt = {"prompt": "<image><image>", "multi_modal_data": {"image": ["/no/one.png", "/no/two.png"]}}
+    for run in (
+        lambda: llm.generate(["good", prompt], GREEDY, use_tqdm=False),
+        lambda: llm.chat([ask("good"), ask("a", "/no/one.png", "/no/two.png")], GREEDY, use_tqdm=False),
+    ):
+        with pytest.raises(InvalidRequestsError, match=r"(?s)\[1\], .*/no/one.png.*\[1\], .*/no/two.png"):
+            run()
+    assert llm.engine.stats().steps == 0
+
+
+def test_the_others_are_answered_if_errors_are_to_be_returned(llm, picture, broken):
+    bad = ask("bad", broken)
+    results = llm.chat([ask("a"), bad, ask("b", picture), bad], GREEDY, use_tqdm=False, on_error="return")
+    assert text_of([results[0], results[2]]) == text_of(llm.chat([ask("a"), ask("b", picture)], GREEDY, use_tqdm=False))
+    for number in (1, 3):
+        assert isinstance(results[number], InvalidImageError)
+        assert str(results[number]).startswith(f"conversations[{number}], messages[0].content[0].image, {broken}: ")
+    with pytest.raises(InvalidRequestError, match="on_error must be raise or return"):
+        llm.chat([ask("a")], GREEDY, use_tqdm=False, on_error="ignore")
+
+
+def test_a_single_conversation_and_a_stream_name_the_file_too(llm, broken):
+    for run in (lambda: llm.chat(ask("a", broken), use_tqdm=False), lambda: list(llm.stream(ask("a", broken)))):
+        with pytest.raises(InvalidImageError, match=rf"^messages\[0\].content\[0\].image, {broken}: "):
+            run()
+
+
+def test_results_stream_in_order_while_a_bounded_part_is_prepared(folder, picture, monkeypatch):
+    llm = LLM(str(folder), engine="mock", prepare_ahead=3, max_num_seqs=2, num_workers=2)
+    prepared = []
+    chat = llm._preparer.chat
+    monkeypatch.setattr(llm._preparer, "chat", lambda *args, **more: prepared.append(1) or chat(*args, **more))
+    asked = 0
+
+    def conversations():
+        nonlocal asked
+        for number in range(60):
+            asked += 1
+            yield ask(f"question {number}", picture)
+
+    texts = []
+    for result in llm.chat(conversations(), GREEDY, use_tqdm=False, stream=True):
+        texts.append(result.text)
+        # Two run, three wait; those that finish in the same step as others are not yet yielded.
+        assert len(prepared) <= asked <= len(texts) + 2 * (2 + 3)
+    assert texts == text_of(llm.chat([ask(f"question {n}", picture) for n in range(60)], GREEDY, use_tqdm=False))
+
+
+def test_prepared_images_are_bounded_by_memory(folder, picture):
+    one = LLM(str(folder), engine="mock")
+    image_bytes = one._preparer.chat(ask("a", picture), allow_local=True).images[0].image.pixels.nbytes
+    llm = LLM(str(folder), engine="mock", prepare_ahead_memory=image_bytes, max_num_seqs=1, num_workers=1)
+    asked = 0
+
+    def conversations():
+        nonlocal asked
+        for number in range(12):
+            asked += 1
+            yield ask(f"question {number}", picture)
+
+    for number, _ in enumerate(llm.chat(conversations(), GREEDY, use_tqdm=False, stream=True), start=1):
+        assert asked <= number + 4
+    assert asked == 12
+
+
+def test_images_of_a_list_are_let_go_once_they_are_answered(folder, monkeypatch):
+    llm = LLM(str(folder), engine="mock", prepare_ahead=2, max_num_seqs=2, picture_cache_memory=0, num_workers=1)
+    images = []
+    add = llm.engine.add
+
+    def note(request):
+        images.append(weakref.ref(request.prompt.images[0].image.pixels))
+        add(request)
+
+    monkeypatch.setattr(llm.engine, "add", note)
+    conversations = (ask("What is this?", Image.new("RGB", (9, 9), (number, 0, 0))) for number in range(40))
+    for _ in llm.chat(conversations, GREEDY, use_tqdm=False, stream=True):
+        assert sum(image() is not None for image in images) <= 12
+    assert len(images) == 40
+
+
+def test_a_closed_stream_of_results_ends_all_requests(llm):
+    results = llm.chat((ask(f"question {number}") for number in itertools.count()), GREEDY, use_tqdm=False, stream=True)
+    assert next(results).text
+    results.close()
+    assert not llm.engine.has_work()
+
+
+def test_a_stream_of_results_raises_what_is_wrong(llm, broken):
+    results = llm.chat(iter([ask("a"), ask("b", broken)]), GREEDY, use_tqdm=False, stream=True)
+    with pytest.raises(InvalidImageError, match=r"conversations\[1\]"):
+        list(results)
+    assert not llm.engine.has_work()
+    results = llm.chat(iter([ask("a"), ask("b", broken)]), GREEDY, use_tqdm=False, stream=True, on_error="return")
+    assert [type(one) for one in results] == [RequestOutput, InvalidImageError]
+
+
+def test_several_answers_come_to_each_prompt(llm):
+    params = SamplingParams(seed=5, n=3, max_tokens=8)
+    [result] = llm.generate("hello", params, use_tqdm=False)
+    alone = [llm.generate("hello", SamplingParams(seed=5 + i, max_tokens=8), use_tqdm=False)[0] for i in range(3)]
+    assert [one.text for one in result.outputs] == text_of(alone)
+    assert [one.index for one in result.outputs] == [0, 1, 2]
+    assert result.text == result.outputs[0].text
+    assert result.outputs[0].logprobs is None
+
+
+def test_the_best_of_several_answers_are_those_with_the_highest_mean_logprob(llm):
+    several = SamplingParams(seed=5, n=6, max_tokens=6, logprobs=0)
+    [everyone] = llm.generate("hello", several, use_tqdm=False)
+    ranked = sorted(everyone.outputs, key=lambda one: -one.cumulative_logprob / len(one.token_ids))
+    [best] = llm.generate("hello", SamplingParams(seed=5, n=2, best_of=6, max_tokens=6), use_tqdm=False)
+    assert [one.text for one in best.outputs] == [one.text for one in ranked[:2]]
+    assert best.outputs[0].logprobs is None
+
+
+def test_a_stream_of_text_has_one_answer(llm):
+    with pytest.raises(InvalidRequestError, match="leave n and best_of out"):
+        next(llm.stream(ask("a"), SamplingParams(n=2)))
+
+
+def test_results_have_the_fields_that_vllm_has(llm, picture):
+    prompt = {"prompt": "a <image>", "multi_modal_data": {"image": picture}}
+    [result] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    assert (result.prompt, result.finished) == ("a <image>", True)
+    assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("length", None)
+    [chat] = llm.chat(ask("What is this?", picture), GREEDY, use_tqdm=False)
+    assert chat.prompt.count("<image>") == 1
+    assert "What is this?" in chat.prompt
+    first, second = chat.outputs[0].token_ids[:2]
+    params = SamplingParams(temperature=0, stop_token_ids=[second])
+    [stopped] = llm.chat(ask("What is this?", picture), params, use_tqdm=False)
+    assert (stopped.outputs[0].token_ids, stopped.outputs[0].stop_reason) == ([first], second)
+
+
+def test_a_stop_string_is_one_string_and_the_reason(llm):
+    [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
+    stop = whole.text[3:8]
+    [cut] = llm.generate("hello", SamplingParams(temperature=0, stop=stop), use_tqdm=False)
+    assert cut.text == whole.text.partition(stop)[0]
+    assert cut.outputs[0].stop_reason == stop
+
+
+def test_an_answer_that_cannot_fit_the_context_is_refused(llm):
+    left = llm.engine.info.max_prompt_len + 1 - len(llm.generate("hello", GREEDY, use_tqdm=False)[0].prompt_token_ids)
+    for params in (SamplingParams(max_tokens=left + 1), SamplingParams(min_tokens=left + 1)):
+        with pytest.raises(InvalidRequestError, match=f"the context of .* has {left} left"):
+            llm.generate("hello", params, use_tqdm=False)
+    assert not llm.engine.has_work()
+    [whole] = llm.generate("hello", SamplingParams(max_tokens=left, ignore_eos=True), use_tqdm=False)
+    assert (len(whole.outputs[0].token_ids), whole.outputs[0].finish_reason) == (left, "length")
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda llm: llm.chat("text"), "messages must be a list of messages"),
+        (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list of messages"),
+        (lambda llm: llm.chat(["text"]), "messages must be a list of messages"),
+        (lambda llm: llm.chat([5]), r"^conversations\[0\]: messages must be a list"),
+        (lambda llm: llm.generate(b"text"), "a prompt is a text, a dict or a list of token ids, not bytes"),
+        (lambda llm: llm.generate([5.5]), "a prompt is a text, a dict or a list of token ids, not float"),
+        (lambda llm: llm.generate({"prompt_token_ids": "567"}), "prompt_token_ids must be a list of token ids"),
+        (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": "a.png"}), "must be a dict with"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "sampling_params must be SamplingParams or a list"),
+        (lambda llm: llm.generate(iter(["a"]), [GREEDY]), "one SamplingParams for all"),
+        (lambda llm: llm.chat(ask("a"), chat_template_kwargs="enable_thinking"), "chat_template_kwargs must be a dict"),
+    ],
+)
+def test_one_thing_where_several_are_meant_is_refused(llm, run, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        run(llm)
+
+
+def test_a_list_of_token_ids_is_one_prompt(llm):
+    one, *_ = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+    assert one.prompt_token_ids == [5, 6, 7]
+    two = llm.generate([[5, 6], [7]], GREEDY, use_tqdm=False)
+    assert [result.prompt_token_ids for result in two] == [[5, 6], [7]]
+
+
 def test_as_many_sampling_parameters_as_requests_are_wanted(llm):
-    with pytest.raises(InvalidRequestError, match="3 prompts and 2 sampling"):
+    with pytest.raises(InvalidRequestError, match="3 conversations and 2 sampling"):
         llm.chat([ask("a")] * 3, [GREEDY] * 2, use_tqdm=False)
     assert not llm.engine.has_work()
 
@@ -250,7 +467,8 @@ def test_an_interrupt_ends_all_requests_after_the_step_and_leaves_the_engine_usa
     monkeypatch.setattr(llm.engine, "step", interrupted_step)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)
-    assert after_the_signal == [3]
+    assert len(after_the_signal) == 1
+    assert after_the_signal[0] >= 1
     assert not llm.engine.has_work()
     monkeypatch.undo()
     assert text_of(llm.generate("hello", GREEDY, use_tqdm=False))[0]

@@ -6,20 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlmserve.llm import LLM, Completion, Logprob, RequestResult
-    from vlmserve.types import Grammar, SamplingParams
+    from vlmserve.llm import LLM
+    from vlmserve.outputs import CompletionOutput, Logprob, RequestOutput
+    from vlmserve.sampling_params import Grammar, SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Completion", "Grammar", "Logprob", "RequestResult", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "Grammar", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "vlmserve.llm",
-    "Completion": "vlmserve.llm",
-    "Logprob": "vlmserve.llm",
-    "RequestResult": "vlmserve.llm",
-    "Grammar": "vlmserve.types",
-    "SamplingParams": "vlmserve.types",
+    "CompletionOutput": "vlmserve.outputs",
+    "Logprob": "vlmserve.outputs",
+    "RequestOutput": "vlmserve.outputs",
+    "Grammar": "vlmserve.sampling_params",
+    "SamplingParams": "vlmserve.sampling_params",
 }
 
 

@@ -312,6 +312,17 @@ class MediaConfig(Settings):
         return self.num_workers or media_threads()
 
 
+class OfflineConfig(Settings):
+    """How `LLM` goes through a list.
+
+    prepare_ahead: requests that are prepared and wait for the engine, at most. prepare_ahead_memory: memory of their
+    prompts and images; once they take that much, no other one is prepared.
+    """
+
+    prepare_ahead: int = Field(256, ge=1, le=65536)
+    prepare_ahead_memory: ByteSize = 512 * 1024**2
+
+
 class ServerConfig(Settings):
     """How the server listens."""
 

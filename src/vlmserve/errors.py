@@ -3,6 +3,13 @@
 A message says what was wrong and what to do about it. Only the server turns these into HTTP statuses.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_TOLD_ERRORS = 20
+"""How many of several errors the message of all of them tells."""
+
 
 class VLMServeError(Exception):
     """Base of all errors that vlmserve raises on purpose."""
@@ -12,14 +19,46 @@ class InvalidRequestError(VLMServeError):
     """A request that can never succeed as it was sent.
 
     `param` names the offending field in the API's own spelling (``messages``, ``temperature``…), if there is one;
-    `code` is a stable, machine-readable word.
+    `code` is a stable, machine-readable word. `source` is the path or URL that the error is about, if there is one.
     """
 
     code = "invalid_request"
+    source: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    def locate(self, place: str | None = None) -> None:
+        """Have the message begin with the place in a list, and with the image that it is about and its file or URL."""
+        before = [] if place is None else [place]
+        if self.source is not None:
+            known = (self.param or "", self.source)
+            before += [word for word in known if word and word not in str(self)]
+        if before:
+            self.args = (f"{', '.join(before)}: {self}",)
+
+
+class InvalidRequestsError(InvalidRequestError):
+    """Several requests, or parts of one, that are wrong. `errors` has what is wrong with each."""
+
+    def __init__(self, errors: Sequence[InvalidRequestError]) -> None:
+        all_errors: list[InvalidRequestError] = []
+        for error in errors:
+            all_errors += error.errors if isinstance(error, InvalidRequestsError) else [error]
+        self.errors: tuple[InvalidRequestError, ...] = tuple(all_errors)
+        super().__init__(self._message(), param=self.errors[0].param)
+
+    def locate(self, place: str | None = None) -> None:
+        for error in self.errors:
+            error.locate(place)
+        self.args = (self._message(),)
+
+    def _message(self) -> str:
+        told = [f"\n- {error}" for error in self.errors[:MAX_TOLD_ERRORS]]
+        more = len(self.errors) - len(told)
+        told += [f"\n- and {more} more"] if more else []
+        return f"{len(self.errors)} inputs are wrong:{''.join(told)}"
 
 
 class UnknownModelError(InvalidRequestError):

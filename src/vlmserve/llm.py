@@ -4,159 +4,55 @@ from vlmserve import LLM, SamplingParams
 
 llm = LLM("pixie")
 [result] = llm.generate({"prompt": "...", "multi_modal_data": {"image": "photo.png"}})
-print(result.outputs[0].text)
+print(result.text)
 """
 
 from __future__ import annotations
 
-import itertools
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, overload
 
-from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, check_names, read_settings
-from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams, TokenLogprobs
+from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, OfflineConfig, check_names, read_settings
+from vlmserve.errors import InvalidRequestError, InvalidRequestsError, VLMServeError
+from vlmserve.offline import OfflineBatch, OfflineRequests, Prepared
+from vlmserve.outputs import RequestOutput
+from vlmserve.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from vlmserve.engine.protocol import VLMEngine
-    from vlmserve.prompt.detokenize import Detokenizer
 
-Message = Mapping[str, Any]
-Conversation = Sequence[Message]
-TextPrompt = str | Mapping[str, Any]
-Item = TypeVar("Item")
+Message: TypeAlias = Mapping[str, Any]
+Conversation: TypeAlias = Sequence[Message]
+TextPrompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+OnError: TypeAlias = Literal["raise", "return"]
+Outcome: TypeAlias = RequestOutput | InvalidRequestError
 
 UNBOUNDED_QUEUE = 2**31
 """Offline, all requests come from one caller who waits for them, so a full queue would only be in the way."""
+WINDOWS = 4
+"""Times as many results as requests that are under way at once wait for an earlier one that takes long."""
 
 
-@dataclass(frozen=True)
-class Logprob:
-    """How likely a token was. rank: 1 for the likeliest one. decoded_token: its text."""
+class ChatOptions(TypedDict, total=False):
+    """Further options of `LLM.chat`, which describes them."""
 
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer. token_ids: without the end token that finished it. error: what went wrong, if something did.
-
-    logprobs: for each of `token_ids`, if they were asked for: that token first, then the likeliest ones in order, by
-    their ids.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    error: str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """The log probability of all tokens together."""
-        if self.logprobs is None:
-            return None
-        return sum(told[token_id].logprob for token_id, told in zip(self.token_ids, self.logprobs, strict=True))
-
-
-@dataclass(frozen=True)
-class RequestResult:
-    """What came of one prompt.
-
-    prompt_token_ids: with the placeholders of pictures expanded. num_cached_tokens: how many of them were found in the
-    prefix cache. num_images_encoded: pictures that went through the vision tower for it. prompt_logprobs: for each of
-    `prompt_token_ids`, if they were asked for; None for the first one and for those of pictures.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-    num_cached_tokens: int = 0
-    num_images_encoded: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-
-
-class _Prepared(NamedTuple):
-    prompt: Prompt
-    cache_salt: str = ""
-
-
-@dataclass(eq=False)
-class _Generation:
-    """A request in the engine and the text that it has brought so far."""
-
-    request: EngineRequest
-    detokenizer: Detokenizer
-    token_ids: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    num_cached_tokens: int = 0
-    num_images_encoded: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-    def take(self, output: EngineOutput) -> None:
-        self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or []
-        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-        self.pieces.append(self.detokenizer.push(output.token_ids))
-        if self.detokenizer.stopped:
-            self.finish_reason = "stop"
-        elif output.finish_reason is not None:
-            self.pieces.append(self.detokenizer.finish())
-            self.finish_reason = "stop" if self.detokenizer.stopped else output.finish_reason
-            self.error = output.error
-
-    def result(self, token_bytes: Callable[[int], bytes]) -> RequestResult:
-        assert self.finish_reason is not None
-        logprobs = prompt_logprobs = None
-        if self.request.params.logprobs is not None:
-            logprobs = [_by_id(told, token_bytes) for told in self.logprobs]
-        if self.prompt_logprobs is not None:
-            prompt_logprobs = [told if told is None else _by_id(told, token_bytes) for told in self.prompt_logprobs]
-        completion = Completion(
-            0,
-            "".join(self.pieces),
-            self.token_ids,
-            self.finish_reason,
-            self.error,
-            logprobs,
-        )
-        return RequestResult(
-            self.request.request_id,
-            self.request.prompt.token_ids,
-            [completion],
-            self.num_cached_tokens,
-            self.num_images_encoded,
-            prompt_logprobs,
-        )
-
-
-def _by_id(told: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
-    others = [(token_id, score, rank) for rank, (token_id, score) in enumerate(told.top, start=1)]
-    return {
-        token_id: Logprob(score, rank, token_bytes(token_id).decode(errors="replace"))
-        for token_id, score, rank in [(told.token_id, told.logprob, told.rank), *others]
-    }
+    add_generation_prompt: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+    cache_salt: str | None
 
 
 class LLM:
     """A model that answers in this process.
 
     model: built-in name, local folder or .gguf file, or Hugging Face repository id. Further options are the fields of
-    `EngineConfig` and `MediaConfig` (``dtype="float32"``, ``kv_cache_memory="2GiB"``, ``max_images=4``…).
-    `default_sampling_params` is what calls without sampling parameters use: the checkpoint's own.
+    `EngineConfig`, `MediaConfig` and `OfflineConfig` (``dtype="float32"``, ``kv_cache_memory="2GiB"``,
+    ``max_images=4``, ``prepare_ahead=64``…). `default_sampling_params` is what calls without sampling parameters use:
+    the checkpoint's own.
 
     Raises ConfigurationError for an unknown or impossible option, ModelLoadError for a checkpoint that cannot be
     served. Not thread-safe: use one LLM from one thread.
@@ -167,9 +63,11 @@ class LLM:
         from vlmserve.frontend.requests import RequestPreparer
         from vlmserve.models.hub import resolve_model
 
-        check_names(options, (EngineConfig, MediaConfig))
+        check_names(options, (EngineConfig, MediaConfig, OfflineConfig))
         media = {name: options.pop(name) for name in list(options) if name in MediaConfig.model_fields}
+        offline = {name: options.pop(name) for name in list(options) if name in OfflineConfig.model_fields}
         self._media = read_settings(MediaConfig, media)
+        self._offline = read_settings(OfflineConfig, offline)
         self.config = read_settings(EngineConfig, {"max_waiting": UNBOUNDED_QUEUE, **options, "model": model})
         folder = resolve_model(self.config.model, self.config.revision)
         self.default_sampling_params = default_sampling(folder)
@@ -179,8 +77,7 @@ class LLM:
         self._folder = folder
         if self.config.load == "eager":
             self.load()
-        self._generations: dict[str, _Generation] = {}
-        self._ids = itertools.count()
+        self._requests = OfflineRequests(lambda: self.engine, self._preparer)
 
     def load(self) -> None:
         """Load the model now if it is not loaded. Raises ModelLoadError and ConfigurationError."""
@@ -195,36 +92,81 @@ class LLM:
         self._preparer.max_prompt_len = engine.info.max_prompt_len
         return engine
 
+    @overload
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
+        stream: Literal[False] = False,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        stream: Literal[True],
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        stream: bool = False,
+        on_error: OnError,
+        **options: Unpack[ChatOptions],
+    ) -> Iterable[Outcome]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        stream: bool = False,
+        on_error: OnError = "raise",
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
-    ) -> list[RequestResult]:
+    ) -> Any:
         """Answer one conversation (a list of messages) or many (a list of lists); results are in the same order.
 
-        Messages have OpenAI's form; a picture is a part ``{"type": "image", "image": x}`` where x is a
+        Messages have OpenAI's form; an image is a part ``{"type": "image", "image": x}`` where x is a
         `PIL.Image.Image`, a path, a file's bytes or a URL, or a part ``{"type": "image_url", …}``. A video is a part
-        ``{"type": "video", "video": x}`` where x is a file or a list of such pictures, or ``{"type": "video_url", …}``.
-        sampling_params: one for all, or one each. use_tqdm: whether to show a progress bar. chat_template_kwargs:
+        ``{"type": "video", "video": x}`` where x is a file or a list of such images, or ``{"type": "video_url", …}``.
+        sampling_params: one for all, or one each. use_tqdm: whether to show a progress bar.
+        stream: return an iterator instead of a list. It gives results in order, each as soon as it and all before it
+        have finished, and only prepares as many ahead as `OfflineConfig` says; conversations may come from an iterator
+        as well. Closing it ends all requests.
+        on_error: "raise" ends the call with what is wrong in all conversations and answers none; "return" answers the
+        others, and has an InvalidRequestError in the place of a result.
+        add_generation_prompt: whether the prompt ends with the beginning of an answer (True). chat_template_kwargs:
         values that the model's chat template may know by name, such as ``enable_thinking``. cache_salt: nothing that is
         cached is shared with requests of another salt, or of none.
 
-        All requests are checked before the first one runs. Raises InvalidRequestError for one that cannot be
-        answered. A request that fails while it runs ends with finish_reason "error"; the others go on.
+        Raises InvalidRequestError for a conversation that cannot be answered, naming its place and its file or URL, and
+        InvalidRequestsError for several. A request that fails while it runs ends with finish_reason "error"; the others
+        go on.
         """
         from vlmserve.frontend.messages import check_cache_salt, check_conversations
 
         check_conversations(messages)
-        conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
-
+        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+            raise InvalidRequestError("chat_template_kwargs must be a dict", param="chat_template_kwargs")
         salt = check_cache_salt(cache_salt)
 
-        def prepare(conversation: Any) -> _Prepared:
+        def prepare(conversation: Any) -> Prepared:
             prompt = self._preparer.chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
@@ -232,24 +174,65 @@ class LLM:
                 cache_salt=salt,
                 template_settings=chat_template_kwargs,
             )
-            return _Prepared(prompt, salt)
+            return Prepared(prompt, salt)
 
-        return self._run(self._prepare(prepare, conversations), sampling_params, use_tqdm)
+        call = _Call("conversations", prepare, self._preparer.check_files, sampling_params, use_tqdm, on_error)
+        if _is_conversation(messages):
+            return self._answer(call, [messages], stream=stream, is_one=True)
+        return self._answer(call, messages, stream=stream)
+
+    @overload
+    def generate(
+        self,
+        prompts: TextPrompt | Iterable[TextPrompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        stream: Literal[False] = False,
+        on_error: Literal["raise"] = "raise",
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: TextPrompt | Iterable[TextPrompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        stream: Literal[True],
+        on_error: Literal["raise"] = "raise",
+    ) -> Iterator[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: TextPrompt | Iterable[TextPrompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        stream: bool = False,
+        on_error: OnError,
+    ) -> Iterable[Outcome]: ...
 
     def generate(
         self,
-        prompts: TextPrompt | Sequence[TextPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: TextPrompt | Iterable[TextPrompt],
+        sampling_params: Params = None,
         use_tqdm: bool = True,
-    ) -> list[RequestResult]:
+        *,
+        stream: bool = False,
+        on_error: OnError = "raise",
+    ) -> Any:
         """Continue one prompt or many, without a chat template; results are in the same order.
 
-        A prompt is text, ``{"prompt": text, "multi_modal_data": {"image": picture or list of pictures}}`` with the
-        model's image token in the text for every picture, or ``{"prompt_token_ids": [...]}``; the dicts may have a
-        "cache_salt". For the rest see `chat`.
+        A prompt is text, ``{"prompt": text, "multi_modal_data": {"image": image or list of images}}`` with the model's
+        image token in the text for every image, a list of token ids, or ``{"prompt_token_ids": [...]}``; the dicts may
+        have a "cache_salt". For the rest see `chat`.
         """
-        several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run(self._prepare(self._text_prompt, several), sampling_params, use_tqdm)
+        call = _Call("prompts", self._text_prompt, self._check_prompt, sampling_params, use_tqdm, on_error)
+        if isinstance(prompts, str | bytes | Mapping) or _are_token_ids(prompts):
+            return self._answer(call, [prompts], stream=stream, is_one=True)
+        return self._answer(call, prompts, stream=stream)
 
     def stream(
         self,
@@ -264,14 +247,22 @@ class LLM:
         """
         from vlmserve.frontend.messages import check_cache_salt
 
+        params = sampling_params or self.default_sampling_params
+        if params.num_samples > 1:
+            raise InvalidRequestError("a stream has one answer; leave n and best_of out", param="n")
         salt = check_cache_salt(cache_salt)
-        prompt = self._preparer.chat(messages, allow_local=True, cache_salt=salt)
-        [generation] = self._add([_Prepared(prompt, salt)], [sampling_params or self.default_sampling_params])
+        try:
+            prompt = self._preparer.chat(messages, allow_local=True, cache_salt=salt)
+        except InvalidRequestError as error:
+            error.locate()
+            raise
+        request = self._requests.add(Prepared(prompt, salt), params)
+        [generation] = request.generations
         try:
             sent = 0
             while generation.finish_reason is None or sent < len(generation.pieces):
                 if sent == len(generation.pieces):
-                    self._step()
+                    self._requests.step()
                     continue
                 piece = generation.pieces[sent]
                 sent += 1
@@ -280,157 +271,149 @@ class LLM:
             if generation.error is not None:
                 raise VLMServeError(generation.error)
         finally:
-            self._forget([generation])
+            self._requests.forget([request])
 
-    def _text_prompt(self, prompt: TextPrompt) -> _Prepared:
+    def _text_prompt(self, prompt: TextPrompt) -> Prepared:
         from vlmserve.frontend.messages import check_cache_salt
 
         if isinstance(prompt, str):
-            return _Prepared(self._preparer.text(prompt))
+            return Prepared(self._preparer.text(prompt), text=prompt)
+        if _are_token_ids(prompt):
+            return Prepared(Prompt(list(prompt)))
+        images = self._images(prompt)
+        assert isinstance(prompt, Mapping)
+        salt = check_cache_salt(prompt.get("cache_salt"))
+        if "prompt" in prompt:
+            text = self._preparer.text(prompt["prompt"], images, allow_local=True, cache_salt=salt)
+            return Prepared(text, salt, prompt["prompt"])
+        if images:
+            raise InvalidRequestError('images need a "prompt" in words, not token ids', param="prompt")
+        if not _are_token_ids(prompt["prompt_token_ids"]):
+            raise InvalidRequestError("prompt_token_ids must be a list of token ids", param="prompt")
+        return Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
+
+    def _images(self, prompt: object) -> list[Any]:
+        """The images of a prompt that is a dict. Raises InvalidRequestError for what is no prompt."""
+        if not isinstance(prompt, Mapping):
+            raise InvalidRequestError(
+                f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"
+            )
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError(
                 'a prompt is a text or a dict with either "prompt" or "prompt_token_ids", and with "multi_modal_data" '
-                f'if it has pictures and "cache_salt" if it has one; got the keys {sorted(prompt)}',
+                f'if it has images and "cache_salt" if it has one; got the keys {sorted(map(str, prompt))}',
                 param="prompt",
             )
-        salt = check_cache_salt(prompt.get("cache_salt"))
         data = prompt.get("multi_modal_data") or {}
-        if set(data) - {"image"}:
-            raise InvalidRequestError(f'only "image" is known in multi_modal_data, got {sorted(data)}', param="prompt")
+        if not isinstance(data, Mapping) or set(data) - {"image"}:
+            known = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise InvalidRequestError(f'multi_modal_data must be a dict with "image", got {known}', param="prompt")
         images = data.get("image", [])
-        images = list(images) if isinstance(images, list | tuple) else [images]
-        if "prompt" in prompt:
-            text = self._preparer.text(prompt["prompt"], images, allow_local=True, cache_salt=salt)
-            return _Prepared(text, salt)
-        if images:
-            raise InvalidRequestError('pictures need a "prompt" in words, not token ids', param="prompt")
-        return _Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
+        return list(images) if isinstance(images, list | tuple) else [images]
 
-    def _prepare(self, prepare: Callable[[Item], _Prepared], items: Sequence[Item]) -> list[_Prepared]:
-        """Prompts of all items, in worker threads. Raises the error of the first item that is wrong, naming it."""
-        if len(items) == 1:
-            return [prepare(items[0])]
-        prompts = []
-        with ThreadPoolExecutor(self._media.threads) as executor:
-            futures = [executor.submit(prepare, item) for item in items]
-            for number, future in enumerate(futures):
-                try:
-                    prompts.append(future.result())
-                except BaseException as error:
-                    executor.shutdown(wait=True, cancel_futures=True)
-                    _name(error, number)
-                    raise
-        return prompts
+    def _check_prompt(self, prompt: TextPrompt) -> None:
+        """As `RequestPreparer.check_files`."""
+        if not isinstance(prompt, str) and not _are_token_ids(prompt):
+            images = self._images(prompt)
+            self._preparer.check_sources([(f"images[{index}]", image) for index, image in enumerate(images)])
 
-    def _run(
-        self,
-        prompts: list[_Prepared],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-    ) -> list[RequestResult]:
-        if sampling_params is None:
-            sampling_params = self.default_sampling_params
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
+    def _answer(self, call: _Call, items: Iterable[Any], *, stream: bool, is_one: bool = False) -> Any:
+        """What `chat` and `generate` return. is_one: whether the caller gave one item and no list."""
+        if call.on_error not in ("raise", "return"):
+            raise InvalidRequestError(f"on_error must be raise or return, got {call.on_error!r}", param="on_error")
+        params = call.params_of(self.default_sampling_params, items)
+        if call.on_error == "raise" and isinstance(items, Sequence):
+            call.check_all(items, is_one=is_one)
+
+        def results() -> Iterator[Outcome]:
+            total = len(items) if isinstance(items, Sequence) else None
+            with _progress(total, call.use_tqdm) as advance:
+                batch = OfflineBatch(
+                    self._requests,
+                    ((partial(call.prepare, item), param) for item, param in zip(items, params, strict=False)),
+                    bounds=self._offline,
+                    num_threads=self._media.threads,
+                    window=WINDOWS * (self.config.max_num_seqs + self._offline.prepare_ahead) if stream else None,
+                    raises=call.on_error == "raise",
+                    name=partial(call.name, is_one=is_one),
+                    advance=advance,
+                )
+                yield from batch.results()
+
+        return results() if stream else list(results())
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What `chat` or `generate` was asked for. kind: what its items are called. prepare, check: of one item."""
+
+    kind: str
+    prepare: Callable[[Any], Prepared]
+    check: Callable[[Any], None]
+    sampling_params: Params
+    use_tqdm: bool
+    on_error: OnError
+
+    def params_of(self, default: SamplingParams, items: Iterable[Any]) -> Iterable[SamplingParams]:
+        """For each of the items. Raises InvalidRequestError unless there are as many."""
+        params = default if self.sampling_params is None else self.sampling_params
+        if isinstance(params, SamplingParams):
+            return repeat(params)
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
             raise InvalidRequestError(
-                f"there are {len(prompts)} prompts and {len(sampling_params)} sampling parameters",
+                f"sampling_params must be SamplingParams or a list of them, got {params!r:.200}",
                 param="sampling_params",
             )
-        generations = self._add(prompts, sampling_params)
-        unfinished = set(generations)
-        try:
-            with _progress(len(generations), use_tqdm) as advance:
-                while unfinished:
-                    for generation, num_tokens in self._step():
-                        finished = generation in unfinished and generation.finish_reason is not None
-                        unfinished -= {generation} if finished else set()
-                        advance(finished, num_tokens)
-        finally:
-            self._forget(generations)
-        return [generation.result(self._preparer.token_bytes) for generation in generations]
+        if not isinstance(items, Sequence):
+            raise InvalidRequestError(
+                "one SamplingParams for all is wanted where an iterator gives the inputs", param="sampling_params"
+            )
+        if len(params) != len(items):
+            raise InvalidRequestError(
+                f"there are {len(items)} {self.kind} and {len(params)} sampling parameters", param="sampling_params"
+            )
+        return params
 
-    def _add(self, prompts: Sequence[_Prepared], params: Sequence[SamplingParams]) -> list[_Generation]:
-        """Queue all of them, or none if one is refused."""
-        generations: list[_Generation] = []
-        try:
-            for (prompt, salt), param in zip(prompts, params, strict=True):
-                request = EngineRequest(f"offline-{next(self._ids)}", prompt, param, salt)
-                self.engine.add(request)
-                generation = _Generation(request, self._preparer.detokenizer(param))
-                self._generations[request.request_id] = generation
-                generations.append(generation)
-        except BaseException as error:
-            if len(prompts) > 1:
-                _name(error, len(generations))
-            self._forget(generations)
-            raise
-        return generations
+    def check_all(self, items: Sequence[Any], *, is_one: bool) -> None:
+        """Find what is wrong before anything runs, as far as that is possible without preparing it."""
+        errors: list[InvalidRequestError] = []
+        for number, item in enumerate(items):
+            try:
+                self.check(item)
+            except InvalidRequestError as error:
+                self.name(error, number, is_one=is_one)
+                errors.append(error)
+        if errors:
+            raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
 
-    def _step(self) -> list[tuple[_Generation, int]]:
-        """One step of the engine; what it brings goes to whoever waits for it, a suspended stream as well.
-
-        Returns which requests got how many tokens.
-        """
-        advanced, stopped = [], []
-        with _interrupts_held_back():
-            for output in self.engine.step():
-                generation = self._generations.get(output.request_id)
-                if generation is None:
-                    continue
-                generation.take(output)
-                advanced.append((generation, len(output.token_ids)))
-                if generation.finish_reason is not None and output.finish_reason is None:
-                    stopped.append(output.request_id)
-            self.engine.abort(stopped)
-        return advanced
-
-    def _forget(self, generations: Sequence[_Generation]) -> None:
-        with _interrupts_held_back():
-            unfinished = [one.request.request_id for one in generations if one.finish_reason is None]
-            self.engine.abort(unfinished)
-            for generation in generations:
-                del self._generations[generation.request.request_id]
+    def name(self, error: Exception, number: int, *, is_one: bool) -> None:
+        """Add an item's place in the list to what is said of it."""
+        place = None if is_one else f"{self.kind}[{number}]"
+        if isinstance(error, InvalidRequestError):
+            error.locate(place)
+        elif place is not None:
+            error.add_note(f"This is about {place}.")
 
 
-def _name(error: BaseException, number: int) -> None:
-    error.add_note(f"This is about number {number} of the list, counted from 0.")
+def _is_conversation(messages: object) -> TypeGuard[Conversation]:
+    return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
 
 
-def _is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGuard[Conversation]:
-    return len(messages) > 0 and isinstance(messages[0], Mapping)
+def _are_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str | bytes)
+        and len(prompt) > 0
+        and all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt)
+    )
 
 
 @contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the block, not in it: an engine left in the middle of a step is of no use."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    interrupted = False
-
-    def remember(_signal: int, _frame: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted:
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def _progress(total: int, enabled: bool) -> Iterator[Callable[[bool, int], None]]:
-    """A progress bar on the error stream; yields what to call with each request's step: finished?, new tokens."""
+def _progress(total: int | None, enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on the error stream; yields what to call with each step: requests that finished, new tokens."""
     if not enabled:
-        yield lambda finished, num_tokens: None
+        yield lambda num_finished, num_tokens: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -446,9 +429,9 @@ def _progress(total: int, enabled: bool) -> Iterator[Callable[[bool, int], None]
         task = progress.add_task("", total=total, tokens=0)
         tokens = 0
 
-        def advance(finished: bool, num_tokens: int) -> None:
+        def advance(num_finished: int, num_tokens: int) -> None:
             nonlocal tokens
             tokens += num_tokens
-            progress.update(task, advance=int(finished), tokens=tokens)
+            progress.update(task, advance=num_finished, tokens=tokens)
 
         yield advance

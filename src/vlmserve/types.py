@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vlmserve.config import MAX_STOP_STRINGS
-from vlmserve.errors import InvalidRequestError
+from vlmserve.sampling_params import MAX_BIASES as MAX_BIASES
+from vlmserve.sampling_params import MAX_SEED as MAX_SEED
+from vlmserve.sampling_params import Grammar as Grammar
+from vlmserve.sampling_params import GrammarKind as GrammarKind
+from vlmserve.sampling_params import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MediaKind = Literal["picture", "video"]
@@ -26,10 +29,6 @@ Pixels = npt.NDArray[np.float32]
 KEY_BYTES = 32
 MAX_CACHE_SALT = 256
 """Characters of a cache salt."""
-MAX_SEED = 2**63 - 1
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
-MAX_BIASES = 4096
-"""Tokens that a request may have a bias for."""
 
 
 class Tiling(msgspec.Struct, frozen=True, tag=True):
@@ -167,129 +166,6 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         return len(self.images) + (self.cross is not None)
 
 
-class Grammar(msgspec.Struct, frozen=True):
-    """What an answer has to look like.
-
-    text: a JSON schema; nothing for "json_object"; a regular expression that fits the whole answer; a JSON list of
-    strings to choose from; a grammar in llguidance's dialect of Lark, or in GBNF.
-    strict: False follows a JSON schema as far as it can be followed, and ignores keywords that cannot be.
-    source: the field of a request that it came from, which errors name.
-    """
-
-    kind: GrammarKind
-    text: str = ""
-    strict: bool = True
-    source: str = "grammar"
-
-    @classmethod
-    def json(cls, schema: Any, *, strict: bool = True) -> Grammar:
-        """JSON that fits a schema: a dict, a text, or a pydantic model."""
-        if hasattr(schema, "model_json_schema"):
-            schema = schema.model_json_schema()
-        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-        return cls("json_schema", text, strict)
-
-    @classmethod
-    def json_object(cls) -> Grammar:
-        """Any JSON object."""
-        return cls("json_object")
-
-    @classmethod
-    def regex(cls, pattern: str) -> Grammar:
-        """Text that the whole of a regular expression fits."""
-        return cls("regex", pattern)
-
-    @classmethod
-    def choice(cls, choices: Sequence[str]) -> Grammar:
-        """One of these texts."""
-        return cls("choice", msgspec.json.encode(list(choices)).decode())
-
-    @classmethod
-    def lark(cls, text: str) -> Grammar:
-        """Text that a grammar in llguidance's dialect of Lark, or in GBNF, derives."""
-        return cls("lark", text)
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen, what is told of the choice, and when generation ends.
-
-    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: probability mass and floor relative to the best token.
-    logit_bias: what is added to the logits of tokens, by their ids, -100 to 100.
-    repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied.
-    frequency_penalty: subtracted from a token's logit for each time that the answer has it. presence_penalty: for
-    having it at all. repeat_last_n: how many of the latest tokens the penalties look at, pictures not counted; -1: all.
-    logprobs: how many alternatives are told beside each token, 0 for its own log probability alone; None tells nothing.
-    prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
-    seed: makes a request reproducible whatever else is in the batch; None draws one.
-    stop: strings that end the answer and are not part of it. stop_token_ids: token ids that do the same.
-    max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
-    ignore_eos: keep going after the model's own end tokens.
-    grammar: what the answer has to look like. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`
-    only if nothing can follow there.
-    Raises InvalidRequestError, naming the field, for a value out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    logit_bias: dict[int, float] = {}
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repeat_last_n: int = -1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    grammar: Grammar | None = None
-
-    def __post_init__(self) -> None:
-        def check(holds: bool, param: str, rule: str) -> None:
-            if not holds:
-                raise InvalidRequestError(f"{param} must be {rule}, got {getattr(self, param)!r:.100}", param=param)
-
-        check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
-        check(self.top_k >= 0, "top_k", "0 (off) or more")
-        check(math.isfinite(self.top_p) and 0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
-        check(math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        check(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100")
-        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
-        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
-        check(self.repeat_last_n >= -1, "repeat_last_n", "-1 (all tokens) or more")
-        check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more")
-        check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more")
-        self._check_biases()
-        check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"between 0 and {MAX_SEED}")
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        check(self.min_tokens >= 0, "min_tokens", "0 or more")
-        check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
-        check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
-        check(all(self.stop), "stop", "made of non-empty strings")
-
-    def _check_biases(self) -> None:
-        if len(self.logit_bias) > MAX_BIASES:
-            raise InvalidRequestError(
-                f"logit_bias must have at most {MAX_BIASES} tokens, got {len(self.logit_bias)}", param="logit_bias"
-            )
-        for token_id, bias in self.logit_bias.items():
-            if not isinstance(token_id, int) or token_id < 0 or not -100 <= bias <= 100:
-                raise InvalidRequestError(
-                    f"logit_bias must have token ids and numbers between -100 and 100, got {token_id!r}: {bias!r}",
-                    param="logit_bias",
-                )
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether what was said before changes what comes now."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        return penalties != (1, 0, 0) and self.repeat_last_n != 0
-
-
 class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     """One generation. `request_id` is unique among the engine's unfinished requests.
 
@@ -330,6 +206,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+def mean_logprob(logprobs: Sequence[TokenLogprobs]) -> float:
+    """Of a whole answer's tokens, by which the best of several are chosen; an answer without tokens is the worst."""
+    return sum(told.logprob for told in logprobs) / len(logprobs) if logprobs else -math.inf
 
 
 class EngineOutput(msgspec.Struct, frozen=True):

@@ -24,9 +24,8 @@ from tests.media.pictures_for_tests import encoded, noise
 from tests.models.test_qwen_vision import patches
 from tests.oracles.mrope import positions
 from tests.server.live import LiveServer
-from vlmserve import LLM, SamplingParams
+from vlmserve import LLM, RequestOutput, SamplingParams
 from vlmserve.errors import PromptTooLongError
-from vlmserve.llm import RequestResult
 from vlmserve.verify import overheard
 
 NEW_TOKENS = 12
@@ -157,7 +156,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 ]
 
 
-def tokens(results: Sequence[RequestResult]) -> list[list[int]]:
+def tokens(results: Sequence[RequestOutput]) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in results]
 
 

@@ -131,6 +131,16 @@ def test_a_result_that_nobody_asked_for_is_named_where_the_template_wants_its_fu
         preparer.chat([user("Look."), calls("a"), result("b", "Rain")])
 
 
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_call_that_was_cut_is_shown_as_text(tmp_path, template):
+    cut = calls("a", "b")
+    cut["tool_calls"][1]["function"] = {"name": "get_weather", "arguments": '{"city": "Ber</s>'}
+    preparer = preparer_for(tmp_path, template)
+    written = shown(preparer, [user("Look."), cut, result("a", "Rain"), result("b", "No arguments.")])
+    assert '{"name": "get_weather", "arguments": {"city": "Ber</s>' in written
+    assert written.index("Look.") < written.index("Bern") < written.index("No arguments.")
+
+
 def test_arguments_that_are_nested_without_end_are_refused(tmp_path):
     deep = calls("a")
     deep["tool_calls"][0]["function"] = {"name": "f", "arguments": '{"a":' * 600 + "1" + "}" * 600}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import socket
 import struct
 import threading
@@ -116,6 +117,9 @@ def test_a_form_instead_of_json(live):
         ({"max_tokens": 1.5}, "integer", "max_tokens"),
         ({"max_tokens": 10**30}, "less than", "max_tokens"),
         ({"max_completion_tokens": 0}, "1", "max_completion_tokens"),
+        ({"max_tokens": 512}, "the context of 512 has", "max_tokens"),
+        ({"max_completion_tokens": 99_999}, "ask for at most that many", "max_completion_tokens"),
+        ({"min_tokens": 512}, "the context of 512 has", "min_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "at most max_tokens", "min_tokens"),
         ({"n": 0}, "1", "n"),
         ({"n": 1000}, "16", "n"),
@@ -289,7 +293,7 @@ def test_bodies_that_are_too_many_together_are_refused_until_others_are_done(fol
 
 
 def test_a_body_takes_no_memory_while_its_answer_comes(slow):
-    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}) as lines:
+    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
         next(lines)
         assert slow.service.bodies.used == 0
 
@@ -336,3 +340,26 @@ def test_a_full_queue_is_429_with_a_time_to_wait(folder):
         assert response.headers["retry-after"].isdecimal()
         with pytest.raises(openai.RateLimitError):
             live.openai.chat.completions.create(model="tiny", messages=QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("completions", {"prompt": "Hello", "max_tokens": 512}, "max_tokens"),
+        ("messages", {"messages": QUESTION, "max_tokens": 512}, "max_tokens"),
+        ("responses", {"input": "Hello", "max_output_tokens": 512}, "max_output_tokens"),
+    ],
+)
+def test_an_answer_longer_than_the_context_is_refused_by_every_api(live, route, body, field):
+    answer = httpx.post(f"{live.url}/v1/{route}", json={"model": "tiny", **body}, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{field} is 512, but behind the prompt's")
+
+
+def test_an_answer_may_fill_the_context(live):
+    body = {"max_tokens": 512, "ignore_eos": True}
+    left = int(re.search(r"has (\d+) left", live.ask(**body).json()["error"]["message"])[1])
+    answer = live.ask(max_tokens=left, ignore_eos=True).json()
+    assert answer["usage"]["total_tokens"] == 512
+    assert answer["choices"][0]["finish_reason"] == "length"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from tests.server.live import QUESTION, stream_lines, wait_until
 
-LONG = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}
+LONG = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
 
 
 @contextlib.contextmanager

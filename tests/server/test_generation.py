@@ -46,8 +46,8 @@ class Record:
         pass
 
 
-def pieces_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[Piece]:
-    """The pieces of an answer whose tokens come in steps of these numbers, then one by one."""
+def answered(tokens: list[int], cuts: list[int], stop: list[str]) -> tuple[list[Piece], Answer]:
+    """An answer whose tokens come in steps of these numbers, then one by one, and its pieces."""
     outputs, done = [], 0
     while done < len(tokens):
         count = cuts.pop() if cuts else 1
@@ -56,11 +56,15 @@ def pieces_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[Piece
         done += len(part)
         outputs.append(EngineOutput("a", part, "length" if done == len(tokens) else None, logprobs=told))
 
-    async def collect() -> list[Piece]:
+    async def collect() -> tuple[list[Piece], Answer]:
         answer: Any = Answer(0, Stream(outputs), Detokenizer(TOKENIZER, stop), Record())  # type: ignore[arg-type]
-        return [piece async for piece in answer.pieces()]
+        return [piece async for piece in answer.pieces()], answer
 
     return asyncio.run(collect())
+
+
+def pieces_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[Piece]:
+    return answered(tokens, cuts, stop)[0]
 
 
 @settings(deadline=None, max_examples=150)
@@ -86,6 +90,20 @@ def test_each_token_is_told_once_in_order_up_to_the_end_of_the_text(tokens, cuts
         assert decoded.push(tokens[: len(told)]).startswith(shown)
         before = Detokenizer(TOKENIZER)
         assert not told or len(before.push(tokens[: len(told) - 1])) < len(shown)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 6), max_size=10), st.sampled_from(["cat", "the ", "zebra", "dog"]))
+def test_usage_counts_the_tokens_up_to_a_stop_string_in_whatever_steps_they_come(cuts, stop):
+    tokens = TOKENIZER.encode("the cat and the dog", add_special_tokens=False)
+    pieces, answer = answered(tokens, cuts, [stop])
+    reference = Detokenizer(TOKENIZER, [stop])
+    needed = 0
+    while needed < len(tokens) and not reference.stopped:
+        reference.push([tokens[needed]])
+        needed += 1
+    assert answer.num_tokens == needed
+    assert (pieces[-1].stop_string is None) == (stop == "zebra")
 
 
 def test_tokens_of_one_character_are_told_with_it():

@@ -25,7 +25,7 @@ def look(server: LiveServer) -> dict:
 
 
 def test_it_shows_requests_blocks_and_latencies(slow):
-    body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}
+    body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
     with stream_lines(slow.url, body) as lines:
         next(lines)
         wait_until(lambda: slow.client.stats.generation_tokens > 2)

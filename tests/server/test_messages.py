@@ -90,7 +90,6 @@ def test_an_answer_fits_the_form_that_is_asked_for(real):
     [
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"messages": [*ASK, {"role": "assistant", "content": "It"}]}, 400, "invalid_request_error", "continued"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error", "thinking"),
         ({"temperature": -1}, 400, "invalid_request_error", "temperature"),
         ({"n": 2}, 400, "invalid_request_error", "n is not supported"),
         ({"use_beam_search": True}, 400, "invalid_request_error", "use_beam_search is not supported"),

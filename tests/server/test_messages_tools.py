@@ -84,9 +84,10 @@ class Script:
 
     def __init__(self, text: str) -> None:
         self._rest = text
-        self.num_decoded = self.num_shown = 0
+        self.num_tokens = self.num_decoded = self.num_shown = 0
 
     def push(self, token_ids: list[int]) -> str:
+        self.num_tokens += len(token_ids)
         text, self._rest = self._rest[:5], self._rest[5:]
         return text
 

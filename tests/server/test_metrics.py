@@ -138,7 +138,7 @@ def test_an_answer_that_a_stop_string_ended_counts_as_stopped(live):
 
 def test_a_client_that_leaves_counts_as_an_abort_and_not_as_a_complete_answer(slow):
     before = scrape(slow)
-    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500, "n": 2}) as lines:
+    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400, "n": 2}) as lines:
         next(lines)
         wait_until(lambda: slow.client.stats.num_running == 2)
         assert scrape(slow)["num_requests_running"] == 2
@@ -162,7 +162,7 @@ def test_refused_requests_count_by_their_errors_code(live):
 
 def test_requests_that_a_dying_engine_took_along_count_as_errors_and_its_figures_go_with_it(folder):
     with LiveServer(folder, engine={"mock_tpot": 0.02}) as server:
-        with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}) as lines:
+        with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
             next(lines)
             wait_until(lambda: server.client.stats.num_running == 1)
             os.kill(server.client.pid, signal.SIGKILL)

@@ -283,11 +283,12 @@ def test_a_loop_that_is_too_long_is_cut_before_what_a_user_says(live):
         ]
     assert refused(live, 400, input=turns, tools=TOOLS)["code"] == "context_length_exceeded"
     cut = ask(live, turns, truncation="auto", store=False, temperature=0)
+    fields = {"tools": TOOLS, "temperature": 0, "max_output_tokens": 400}
     longest = next(
         response
         for start in range(0, len(turns), 3)
         if (response := httpx.post(
-            f"{live.url}/v1/responses", json={"input": turns[start:], "tools": TOOLS, "temperature": 0}, timeout=60
+            f"{live.url}/v1/responses", json={"input": turns[start:], **fields}, timeout=60
         )).status_code == 200
     )  # fmt: skip
     assert cut.usage.input_tokens == longest.json()["usage"]["input_tokens"] < 2048
@@ -384,7 +385,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
         ({"input": [QUESTION, returned("x")]}, "input[1].call_id", "'x'"),
         ({"input": [QUESTION, returned("c"), CALL]}, "input[1].call_id", "'c'"),
         ({"input": [QUESTION, {**CALL, "status": "incomplete"}, returned("c")]}, "input[2].call_id", "complete"),
-        ({"input": [QUESTION, {**CALL, "arguments": "{"}]}, "input[1].arguments", "JSON object"),
+        ({"input": [QUESTION, {**CALL, "arguments": "[1]"}]}, "input[1].arguments", "JSON object"),
         ({"input": [QUESTION, {**CALL, "name": ""}]}, "input[1].name", "1 character"),
         ({"input": [QUESTION, {"type": "function_call", "name": "stop", "arguments": ""}]},
          "input[1].call_id", "missing"),

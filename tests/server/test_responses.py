@@ -260,7 +260,7 @@ def test_responses_at_once_in_one_conversation_lose_nothing(keeping):
         ({"input": []}, 400, None, "input is missing"),
         ({"input": 5}, 400, "input", "list"),
         ({"background": True}, 400, "background", "not supported"),
-        ({"reasoning": {"effort": "high"}}, 400, "reasoning", "not supported"),
+        ({"reasoning": {"effort": "enormous"}}, 400, "reasoning.effort", "none"),
         ({"include": ["message.output_text.logprobs"]}, 400, "include[0]", "encrypted_content"),
         ({"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_none"}]},
          404, "input[1]", "msg_none"),

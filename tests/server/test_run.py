@@ -143,14 +143,14 @@ def test_a_signal_lets_running_answers_finish_and_refuses_new_ones(folder, numbe
 def test_answers_that_outlast_the_grace_end_with_an_error(folder):
     with serving(folder, mock_tpot=0.05, server={"shutdown_grace": 0.1}) as server:
         whole: list[httpx.Response] = []
-        body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}
+        body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
 
         def ask() -> None:
             whole.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60))
 
         waiting = threading.Thread(target=ask, daemon=True)
         waiting.start()
-        asking = Asking(server.url, max_tokens=500)
+        asking = Asking(server.url, max_tokens=400)
         wait_until(lambda: re.search(r"num_requests_running{.*} 2.0", server.metrics()) is not None)
         server.process.terminate()
         asking.join(60)
@@ -184,7 +184,7 @@ def test_while_it_drains_new_requests_are_sent_elsewhere(folder):
 def test_a_second_signal_ends_it_at_once(folder):
     with serving(folder, mock_tpot=0.05) as server:
         engine = server.engine()
-        asking = Asking(server.url, max_tokens=500)
+        asking = Asking(server.url, max_tokens=400)
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: server.health().status_code == 503)
         time.sleep(SIGNAL_ECHO)

@@ -56,9 +56,37 @@ def test_settings_reach_the_template_in_responses_as_well(thinking):
 
 def test_an_effort_is_for_templates_that_know_it(thinking, live):
     assert num_prompt_tokens(thinking, reasoning_effort="low") > num_prompt_tokens(thinking)
-    assert num_prompt_tokens(live, reasoning_effort="none") == num_prompt_tokens(live)
-    with pytest.raises(openai.BadRequestError, match="knows no reasoning_effort"):
-        num_prompt_tokens(live, reasoning_effort="low")
+    assert num_prompt_tokens(live, reasoning_effort="low") == num_prompt_tokens(live)
+
+
+@pytest.mark.parametrize("reasoning", [{"effort": "low"}, {"summary": "auto"}, {"effort": None, "summary": "concise"}])
+def test_an_effort_of_a_response_is_for_templates_that_know_it_and_a_summary_for_none(thinking, live, reasoning):
+    def response(server, **fields):
+        return server.openai.responses.create(model="tiny", input="Hi", max_output_tokens=16, **fields)
+
+    told = response(thinking, reasoning=reasoning)
+    effort = reasoning.get("effort")
+    assert (told.usage.input_tokens > response(thinking).usage.input_tokens) == (effort is not None)
+    assert (told.reasoning.effort, told.reasoning.summary) == (effort, reasoning.get("summary"))
+    assert response(live, reasoning=reasoning).usage.input_tokens == response(live).usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    "thoughts", [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "disabled"}]
+)
+def test_thinking_that_a_model_cannot_do_is_ignored(live, thoughts):
+    body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    answers = [
+        httpx.post(f"{live.url}/v1/messages", json=asked, timeout=60).json()
+        for asked in (body, {**body, "thinking": thoughts})
+    ]
+    assert answers[0]["content"] == answers[1]["content"]
+    del body["max_tokens"], body["temperature"]
+    counted = httpx.post(f"{live.url}/v1/messages/count_tokens", json={**body, "thinking": thoughts}, timeout=60)
+    assert (
+        counted.json()["input_tokens"]
+        == answers[0]["usage"]["input_tokens"] + answers[0]["usage"]["cache_read_input_tokens"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,20 @@ def test_results_go_back_to_the_model(live):
     assert prompts[0] < prompts[1]
 
 
+def test_a_call_that_the_limit_cut_is_taken_back_with_its_result(live):
+    answer = ask(live, tool_choice=NAMED, seed=1, max_tokens=60).choices[0]
+    assert answer.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated|Invalid"):
+        json.loads(answer.message.tool_calls[0].function.arguments)
+    messages = [
+        *QUESTION,
+        answer.message,
+        {"role": "tool", "tool_call_id": answer.message.tool_calls[0].id, "content": "?"},
+    ]
+    again = live.openai.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=1)
+    assert again.usage.prompt_tokens > ask(live, max_tokens=1).usage.prompt_tokens
+
+
 @pytest.mark.parametrize(
     ("fields", "message", "param"),
     [
@@ -180,7 +194,7 @@ def test_results_go_back_to_the_model(live):
         ({"guided_regex": "a"}, "tools", "guided_regex"),
         ({"messages": [*QUESTION, {"role": "tool", "content": "x"}]}, "tool_call_id", "messages[1].tool_call_id"),
         ({"messages": [*QUESTION, {"role": "assistant", "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}]}]},
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]}]},
          "JSON object", "messages[1].tool_calls[0].function.arguments"),
     ],
 )  # fmt: skip

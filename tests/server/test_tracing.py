@@ -169,7 +169,7 @@ def test_what_a_client_asks_wrongly_has_a_type_and_is_no_failure_of_the_server(t
 def test_a_client_that_leaves_ends_its_span_with_an_error(folder, collector):
     settings = {"otlp_traces_endpoint": collector.url, "shutdown_grace": 0.2}
     with LiveServer(folder, engine={"mock_tpot": 0.02}, server=settings) as server:
-        with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}) as lines:
+        with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
             next(lines)
             wait_until(lambda: server.client.stats.generation_tokens >= 2)
         span = the_request(collector)
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_ends_its_span_with_an_error(folder, collector):
 def test_a_stream_that_the_engine_leaves_ends_its_span_with_an_error(folder, collector):
     settings = {"otlp_traces_endpoint": collector.url}
     with LiveServer(folder, engine={"mock_tpot": 0.02}, server=settings) as server:
-        with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 500}) as lines:
+        with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
             next(lines)
             wait_until(lambda: server.client.stats.num_running == 1)
             os.kill(server.client.pid, signal.SIGKILL)

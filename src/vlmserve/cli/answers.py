@@ -6,6 +6,7 @@ import base64
 import json
 import mimetypes
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -93,7 +94,7 @@ class ServerAnswers:
             with self._client.stream("POST", "/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise VLMServeError(_error_text(response))
+                    raise VLMServeError(_named(_error_text(response), _error_param(response), messages))
                 yield from _deltas(response.iter_lines())
         except httpx.HTTPError as error:
             raise VLMServeError(f"the server at {self._url} did not answer: {error}") from error
@@ -139,6 +140,24 @@ def _error_text(response: Any) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"the server answered {response.status_code} {response.reason_phrase}"
+
+
+def _error_param(response: Any) -> str:
+    """Which part of the request an error in OpenAI's form is about; empty if it does not say."""
+    try:
+        return str(response.json()["error"]["param"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _named(text: str, param: str, messages: list[dict[str, Any]]) -> str:
+    """What a server says of an image, which it knows by its place only, with the image's file."""
+    place = re.match(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url", param)
+    if place is None:
+        return text
+    content = messages[int(place[1])]["content"]
+    part = content[int(place[2])] if int(place[2]) < len(content) else {}
+    return f"{part['image']}: {text}" if "image" in part else text
 
 
 def _wire_message(message: dict[str, Any]) -> dict[str, Any]:

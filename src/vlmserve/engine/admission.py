@@ -37,6 +37,21 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
     _check_params(request.params, info.vocab_size, max_logprobs)
 
 
+def check_length(field: str, wanted: int, prompt: Prompt, info: ModelInfo) -> None:
+    """Check that as many tokens as a request's field asks for fit behind its prompt. Engines end an answer where the
+    context ends; who asks for more than that is told so before it runs.
+
+    Raises InvalidRequestError. What is wrong with a prompt that leaves no space itself, `check_request` says.
+    """
+    num_tokens, context = len(prompt.token_ids), info.max_prompt_len + 1
+    if num_tokens < context < num_tokens + wanted:
+        raise InvalidRequestError(
+            f"{field} is {wanted}, but behind the prompt's {num_tokens} tokens, images included, the context of "
+            f"{context} has {context - num_tokens} left; ask for at most that many, or leave {field} out",
+            param=field,
+        )
+
+
 def _check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None and count > max_logprobs:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
@@ -29,19 +29,22 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture or video of a request. place: in the request. limits, fps: what the request wants of it."""
+    """A picture or video of a request. place: in the request. limits, fps: what the request wants of it. is_local:
+    whether a caller in this process gave it."""
 
     kind: MediaKind
     place: str
     source: Any
     limits: PixelLimits = NO_LIMITS
     fps: float | None = None
+    is_local: bool = False
 
 
 def check_conversations(messages: Any) -> None:
-    """Raise InvalidRequestError for what is neither a conversation nor a list of conversations."""
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    if not is_list or any(isinstance(message, str | bytes) for message in messages):
+    """Raise InvalidRequestError for what is neither a conversation nor a list or an iterator of conversations."""
+    several = isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping)
+    looked_at = messages if isinstance(messages, Sequence) else ()
+    if not several or any(isinstance(message, str | bytes) for message in looked_at):
         raise InvalidRequestError(
             'messages must be a list of messages, like [{"role": "user", "content": "Hello"}], or a list of such '
             "lists; LLM.generate continues plain text",
@@ -56,7 +59,11 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
     Raises InvalidRequestError for anything that is not a conversation.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise InvalidRequestError("messages must be a list", param="messages")
+        raise InvalidRequestError(
+            "messages must be a list of objects with role and content, like "
+            '[{"role": "user", "content": "What is this?"}]',
+            param="messages",
+        )
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
     parsed: list[Message] = []
@@ -68,10 +75,12 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
             raise InvalidRequestError(f"{place} must be an object with role and content", param=place)
         role = _role(message, place)
         content = message.get("content")
-        calls = _tool_calls(message.get("tool_calls"), f"{place}.tool_calls") if role == "assistant" else ()
-        names |= {call.id: call.name for call in calls}
-        if calls and content is None:
+        sent = _tool_calls(message.get("tool_calls"), f"{place}.tool_calls") if role == "assistant" else ()
+        names |= {call.id: call.name for call in sent}
+        if sent and content is None:
             content = ""
+        calls = tuple(call for call in sent if isinstance(call, ToolCall))
+        content = _with_cut_calls(content, [call.text for call in sent if isinstance(call, _CutCall)])
         if isinstance(content, str):
             if not content and role not in ("assistant", "tool"):
                 raise InvalidRequestError(f"{place}.content must not be empty", param=f"{place}.content")
@@ -83,13 +92,35 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
     return parsed, media
 
 
-def _tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
+class _CutCall(NamedTuple):
+    """A call that its answer's limit of tokens cut in the middle. arguments: what there is of them."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def text(self) -> str:
+        """What the model is shown of it."""
+        return f'{{"name": {json.dumps(self.name, ensure_ascii=False)}, "arguments": {self.arguments}'
+
+
+def _with_cut_calls(content: Any, texts: Sequence[str]) -> Any:
+    """A message's content with calls that are no whole ones, as text behind it."""
+    if not texts:
+        return content
+    if isinstance(content, str):
+        return "\n".join([*([content] if content else []), *texts])
+    return [*content, *({"type": "text", "text": text} for text in texts)] if isinstance(content, list) else content
+
+
+def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _CutCall, ...]:
     """Calls in OpenAI's form; their arguments may also be an object. Raises InvalidRequestError for anything else."""
     if calls is None:
         return ()
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise InvalidRequestError(f"{place} must be a list", param=place)
-    parsed = []
+    parsed: list[ToolCall | _CutCall] = []
     for index, call in enumerate(calls):
         at = f"{place}[{index}]"
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -101,7 +132,12 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
+            except ValueError:
+                for text in (call["id"], function["name"], arguments):
+                    check_unicode(text, at)
+                parsed.append(_CutCall(call["id"], function["name"], arguments))
+                continue
+            except RecursionError:
                 arguments = None
         if not isinstance(arguments, dict) or is_too_deep(arguments):
             raise InvalidRequestError(
@@ -189,13 +225,13 @@ def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> 
             parts.append(_text(part, at))
         elif kind == "image_url" or (kind == "image" and allow_local):
             place_of, image = _url(part, kind, at, allow_local) if kind == "image_url" else _image(part, at)
-            media.append(Medium("picture", place_of, image, _pixel_limits(part, at)))
+            media.append(Medium("picture", place_of, image, _pixel_limits(part, at), is_local=allow_local))
             parts.append(ImagePart())
         elif kind in ("video_url", "video"):
             place_of, video = (
                 _url(part, kind, at, allow_local) if kind == "video_url" else _video(part, at, allow_local)
             )
-            media.append(Medium("video", place_of, video, _pixel_limits(part, at), _fps(part, at)))
+            media.append(Medium("video", place_of, video, _pixel_limits(part, at), _fps(part, at), allow_local))
             parts.append(VideoPart())
         else:
             raise InvalidRequestError(

@@ -13,6 +13,7 @@ from vlmserve.config import EngineConfig, MediaConfig, ModelImplementation
 from vlmserve.errors import (
     ConfigurationError,
     InvalidRequestError,
+    InvalidRequestsError,
     ModelLoadError,
     PromptTooLongError,
     TooManyImagesError,
@@ -24,7 +25,7 @@ from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.processor import ImageProcessor, PictureProcessor, implied_settings
-from vlmserve.media.sources import ImageSource, prepare_image
+from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.media.videos import VideoProcessor, prepare_video
@@ -177,13 +178,42 @@ class RequestPreparer:
         check_unicode(text, "prompt")
         self._check_length([text])
         self._check_count(len(images), param="images")
-        pictures = [Medium("picture", f"images[{index}]", image) for index, image in enumerate(images)]
+        pictures = [
+            Medium("picture", f"images[{index}]", image, is_local=allow_local) for index, image in enumerate(images)
+        ]
         if not allow_local:
             for picture in pictures:
                 check_remote(picture.source, picture.place)
         if self._one_picture is not None:
             return self._with_one_picture(text, pictures, cache_salt, param="images")
         return self._expand(self.tokenizer.encode(self.tokenizer.write_pictures(text)), pictures, [], cache_salt)
+
+    def check_files(self, messages: Sequence[Any]) -> None:
+        """What can be said of a conversation of a caller in this process before anything is prepared: that it has the
+        form of one, and that there are files at its paths. Raises as `chat` does."""
+        _, media = parse_messages(messages, allow_local=True)
+        self.check_sources([(medium.place, medium.source) for medium in media])
+
+    def check_sources(self, sources: Sequence[tuple[str, Any]]) -> None:
+        """Raises InvalidRequestError for paths at which there is no file. sources: with their places in the request."""
+        errors: list[InvalidRequestError] = []
+        for place, source in sources:
+            try:
+                for one in source if isinstance(source, list | tuple) else [source]:
+                    check_source(one)
+            except InvalidRequestError as error:
+                error.param, error.source = place, source_name(source)
+                errors.append(error)
+        _raise(errors)
+
+    def prompt_text(self, prompt: Prompt) -> str:
+        """A prompt as text, with one placeholder for each of its images."""
+        ids: list[int] = []
+        start = 0
+        for span in prompt.images:
+            ids += [*prompt.token_ids[start : span.start], prompt.token_ids[span.shown[0]]]
+            start = span.end
+        return self.tokenizer.decode([*ids, *prompt.token_ids[start:]], skip_special_tokens=False)
 
     def tokens(self, token_ids: Sequence[int]) -> Prompt:
         """The prompt of token ids, without pictures. Raises InvalidRequestError where one would have to be."""
@@ -277,10 +307,23 @@ class RequestPreparer:
         image_token_id, video_token_id = self.tokenizer.image_token_id, self.tokenizer.video_token_id
         check_placeholders(ids, image_token_id, len(pictures))
         check_placeholders(ids, video_token_id, len(videos), "video")
-        images = [self._prepare(picture, salt) for picture in pictures]
-        return expand_placeholders(
-            ids, image_token_id, images, video_token_id, [self._prepare(video, salt) for video in videos]
-        )
+        prepared = self._prepare_all([*pictures, *videos], salt)
+        images, clips = prepared[: len(pictures)], prepared[len(pictures) :]
+        return expand_placeholders(ids, image_token_id, images, video_token_id, clips)
+
+    def _prepare_all(self, media: Sequence[Medium], salt: str) -> list[ImageInput]:
+        """Raises the error of the first that is wrong; of those that a caller in this process gave, all errors."""
+        prepared: list[ImageInput] = []
+        errors: list[InvalidRequestError] = []
+        for medium in media:
+            try:
+                prepared.append(self._prepare(medium, salt))
+            except InvalidRequestError as error:
+                if not medium.is_local:
+                    raise
+                errors.append(error)
+        _raise(errors)
+        return prepared
 
     def _prepare(self, medium: Medium, salt: str) -> ImageInput:
         try:
@@ -293,6 +336,7 @@ class RequestPreparer:
             return prepare_image(medium.source, pictures, self._media, self.picture_cache, salt=salt)
         except InvalidRequestError as error:
             error.param = error.param or medium.place
+            error.source = error.source or source_name(medium.source)
             raise
 
 
@@ -310,6 +354,12 @@ def _texts(*values: Any) -> Iterator[str]:
                 yield from _texts(*value, *value.values())
             case list() | tuple():
                 yield from _texts(*value)
+
+
+def _raise(errors: Sequence[InvalidRequestError]) -> None:
+    """All of them, if there are any."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
 
 
 def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:

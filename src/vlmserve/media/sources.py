@@ -37,6 +37,8 @@ from vlmserve.types import ImageInput, MediaKind
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
 """A PIL picture, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
 
+_LONGEST_NAME = 300
+"""Characters of a path or URL that an error repeats."""
 _OPENED_LOCKS = tuple(threading.Lock() for _ in range(16))
 """A picture that is given twice is one object, and Pillow reads pixels and EXIF when they are first asked for."""
 
@@ -112,6 +114,22 @@ def is_url(source: str) -> bool:
     return source[:8].lower().startswith(("http://", "https://", "data:", "file://"))
 
 
+def source_name(source: object) -> str | None:
+    """The path or URL that a source is, or that a PIL image was read from; None where there is no such name."""
+    if isinstance(source, Image.Image):
+        source = getattr(source, "filename", "")
+    if not isinstance(source, str | os.PathLike):
+        return None
+    name = os.fsdecode(source)
+    return name[:_LONGEST_NAME] if name and name[:5].lower() != "data:" else None
+
+
+def check_source(source: object) -> None:
+    """Raises InvalidImageError for a path at which there is no file; reads nothing."""
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and not is_url(source)):
+        _existing(os.fsdecode(source), InvalidImageError)
+
+
 def read_url(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
     """The file at an http, https, data or file URL. Raises ImageFetchError for any other, and as fetching does."""
     if url[:5].lower() == "data:":
@@ -132,14 +150,23 @@ def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kin
         return source
     if isinstance(source, str) and is_url(source):
         return read_url(source, limits, kind)
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise invalid(f"there is no file {path}" if not path.exists() else f"{path} is not a file")
+    path = _existing(source, invalid)
     check_num_bytes(path.stat().st_size, limits, kind)
     try:
         return path.read_bytes()
     except OSError as error:
         raise invalid(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _existing(source: str | os.PathLike[str], invalid: type[InvalidImageError | InvalidVideoError]) -> Path:
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return path
+        problem = f"{path} is not a file" if path.exists() else f"there is no file {path}"
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, has a null byte, or ~nobody
+        problem = f"{source!r:.200} is not the path of a file: {error}"
+    raise invalid(problem)
 
 
 def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:

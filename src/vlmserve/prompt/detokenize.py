@@ -37,6 +37,8 @@ class Detokenizer:
         self._emitted: list[str] = []
         self.num_decoded = self.num_shown = 0
         """Characters that the tokens so far stand for, and those of them that were returned."""
+        self.num_tokens = 0
+        """Tokens of the answer: all that came up to the one that completed a stop string."""
         self.stop_string: str | None = None
         """The stop string that was completed; nothing follows it."""
 
@@ -56,9 +58,21 @@ class Detokenizer:
         """The text that is safe to show now that these ids came; amortised constant time per token."""
         if self.stopped:
             return ""
+        if self._stops:
+            return "".join(self._push_one(token_id) for token_id in token_ids)
         new = "".join(self._decoder.push(id_) for id_ in token_ids if id_ not in self._special_ids)
         self.num_decoded += len(new)
-        return self._emit(self._before_stop(new) if self._stops else new)
+        self.num_tokens += len(token_ids)
+        return self._emit(new)
+
+    def _push_one(self, token_id: int) -> str:
+        """The same for one token, where there are stop strings; those behind a completed one are not counted."""
+        if self.stopped:
+            return ""
+        self.num_tokens += 1
+        new = "" if token_id in self._special_ids else self._decoder.push(token_id)
+        self.num_decoded += len(new)
+        return self._emit(self._before_stop(new))
 
     def finish(self) -> str:
         """What was held back for a stop string that did not come. Nothing may be pushed afterwards."""

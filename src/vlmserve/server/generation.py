@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
-
-import msgspec
 
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.beams import BeamSearch, first_request_id, start_beam_search
@@ -21,7 +18,15 @@ from vlmserve.server.errors import error_code
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
-from vlmserve.types import MAX_SEED, EngineOutput, EngineRequest, Prompt, RequestTimings, SamplingParams, TokenLogprobs
+from vlmserve.types import (
+    EngineOutput,
+    EngineRequest,
+    Prompt,
+    RequestTimings,
+    SamplingParams,
+    TokenLogprobs,
+    mean_logprob,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,7 @@ class Question:
     def params_of(self, index: int) -> SamplingParams:
         """The params of sample number `index`: with a seed every one gets its own, and to choose from several it has to
         be told how likely they are."""
-        changes: dict[str, int] = {}
-        if self.params.seed is not None and index > 0:
-            changes["seed"] = (self.params.seed + index) % (MAX_SEED + 1)
-        if self.num_samples > self.num_answers and self.params.logprobs is None:
-            changes["logprobs"] = 0
-        return msgspec.structs.replace(self.params, **changes) if changes else self.params
+        return self.params.of_sample(index, ranked=self.num_samples > self.num_answers)
 
 
 class Told(NamedTuple):
@@ -103,10 +103,11 @@ class Answer:
                 if output.finish_reason in ("abort", "error"):
                     raise VLMServeError(output.error or "The engine gave up on this request")
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
-                self.num_tokens += len(output.token_ids) + (output.stop_token_id is not None)
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
                 text = self._push(output)
                 stop_string = self._text.stop_string
+                ended = output.stop_token_id is not None and stop_string is None
+                self.num_tokens = self._text.num_tokens + ended
                 finish_reason = "stop" if stop_string is not None else output.finish_reason
                 if finish_reason is not None:
                     self.finish_reason = finish_reason
@@ -268,8 +269,7 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def _likelihood(answer: Piece) -> float:
-    """The mean log probability of a whole answer's tokens; nothing is less likely than an answer that has none."""
-    return sum(told.logprobs.logprob for told in answer.told) / len(answer.told) if answer.told else -math.inf
+    return mean_logprob([told.logprobs for told in answer.told])
 
 
 async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> None:

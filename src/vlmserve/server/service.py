@@ -41,6 +41,7 @@ class TextStream(Protocol):
     """Turns one answer's token ids into text; see `vlmserve.prompt.detokenize.Detokenizer`."""
 
     stop_string: str | None
+    num_tokens: int
     num_decoded: int
     num_shown: int
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.config import ServerConfig
+from vlmserve.engine.admission import check_length
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.server.connection import EventStream, note, unless_disconnected
@@ -27,6 +28,7 @@ from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.service import Service
 from vlmserve.server.spans import tell_generation, tell_preparation, trace_of
 from vlmserve.server.waiting import limit_preparation, limit_wait
+from vlmserve.types import ModelInfo
 
 if TYPE_CHECKING:
     from vlmserve.server.tracing import Trace
@@ -117,6 +119,7 @@ async def _begin(
     try:
         try:
             question = _bounded(await dialect.ask(service, body), body, service.config.max_output_tokens)
+            _check_lengths(question, body, client.info)
         finally:
             if trace is not None:
                 tell_preparation(trace, time.monotonic() - started)
@@ -125,6 +128,15 @@ async def _begin(
     except InvalidRequestError as error:
         dialect.reword(error)
         raise
+
+
+def _check_lengths(question: Question, body: SamplingRequest, info: ModelInfo) -> None:
+    """Raises InvalidRequestError if the request asks for a longer answer than the context leaves to a prompt. What is
+    longer because the server chose its length ends where the context does."""
+    for field in _LIMITS:
+        wanted = getattr(body, field, None) or 0
+        for prompt in question.prompts:
+            check_length(field, wanted, prompt, info)
 
 
 def _tell(request: Request, dialect: Dialect[Body], generation: Generation, trace: Trace | None) -> None:

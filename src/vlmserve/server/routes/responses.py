@@ -119,16 +119,17 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     async def _prepare(
         self, service: Service, body: ResponsesRequest, turns: Turns, tools: ToolUse | None, share: BodyShare
     ) -> Prompt:
+        settings = body.template_settings(service.preparer.template_settings)
+
         def prepare(messages: list[dict[str, Any]]) -> Awaitable[Prompt]:
-            return service.prepare(
-                messages, body.cache_salt or "", tools=tools, template_settings=body.chat_template_kwargs
-            )
+            return service.prepare(messages, body.cache_salt or "", tools=tools, template_settings=settings)
 
         try:
             messages = await with_files(service, self._owner, turns.messages, share)
             if body.truncation == "disabled" or service.info is None:
                 return await prepare(messages)
-            return await fitting(prepare, messages, service.info.max_prompt_len)
+            left = service.info.max_prompt_len + 1 - (body.max_output_tokens or 1)
+            return await fitting(prepare, messages, max(1, left))
         except InvalidRequestError as error:
             turns.reword(error)
             raise
@@ -169,6 +170,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             model=generation.model,
             parallel_tool_calls=body.parallel_tool_calls,
             previous_response_id=body.previous_response_id,
+            reasoning={"effort": body.reasoning.effort, "summary": body.reasoning.summary},
             store=self._keeps(body),
             text={"format": _shown_format(body), "verbosity": "medium"},
             temperature=self._params.temperature,

@@ -6,7 +6,7 @@ Responses are msgspec structs: one is encoded for every token of every stream.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import Field, model_validator
@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
-from vlmserve.server.schema.content import Message, TemplateSettings
+from vlmserve.server.schema.content import Message, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.logprobs import ChoiceLogprobs
 from vlmserve.server.schema.sampling import ChoicesRequest
 from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
@@ -62,8 +62,8 @@ class ChatRequest(ChoicesRequest):
     parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
 
     chat_template_kwargs: TemplateSettings = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="For models whose chat template knows it; for others only none is accepted."
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="For models whose chat template knows it; others ignore it."
     )
 
     logprobs: bool = Field(False, description="Tell how likely each token was.")
@@ -84,12 +84,8 @@ class ChatRequest(ChoicesRequest):
         return tool_use(functions, self.tool_choice, self.parallel_tool_calls)
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """What the chat template is told by name. known: names that it knows. Raises InvalidRequestError for an effort
-        of which it knows nothing."""
-        effort, name = self.reasoning_effort, "reasoning_effort"
-        if effort not in (None, "none") and name not in known:
-            raise InvalidRequestError(f"this model knows no {name}; leave it out", param=name)
-        return ({name: effort} if effort and name in known else {}) | (self.chat_template_kwargs or {})
+        """What the chat template is told by name. known: names that it knows."""
+        return effort_settings(self.reasoning_effort, known) | (self.chat_template_kwargs or {})
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
@@ -22,6 +22,14 @@ TemplateSettings = Annotated[
     JSONObject | None,
     Field(description="Values that the model's chat template may know by name, such as enable_thinking."),
 ]
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_settings(effort: ReasoningEffort | None, known: Collection[str]) -> dict[str, Any]:
+    """What the chat template is told of an effort, if it is one of the names that it knows."""
+    return {"reasoning_effort": effort} if effort and "reasoning_effort" in known else {}
 
 
 class TextPart(ChatPart):

@@ -16,12 +16,11 @@ from vlmserve.server.schema.structured import MessagesFormat, either_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, tool_use
 from vlmserve.types import Grammar
 
-_IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier"})
+_IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier", "thinking"})
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": (),
     "mcp_servers": ([],),
-    "thinking": ({"type": "disabled"},),
     "thread": (),
 }
 
@@ -122,6 +121,7 @@ class CountRequest(Asked):
     model: str | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
 
 
 class MessagesRequest(Asked, SamplingRequest):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
-from vlmserve.server.schema.content import TemplateSettings
+from vlmserve.server.schema.content import ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import SamplingRequest
@@ -39,9 +39,17 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "image": (),
     "moderation": (),
     "prompt": (),
-    "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
     "top_logprobs": (0,),
 }
+
+
+class Reasoning(RequestModel):
+    """How a model thinks before it answers. effort: for models whose chat template knows it. summary and
+    generate_summary change nothing: thoughts are not summarized here."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextConfig(RequestModel):
@@ -84,6 +92,7 @@ class ResponsesRequest(SamplingRequest):
         None, ge=1, le=MAX_COUNT, description="Of tools that run at OpenAI, of which there are none here."
     )
     chat_template_kwargs: TemplateSettings = None
+    reasoning: Reasoning = Field(Reasoning(), description="Its effort is for models whose chat template knows it.")
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: the oldest turns are left out if the context is too short for all."
     )
@@ -93,6 +102,10 @@ class ResponsesRequest(SamplingRequest):
         if self.response_format is not None:
             raise InvalidRequestError("response_format is called text.format here", param="response_format")
         return either_grammar(output_grammar(self.text.format), super().grammar())
+
+    def template_settings(self, known: Collection[str]) -> dict[str, Any]:
+        """What the chat template is told by name. known: names that it knows."""
+        return effort_settings(self.reasoning.effort, known) | (self.chat_template_kwargs or {})
 
     @property
     def tool_use(self) -> ToolUse | None:
@@ -165,7 +178,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     output: list[dict[str, Any]] = []
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    reasoning: dict[str, None] = msgspec.field(default_factory=lambda: {"effort": None, "summary": None})
+    reasoning: dict[str, str | None]
     service_tier: str = "default"
     store: bool
     temperature: float

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.types import MAX_BIASES, SamplingParams
+from vlmserve.types import MAX_BIASES, Grammar, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,53 @@ def test_a_value_out_of_range_is_refused_by_name(params):
 )
 def test_the_rims_of_the_ranges_are_allowed(params):
     SamplingParams(**params)
+
+
+@pytest.mark.parametrize("params", [{"stop": "blue circle"}, {"stop": ["blue circle"]}, {"stop": ("blue circle",)}])
+def test_a_string_is_one_stop_string(params):
+    assert SamplingParams(**params).stop == ("blue circle",)
+
+
+def test_lists_none_and_numbers_of_numpy_are_taken():
+    params = SamplingParams(stop=None, stop_token_ids=[5, 6], temperature=np.float32(0.5), seed=np.int64(7))
+    assert (params.stop, params.stop_token_ids, params.seed) == ((), (5, 6), 7)
+    assert type(params.seed) is int
+    assert type(params.temperature) is float
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop": b"bytes"},
+        {"stop": ["a", 5]},
+        {"stop": {"a": 1}},
+        {"stop_token_ids": "57"},
+        {"stop_token_ids": 57},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": ["57"]},
+        {"logit_bias": [5]},
+        {"logit_bias": {True: 1.0}},
+        {"temperature": "0"},
+        {"max_tokens": "16"},
+        {"max_tokens": 16.0},
+        {"max_tokens": True},
+        {"seed": "1"},
+        {"grammar": '{"type": "object"}'},
+        {"n": 0},
+        {"best_of": 0},
+        {"n": 3, "best_of": 2},
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(params):
+    name = list(params)[-1]
+    with pytest.raises(InvalidRequestError, match=f"^{name} must ") as caught:
+        SamplingParams(**params)
+    assert caught.value.param == name
+
+
+def test_one_choice_is_no_list_of_choices():
+    with pytest.raises(InvalidRequestError, match="choices must be a list of strings"):
+        Grammar.choice("yes")
 
 
 def test_only_penalties_that_look_at_something_penalize():

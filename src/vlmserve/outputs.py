@@ -1,0 +1,101 @@
+"""What `LLM` returns, under the names that vLLM has for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vlmserve.types import FinishReason, Grammar, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """How likely a token was. rank: 1 for the likeliest one. decoded_token: its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer. token_ids: without the end token that finished it. error: what went wrong, if something did.
+
+    finish_reason: "stop", "length" (the limit of tokens), or "error". stop_reason: the stop string, or the token of
+    `stop_token_ids`, that ended it; None for anything else, the model's own end token included.
+    logprobs: for each of `token_ids`, if they were asked for: that token first, then the likeliest ones in order, by
+    their ids. grammar: what the answer was held to.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of all tokens together."""
+        if self.logprobs is None:
+            return None
+        return sum(told[token_id].logprob for token_id, told in zip(self.token_ids, self.logprobs, strict=True))
+
+    @property
+    def parsed(self) -> Any:
+        """The value of an answer that was held to JSON, or an instance of the pydantic model that it was held to.
+
+        None if it was not held to JSON, or did not end by itself (see `finish_reason`). Raises pydantic's
+        ValidationError where validators of the model refuse what its schema allows.
+        """
+        if self.grammar is None or not self.grammar.is_json or self.finish_reason != "stop":
+            return None
+        try:
+            value = json.loads(self.text)
+        except ValueError:  # a stop string cut it
+            return None
+        return value if self.grammar.model is None else self.grammar.model.model_validate_json(self.text)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What came of one prompt.
+
+    prompt: its text, with one placeholder for each image; of a conversation, what the chat template made of it.
+    prompt_token_ids: with the placeholders of images expanded. outputs: the answers, as many as `SamplingParams.n`.
+    num_cached_tokens: tokens of the prompt that were found in the prefix cache. num_images_encoded: images that went
+    through the vision tower for it. prompt_logprobs: for each of `prompt_token_ids`, if they were asked for; None for
+    the first one and for those of images.
+    """
+
+    request_id: str
+    prompt: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    num_images_encoded: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = True
+
+    @property
+    def text(self) -> str:
+        """The text of the first answer."""
+        return self.outputs[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """`CompletionOutput.parsed` of the first answer."""
+        return self.outputs[0].parsed
+
+
+def logprobs_by_id(told: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
+    """What is told of a token, by token ids: the token itself first. token_bytes: what a token's id stands for."""
+    others = [(token_id, score, rank) for rank, (token_id, score) in enumerate(told.top, start=1)]
+    return {
+        token_id: Logprob(score, rank, token_bytes(token_id).decode(errors="replace"))
+        for token_id, score, rank in [(told.token_id, told.logprob, told.rank), *others]
+    }

@@ -1,0 +1,226 @@
+"""What a request asks of its answers: how tokens are chosen, when generation ends, and what the text looks like."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from vlmserve.config import MAX_STOP_STRINGS
+from vlmserve.errors import InvalidRequestError
+
+MAX_SEED = 2**63 - 1
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+MAX_BIASES = 4096
+"""Tokens that a request may have a bias for."""
+MAX_SAMPLES = 1024
+"""Answers to one prompt."""
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer has to look like.
+
+    text: a JSON schema; nothing for "json_object"; a regular expression that fits the whole answer; a JSON list of
+    strings to choose from; a grammar in llguidance's dialect of Lark, or in GBNF.
+    strict: False follows a JSON schema as far as it can be followed, and ignores keywords that cannot be.
+    source: the field of a request that it came from, which errors name.
+    model: a pydantic model that `CompletionOutput.parsed` is an instance of; it stays in this process.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    strict: bool = True
+    source: str = "grammar"
+    model: Any = None
+
+    @classmethod
+    def json(cls, schema: Any, *, strict: bool = True) -> Grammar:
+        """JSON that fits a schema: a dict, a text, or a pydantic model."""
+        model = None
+        if hasattr(schema, "model_json_schema"):
+            model, schema = schema, schema.model_json_schema()
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        return cls("json_schema", text, strict, model=model)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that the whole of a regular expression fits."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of these texts. Raises InvalidRequestError for what is not a list of strings."""
+        if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
+            raise InvalidRequestError(f"choices must be a list of strings, got {choices!r:.100}", param="grammar")
+        return cls("choice", msgspec.json.encode(list(choices)).decode())
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Text that a grammar in llguidance's dialect of Lark, or in GBNF, derives."""
+        return cls("lark", text)
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the answer is JSON."""
+        return self.kind in ("json_schema", "json_object")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen, what is told of the choice, and when generation ends.
+
+    n: answers to each prompt. best_of: answers that are sampled, of which the `n` with the highest mean log probability
+    are returned; None: as many as are returned. With a seed, answer number i has the seed plus i.
+    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: probability mass and floor relative to the best token.
+    logit_bias: what is added to the logits of tokens, by their ids, -100 to 100.
+    repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied.
+    frequency_penalty: subtracted from a token's logit for each time that the answer has it. presence_penalty: for
+    having it at all. repeat_last_n: how many of the latest tokens the penalties look at, pictures not counted; -1: all.
+    logprobs: how many alternatives are told beside each token, 0 for its own log probability alone; None tells nothing.
+    prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
+    seed: makes a request reproducible whatever else is in the batch; None draws one.
+    stop: a string, or several, that end the answer and are not part of it. stop_token_ids: token ids that do the same.
+    max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
+    ignore_eos: keep going after the model's own end tokens.
+    grammar: what the answer has to look like. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`
+    only if nothing can follow there.
+    Raises InvalidRequestError, naming the field, for a value out of range or of another type.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    logit_bias: dict[int, float] = {}
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repeat_last_n: int = -1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+        def check(holds: bool, param: str, rule: str) -> None:
+            if not holds:
+                raise InvalidRequestError(f"{param} must be {rule}, got {getattr(self, param)!r:.100}", param=param)
+
+        check(1 <= self.n <= MAX_SAMPLES, "n", f"between 1 and {MAX_SAMPLES}")
+        most = f"at least n, which is {self.n}, and at most {MAX_SAMPLES}"
+        check(self.best_of is None or self.n <= self.best_of <= MAX_SAMPLES, "best_of", most)
+        check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
+        check(self.top_k >= 0, "top_k", "0 (off) or more")
+        check(math.isfinite(self.top_p) and 0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
+        check(math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        check(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
+        check(self.repeat_last_n >= -1, "repeat_last_n", "-1 (all tokens) or more")
+        check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more")
+        check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more")
+        self._check_biases()
+        check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"between 0 and {MAX_SEED}")
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(self.min_tokens >= 0, "min_tokens", "0 or more")
+        check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
+        check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
+        check(all(self.stop), "stop", "made of non-empty strings")
+
+    def _check_types(self) -> None:
+        """Also make tuples of what may be given in other ways."""
+
+        def refuse(param: str, rule: str) -> None:
+            raise InvalidRequestError(f"{param} must be {rule}, got {getattr(self, param)!r:.100}", param=param)
+
+        for name, (kind, optional) in _NUMBERS.items():
+            value = getattr(self, name)
+            if optional and value is None:
+                continue
+            abstract = numbers.Integral if kind is int else numbers.Real
+            if isinstance(value, bool) or not isinstance(value, abstract):
+                refuse(name, "a whole number" if kind is int else "a number")
+            if not isinstance(value, int | float):  # one of numpy's
+                msgspec.structs.force_setattr(self, name, kind(value))
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        if not isinstance(stop, Sequence) or not all(isinstance(one, str) for one in stop):
+            refuse("stop", "a string or a list of strings")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence) or not all(map(_is_token_id, ids)):
+            refuse("stop_token_ids", "a list of token ids")
+        biases: Any = self.logit_bias
+        if not isinstance(biases, Mapping):
+            refuse("logit_bias", "a dict of numbers by token ids")
+        grammar: Any = self.grammar
+        if grammar is not None and not isinstance(grammar, Grammar):
+            refuse("grammar", "a Grammar, like Grammar.json(schema) or Grammar.regex(pattern)")
+        msgspec.structs.force_setattr(self, "stop", tuple(stop))
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(ids))
+
+    def _check_biases(self) -> None:
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidRequestError(
+                f"logit_bias must have at most {MAX_BIASES} tokens, got {len(self.logit_bias)}", param="logit_bias"
+            )
+        for token_id, bias in self.logit_bias.items():
+            if not _is_token_id(token_id) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise InvalidRequestError(
+                    f"logit_bias must have token ids and numbers between -100 and 100, got {token_id!r}: {bias!r}",
+                    param="logit_bias",
+                )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what was said before changes what comes now."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1, 0, 0) and self.repeat_last_n != 0
+
+    @property
+    def num_samples(self) -> int:
+        """How many answers to a prompt are sampled."""
+        return self.best_of or self.n
+
+    def of_sample(self, index: int, *, ranked: bool) -> SamplingParams:
+        """The params of the answer number `index` alone: with a seed every one gets its own.
+
+        ranked: whether answers are to be compared, for which it has to be told how likely they are.
+        """
+        changes: dict[str, Any] = {}
+        if self.num_samples > 1:
+            changes |= {"n": 1, "best_of": None}
+        if self.seed is not None and index > 0:
+            changes["seed"] = (self.seed + index) % (MAX_SEED + 1)
+        if ranked and self.logprobs is None:
+            changes["logprobs"] = 0
+        return msgspec.structs.replace(self, **changes) if changes else self
+
+
+_NUMBERS: dict[str, tuple[type[int] | type[float], bool]] = {
+    **dict.fromkeys(("n", "top_k", "repeat_last_n", "min_tokens"), (int, False)),
+    **dict.fromkeys(("best_of", "logprobs", "prompt_logprobs", "seed", "max_tokens"), (int, True)),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+        (float, False),
+    ),
+}
+"""What each field that is a number is, and whether it may be None."""
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
