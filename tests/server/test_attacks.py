@@ -26,7 +26,7 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"), context=100_000)
-    with ServerProcess(folder, "--num-workers", "6", "--decode-memory", "256MiB") as running:
+    with ServerProcess(folder, "--num-workers", "4", "--decode-memory", "256MiB") as running:
         assert ask(running, {"messages": QUESTION}).status_code == 200
         yield running
 
