@@ -368,6 +368,15 @@ class ServerConfig(Settings):
     max_header_bytes: ByteSize = Field(64 * 1024, description="Size of the head of a request.")
     head_timeout: float = Field(20.0, gt=0, description="Seconds that the head of a request may take to arrive.")
     body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may pause while it sends a body.")
+    engine_silence: float = Field(
+        10.0, gt=0, description="Seconds without a heartbeat of the engine after which /ready answers 503."
+    )
+    engine_timeout: float = Field(
+        60.0, ge=0, description="Seconds without a heartbeat after which the engine is restarted; 0: never."
+    )
+    step_timeout: float = Field(
+        900.0, ge=0, description="Seconds that one step of the engine may take before it is restarted; 0: any number."
+    )
     max_restarts: int = Field(
         5, ge=0, description="Times in a row that a crashed engine is restarted before the server gives up."
     )

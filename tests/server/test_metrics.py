@@ -203,7 +203,14 @@ async def test_a_server_that_loads_has_metrics_but_no_engines():
 async def test_a_server_shows_the_picture_cache_of_its_preparer():
     service = Service(EngineConfig(model="tiny"), MediaConfig(), ServerConfig())
     client = SimpleNamespace(
-        alive=True, stats=STATS, num_unfinished=0, pid=os.getpid(), info=INFO, load_seconds=2.5, on_step=None
+        alive=True,
+        stats=STATS,
+        num_unfinished=0,
+        pid=os.getpid(),
+        info=INFO,
+        load_seconds=2.5,
+        silence=0.0,
+        on_step=None,
     )
     service.open(client, SimpleNamespace(picture_cache=SimpleNamespace(stats=lambda: PICTURES)))
     values = values_of(service.metrics.exposition()[0].decode())

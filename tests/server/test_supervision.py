@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -14,6 +15,9 @@ import psutil
 from tests.checkpoints import make_llava
 from tests.server.live import QUESTION, wait_until
 from tests.server.test_run import Asking, ServerProcess, serving
+from vlmserve.config import ServerConfig
+from vlmserve.server import supervision
+from vlmserve.server.supervision import Supervisor
 
 LONG = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
 SHORT = {"messages": QUESTION, "max_tokens": 3}
@@ -202,3 +206,65 @@ def test_an_engine_that_dies_while_the_server_closes_is_not_started_again(folder
         asking.join(60)
         assert asking.error["code"] == "engine_dead"
         assert server.process.wait(60) == 0
+
+
+def test_an_engine_that_stands_still_is_noticed_and_goes_on(folder):
+    with serving(folder, server={**QUICK, "engine_silence": 2.0}) as server:
+        engine = server.engine()
+        engine.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not is_ready(server))
+        state = httpx.get(f"{server.url}/ready").json()
+        assert state["status"] == "unresponsive"
+        assert "not responded" in state["reason"]
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        page = httpx.get(f"{server.url}/metrics").text
+        [line] = [line for line in page.splitlines() if line.startswith("vlmserve:engine_silence_seconds{")]
+        assert float(line.rsplit(" ", 1)[1]) >= 2
+        engine.send_signal(signal.SIGCONT)
+        wait_until(lambda: is_ready(server))
+        assert ask(server).status_code == 200
+        assert restarts(server) == 0
+
+
+def test_an_engine_that_hangs_is_restarted_and_its_requests_fail(folder):
+    with serving(folder, mock_tpot=0.05, server={**QUICK, "engine_silence": 2.0, "engine_timeout": 4.0}) as server:
+        engine = server.engine()
+        engine.send_signal(signal.SIGSTOP)
+        answer = ask(server)
+        assert answer.status_code == 503
+        assert "did not respond for" in answer.json()["error"]["message"]
+        wait_until(lambda: is_ready(server))
+        assert ask(server).status_code == 200
+        assert restarts(server) == 1
+
+
+def test_an_engine_whose_step_never_ends_is_killed(monkeypatch):
+    class Hanging:
+        silence, step_seconds = 0.0, 0.0
+        reason = ""
+
+        def __init__(self) -> None:
+            self.dead = asyncio.Event()
+
+        async def wait_until_dead(self) -> None:
+            await self.dead.wait()
+
+        def kill(self, reason: str) -> None:
+            self.reason = reason
+            self.dead.set()
+
+    async def supervise(step_seconds: float, step_timeout: float) -> str:
+        client = Hanging()
+        client.step_seconds = step_seconds
+        service = SimpleNamespace(
+            config=ServerConfig(step_timeout=step_timeout), metrics=SimpleNamespace(num_served=0), back_at=None
+        )
+        supervisor = Supervisor(service, client, None)  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_later(0.2, client.dead.set)
+        await supervisor._wait_until_dead()
+        return client.reason
+
+    monkeypatch.setattr(supervision, "INTERVAL", 0.01)
+    assert "at one step for 950 s" in asyncio.run(supervise(950, 900))
+    assert asyncio.run(supervise(850, 900)) == ""
+    assert asyncio.run(supervise(10**6, 0)) == ""

@@ -23,6 +23,7 @@ import zmq
 
 from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
+from vlmserve.engine.heartbeat import Heartbeat, StepClock
 from vlmserve.engine.messages import (
     Abort,
     Accepted,
@@ -92,7 +93,7 @@ class EngineProcess:
         folder: the checkpoint, if `config.model` is resolved already.
         """
         directory = Path(tempfile.mkdtemp(prefix="vlmserve-"))
-        if len(str(directory)) > _MAX_SOCKET_PATH - len("/engine"):
+        if len(str(directory)) > _MAX_SOCKET_PATH - len("/engine-beat"):
             directory.rmdir()
             directory = Path(tempfile.mkdtemp(prefix="vlmserve-", dir="/tmp"))
         launch = _Launch(
@@ -144,11 +145,17 @@ class EngineProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes]) -> None:
-    """Answer messages and step while there is work, until `Shutdown`. Exceptions of `step` pass through."""
+def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock | None = None) -> None:
+    """Answer messages and step while there is work, until `Shutdown`. Exceptions of `step` pass through.
+
+    clock: told when the loop begins and ends something.
+    """
+    clock = clock or StepClock()
     while True:
+        clock.end()
         # Blocks while idle: nothing is polled, and the parent's death ends the process from another thread.
         socket.poll(0 if engine.has_work() else None)
+        clock.begin()
         accepted: list[str] = []
         aborted = False
         for _ in range(_MAX_MESSAGES_PER_STEP):
@@ -203,13 +210,13 @@ def main() -> int:
     socket.set(zmq.RECONNECT_IVL, 10)
     socket.connect(launch.endpoint)
     try:
-        return _load_and_serve(launch, socket)
+        return _load_and_serve(launch, context, socket)
     finally:
         socket.close()
         context.term()
 
 
-def _load_and_serve(launch: _Launch, socket: zmq.Socket[bytes]) -> int:
+def _load_and_serve(launch: _Launch, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> int:
     config = EngineConfig.model_validate_json(launch.config)
     began = time.monotonic()
     try:
@@ -223,12 +230,16 @@ def _load_and_serve(launch: _Launch, socket: zmq.Socket[bytes]) -> int:
         return 1
     spare_loaded_objects()
     _send(socket, Ready(engine.info, engine.stats(), time.monotonic() - began))
+    clock = StepClock()
+    heartbeat = Heartbeat(context, launch.endpoint, clock)
     try:
-        serve_engine(engine, socket)
+        serve_engine(engine, socket, clock)
     except Exception as error:
         logger.exception("The engine failed")
         _send(socket, Fatal(Failure.of(EngineDeadError(f"The engine failed: {_describe(error)}"))))
         return 1
+    finally:
+        heartbeat.close()
     return 0
 
 

@@ -37,6 +37,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
+from vlmserve.frontend.heartbeat import HeartbeatListener
 from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,8 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._death: str | None = None
+        self._hang: str | None = None
+        self._heartbeat = HeartbeatListener(self._context, process.endpoint)
         self._closing = False
         self.stats = EngineStats()
         """The engine's latest snapshot."""
@@ -185,6 +188,21 @@ class EngineClient:
     def death(self) -> str | None:
         """Why the engine process is gone."""
         return self._death
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a heartbeat of the engine's process; 0 until it is ready."""
+        return self._heartbeat.silence
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the engine had been at the same step when it was last heard of."""
+        return self._heartbeat.step_seconds
+
+    def kill(self, reason: str) -> None:
+        """End an engine that hangs. reason: what those who wait for it are told."""
+        self._hang = reason
+        self._process.kill()
 
     async def wait_until_dead(self) -> None:
         """Until the engine process is gone without having been told to, and everybody who waited for it knows."""
@@ -309,6 +327,7 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
+        self._heartbeat.close()
         self._context.term()
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # seen: nobody else may have asked for it
@@ -316,7 +335,7 @@ class EngineClient:
 
     async def _wait_until_ready(self, model: str, timeout: float) -> None:
         self._socket.bind(self._process.endpoint)
-        self._tasks = [self._task(self._receive()), self._task(self._watch())]
+        self._tasks = [self._task(work) for work in (self._receive(), self._watch(), self._listen())]
         threading.Thread(target=self._wait_for_exit, daemon=True).start()
         started = time.monotonic()
         while not self._ready.done():
@@ -355,6 +374,8 @@ class EngineClient:
         if code >= 0:
             with contextlib.suppress(TimeoutError):
                 error = await asyncio.wait_for(asyncio.shield(self._last_words), _LAST_WORDS)
+        if error is None and self._hang is not None:
+            error = EngineDeadError(self._hang)
         if error is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             error = EngineDeadError(f"The engine process {how}")
@@ -366,6 +387,10 @@ class EngineClient:
         self.fail_all(self._gone)
         self._end_looks()
         self._died.set()
+
+    async def _listen(self) -> None:
+        await asyncio.wait([self._ready])
+        await self._heartbeat.run()
 
     async def _receive(self) -> None:
         while True:

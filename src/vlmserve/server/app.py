@@ -143,7 +143,11 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """200 when requests are answered, even if the first one has to load the model, else 503 with the reason."""
-    return _state(request.app.state.service, fine=("asleep", "serving"))
+    service: Service = request.app.state.service
+    silence = service.silence()
+    if service.phase == "serving" and silence is not None:
+        return json_response(Health("unresponsive", str(silence)), 503, {"Retry-After": retry_after(silence)})
+    return _state(service, fine=("asleep", "serving"))
 
 
 def _state(service: Service, fine: Collection[Phase]) -> Response:

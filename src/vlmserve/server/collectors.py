@@ -37,11 +37,13 @@ class Figure(Generic[Stats]):
 
 
 class RunningEngine(NamedTuple):
-    """An engine process and what it has loaded. load_seconds: how long that took."""
+    """An engine process and what it has loaded. load_seconds: how long that took. silence: seconds without a
+    heartbeat."""
 
     pid: int
     info: ModelInfo
     load_seconds: float
+    silence: float = 0.0
 
 
 def _share(part: int, whole: int) -> float:
@@ -234,6 +236,12 @@ class Processes(Collector):
                 processor.add_metric((self._model_name, name), times.user + times.system)
                 began.add_metric((self._model_name, name), process.create_time())
         yield from (memory, processor, began)
+        if engine is not None:
+            silence = GaugeMetricFamily(
+                f"{PREFIX}engine_silence_seconds", "Seconds without a heartbeat of the engine.", labels=("model_name",)
+            )
+            silence.add_metric((self._model_name,), engine.silence)
+            yield silence
 
 
 class Gpu(Collector):

@@ -219,7 +219,7 @@ class Service:
 
     def _running_engine(self) -> RunningEngine | None:
         client = self._client
-        return None if client is None else RunningEngine(client.pid, client.info, client.load_seconds)
+        return None if client is None else RunningEngine(client.pid, client.info, client.load_seconds, client.silence)
 
     def picture_cache_stats(self) -> PictureCacheStats | None:
         """The figures of the picture cache; None while the model is loading."""
@@ -251,6 +251,12 @@ class Service:
         if not self._client.alive:
             return EngineDeadError(self._client.death or "The engine is closed")
         return None
+
+    def silence(self) -> UnavailableError | None:
+        """Why requests should go elsewhere although the engine runs: nothing has been heard of it for too long."""
+        if self._client is None or self._client.silence < self.config.engine_silence:
+            return None
+        return UnavailableError(f"The engine has not responded for {self._client.silence:.0f} s")
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError for a name that is not served here."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from vlmserve.engine.heartbeat import INTERVAL
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.server.service import Service
@@ -46,7 +47,7 @@ class Supervisor:
         or run for `restart_window` seconds in between.
         """
         while True:
-            await self._client.wait_until_dead()
+            await self._wait_until_dead()
             if self._service.phase == "closing":
                 return
             if self._is_sound():
@@ -56,6 +57,20 @@ class Supervisor:
     async def close(self) -> None:
         """Stop the engine, which gets no more time."""
         await self._client.close()
+
+    async def _wait_until_dead(self) -> None:
+        """Until the engine has died, or hung for so long that it was killed."""
+        client, config = self._client, self._service.config
+        dying = asyncio.ensure_future(client.wait_until_dead())
+        try:
+            while not dying.done():
+                await asyncio.wait([dying], timeout=INTERVAL)
+                if config.engine_timeout and client.silence >= config.engine_timeout:
+                    client.kill(f"The engine's process did not respond for {client.silence:.0f} s")
+                elif config.step_timeout and client.step_seconds >= config.step_timeout:
+                    client.kill(f"The engine was at one step for {client.step_seconds:.0f} s")
+        finally:
+            dying.cancel()
 
     def _is_sound(self) -> bool:
         long_enough = time.monotonic() - self._started >= self._service.config.restart_window

@@ -1,0 +1,38 @@
+"""Listening to the engine's heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from vlmserve.engine.heartbeat import INTERVAL, Beat, beat_endpoint
+
+_PATIENCE = 2 * INTERVAL
+
+
+class HeartbeatListener:
+    """silence: seconds without a beat. step_seconds: how long the step loop had been at its step at the last one."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        self.silence = self.step_seconds = 0.0
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(beat_endpoint(endpoint))
+
+    async def run(self) -> None:
+        """Listen until it is cancelled. Begin when the engine is ready: while it loads it has no heartbeat."""
+        while True:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    frame = await self._socket.recv()
+            except TimeoutError:
+                # Not by the clock: while this process itself stands still nobody hears the engine.
+                self.silence += _PATIENCE
+            else:
+                self.silence, self.step_seconds = 0.0, msgspec.msgpack.decode(frame, type=Beat).step_seconds
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,45 @@
+"""The engine's heartbeat."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from vlmserve.engine import heartbeat
+from vlmserve.engine.heartbeat import Beat, Heartbeat, StepClock, beat_endpoint
+
+
+def test_beats_say_how_long_a_step_takes_until_they_end(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
+    endpoint, clock = f"ipc://{tmp_path}/engine", StepClock()
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.bind(beat_endpoint(endpoint))
+        beating = Heartbeat(context, endpoint, clock)
+
+        def beat() -> float:
+            assert socket.poll(20_000)
+            return msgspec.msgpack.decode(socket.recv(), type=Beat).step_seconds
+
+        assert beat() == 0
+        clock.begin()
+        deadline = time.monotonic() + 20
+        while beat() < 0.05:
+            assert time.monotonic() < deadline
+        clock.end()
+        while beat() > 0:
+            assert time.monotonic() < deadline
+        beating.close()
+        while socket.poll(50):
+            socket.recv()
+        assert not socket.poll(50)
+
+
+def test_nobody_has_to_read_beats(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.0005)
+    with zmq.Context() as context:
+        beating = Heartbeat(context, f"ipc://{tmp_path}/engine", StepClock())
+        time.sleep(0.1)
+        beating.close()
