@@ -15,12 +15,24 @@ from setuptools.errors import CompileError
 SOURCES = Path("src/vlmserve/kernels/csrc")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-ISAS: dict[str, list[str]] = {"portable": []}
-if platform.machine() in ("x86_64", "AMD64"):
-    # Hardly a processor needs these, and they take longest to optimize.
-    ISAS["portable"] = ["-O1"]
-    VNNI = [*AVX512, "-mavx512vnni"]
-    ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512_vnni": VNNI, "avx512_bf16": [*VNNI, "-mavx512bf16"]}
+VNNI = [*AVX512, "-mavx512vnni"]
+# The last of each machine's runs everywhere; one that is too new for the compiler is left out.
+ISAS: dict[str, list[str]] = {
+    "x86_64": {
+        "avx512_bf16": [*VNNI, "-mavx512bf16"],
+        "avx512_vnni": VNNI,
+        "avx512": AVX512,
+        "avx2_vnni": [*AVX2, "-mavxvnni"],
+        "avx2": AVX2,
+        # Hardly a processor needs these, and they take longest to optimize.
+        "portable": ["-O1"],
+    },
+    "aarch64": {
+        "neon_bf16": ["-march=armv8.6-a"],
+        "neon_dot": ["-march=armv8.2-a+dotprod"],
+        "neon": [],
+    },
+}.get({"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine()), {"portable": []})
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 if os.environ.get("VLMSERVE_SANITIZE"):
     FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1"]
@@ -43,7 +55,7 @@ class BuildKernels(build_ext):
                     extra_postargs=[*FLAGS, *OPENMP, *ISAS[isa]],
                 )
             except CompileError:
-                if isa == "portable":
+                if isa == [*ISAS][-1]:
                     raise
                 return []  # too new for this compiler
 

@@ -1,9 +1,9 @@
 // Paged attention: new keys and values go into their slots, then queries meet all that they can see.
 //
-// A block holds, for each head, tiles of 16 tokens. A tile of keys lies as [head_size / pair][16][pair], so that a vector
-// is 16 tokens and a broadcast query gives 16 scores without sums across lanes; one of values lies as
+// A block holds, for each head, tiles of 16 tokens. A tile of keys lies as [head_size / pair][16][pair], so that the lanes
+// of a vector are tokens and a broadcast query gives scores without sums across lanes; one of values lies as
 // [16 / pair][columns][pair], columns being head_size rounded up to 16. A block size that is no multiple of 16 leaves
-// lanes of its last tile unused.
+// tokens of its last tile unused.
 //
 // The query heads that share a head of keys are rows of one matrix, row = token * group + head of the group, so that
 // decodes and prompts are the same work: some rows against a range of tiles. Scores are kept for CHUNK tokens at a time,
@@ -18,32 +18,22 @@
 namespace {
 
 constexpr long CHUNK_TILES = 16;
-constexpr long CHUNK = CHUNK_TILES * LANES;
+constexpr long CHUNK = CHUNK_TILES * TOKENS;
 constexpr float LOWEST = -3.0e38f;
 
-INLINE void keep_first_of_pair(Float32::Weights&) {}
-#if defined(__AVX512BF16__)
-INLINE void keep_first_of_pair(BFloat16::Weights& w) { w = _mm512_and_si512(w, _mm512_set1_epi32(0xffff)); }
-#else
-INLINE void keep_first_of_pair(BFloat16::Weights& w) { w.odd = f32x16{}; }
-#endif
-
 // Weights as `Format::Input`s: pairs of bfloat16 where the processor multiplies such pairs, else floats.
-INLINE void store_probabilities(float* to, f32x16 p) { store(to, p); }
-#if defined(__AVX512BF16__)
-INLINE void store_probabilities(BFloat16::Input* to, f32x16 p) {
-    u16x16 bits = round_to_bf16(p);
-    __builtin_memcpy(to, &bits, sizeof bits);
+INLINE void store_probabilities(float* to, f32v p) { store(to, p); }
+INLINE void store_probabilities(std::uint32_t* to, f32v p) { store(reinterpret_cast<bf16*>(to), p); }
+template <class Pair>
+INLINE void store_probabilities(Pair* to, f32v p) {
+    store(to->values, p);
 }
-#else
-INLINE void store_probabilities(BFloat16::Input* to, f32x16 p) { __builtin_memcpy(to, &p, sizeof p); }
-#endif
 
 // One thread's part of the scratch.
 template <class Format>
 struct Workspace {
     typename Format::Input* query;  // blocks of rows, [units][rows of the block] each
-    float *totals, *sums, *highest;  // [rows][columns], [rows][16], [rows]
+    float *totals, *sums, *highest;  // [rows][columns], [rows][LANES], [rows]
 
     static long bytes(const AttentionArgs& args) {
         Geometry at(args);
@@ -81,8 +71,8 @@ INLINE const Element* turned(const AttentionArgs& args, const Element* row, long
     long half = args.rope_size / 2, place = (args.positions ? args.positions[token] : token) * half;
     for (long i = 0; i < half; i += LANES) {
         long count = smaller(LANES, half - i);
-        f32x16 cos = load_some(args.cos + place + i, count), sin = load_some(args.sin + place + i, count);
-        f32x16 first = load_some(row + i, count), second = load_some(row + half + i, count);
+        f32v cos = load_some(args.cos + place + i, count), sin = load_some(args.sin + place + i, count);
+        f32v first = load_some(row + i, count), second = load_some(row + half + i, count);
         store_some(buffer + i, first * cos - second * sin, count);
         store_some(buffer + half + i, second * cos + first * sin, count);
     }
@@ -97,13 +87,13 @@ void append(const AttentionArgs& args, const Geometry& at, long token, long head
     constexpr long PAIR = Format::PAIR;
     Element buffer[MAX_HEAD_SIZE];
     long slot = args.slots[token], block = slot / args.block_size, offset = slot % args.block_size;
-    long tile = (block * args.kv_heads + head) * at.tiles_per_block + offset / LANES, lane = offset % LANES;
+    long tile = (block * args.kv_heads + head) * at.tiles_per_block + offset / TOKENS, lane = offset % TOKENS;
 
     const Element* key = static_cast<const Element*>(args.key) + token * args.key_stride + head * args.head_size;
     key = turned(args, key, token, buffer);
     Element* keys = static_cast<Element*>(args.keys) + tile * at.key_tile + lane * PAIR;
     for (long unit = 0; unit < args.head_size / PAIR; ++unit)
-        __builtin_memcpy(keys + unit * LANES * PAIR, key + unit * PAIR, PAIR * sizeof(Element));
+        __builtin_memcpy(keys + unit * TOKENS * PAIR, key + unit * PAIR, PAIR * sizeof(Element));
 
     const Element* value = static_cast<const Element*>(args.value) + token * args.value_stride + head * args.head_size;
     Element* values =
@@ -114,7 +104,7 @@ void append(const AttentionArgs& args, const Geometry& at, long token, long head
 template <class Element>
 struct Tile {
     const Element *keys, *values;
-    long start, lanes;  // the position of its first token, how many tokens it has room for
+    long start, tokens;  // the position of its first token, how many tokens it has room for
 };
 
 template <class Element>
@@ -128,8 +118,8 @@ INLINE void find_tiles(const AttentionArgs& args, const Geometry& at, long seque
         long tile = (table[block] * args.kv_heads + kv_head) * at.tiles_per_block + part;
         tiles[i].keys = static_cast<const Element*>(args.keys) + tile * at.key_tile;
         tiles[i].values = static_cast<const Element*>(args.values) + tile * at.value_tile;
-        tiles[i].start = block * args.block_size + part * LANES;
-        tiles[i].lanes = smaller(LANES, args.block_size - part * LANES);
+        tiles[i].start = block * args.block_size + part * TOKENS;
+        tiles[i].tokens = smaller(TOKENS, args.block_size - part * TOKENS);
     }
 }
 
@@ -153,10 +143,11 @@ INLINE void prefetch(const Element* from) {
     __builtin_prefetch(from, 0, 2);
 }
 
-// Scores of ROWS rows with WIDE tiles of 16 tokens from the tile `first` on.
+// Scores of ROWS rows with WIDE tiles from the tile `first` on.
 template <class Format, int ROWS, int WIDE>
 INLINE void score_tiles(const Meeting<Format>& with, long first, float (*scores)[CHUNK]) {
-    constexpr long STEP = LANES * Format::PAIR;
+    constexpr long STEP = TOKENS * Format::PAIR;
+    constexpr int WIDTH = WIDE * TOKEN_VECTORS;
     const typename Format::Element *keys[WIDE], *values[WIDE];
     for (int i = 0; i < WIDE; ++i) {
         // Past the end the last one is computed again: its scores are not looked at.
@@ -164,53 +155,64 @@ INLINE void score_tiles(const Meeting<Format>& with, long first, float (*scores)
         keys[i] = tile.keys;
         values[i] = tile.values;
     }
-    f32x16 sums[ROWS][WIDE];
+    f32v sums[ROWS][WIDTH];
     for (int row = 0; row < ROWS; ++row)
-        for (int i = 0; i < WIDE; ++i) sums[row][i] = f32x16{};
+        for (int i = 0; i < WIDTH; ++i) sums[row][i] = f32v{};
     for (long unit = 0; unit < with.args.head_size / Format::PAIR; ++unit) {
-        typename Format::Weights w[WIDE];
 #pragma GCC unroll 4
-        for (int i = 0; i < WIDE; ++i) {
-            w[i] = Format::weights(keys[i] + unit * STEP);
-            prefetch(values[i] + unit * STEP);
-        }
+        for (int i = 0; i < WIDE; ++i) prefetch(values[i] + unit * STEP);
+#pragma GCC unroll 2
+        for (int step = 0; step < Format::STEPS; ++step) {
+            typename Format::Weights w[WIDTH];
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; ++i)
+                w[i] = Format::weights(keys[i / TOKEN_VECTORS] + unit * STEP + i % TOKEN_VECTORS * LANES * Format::PAIR, step);
 #pragma GCC unroll 12
-        for (int row = 0; row < ROWS; ++row) {
-            auto x = with.query[unit * ROWS + row];
-#pragma GCC unroll 4
-            for (int i = 0; i < WIDE; ++i) Format::multiply(sums[row][i], x, w[i]);
+            for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; ++i) Format::multiply(sums[row][i], with.query[unit * ROWS + row], w[i], step);
         }
     }
     for (int row = 0; row < ROWS; ++row)
-        for (int i = 0; i < WIDE; ++i) store(&scores[row][(first + i) * LANES], sums[row][i]);
+        for (int i = 0; i < WIDTH; ++i) store(&scores[row][first * TOKENS + i * LANES], sums[row][i]);
+}
+
+// The numbers of lanes, from `first` on.
+INLINE i32v lanes_from(long first) {
+    i32v lanes{};
+    for (int i = 0; i < LANES; ++i) lanes[i] = i;
+    return lanes + static_cast<std::int32_t>(first);
 }
 
 // Scores of one row to weights, with the running maximum and sum. Returns what totals so far are to be scaled by.
 template <class Format>
 INLINE float weigh(const Meeting<Format>& with, long row, float* scores, typename Format::Input* probabilities) {
     const AttentionArgs& args = with.args;
-    constexpr i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     long position = with.before + (with.first_row + row) / with.at.group, oldest = first_visible(args, position);
     float scale = args.soft_cap > 0 ? args.scale / args.soft_cap : args.scale * LOG2_E;
-    f32x16 most = broadcast(LOWEST);
+    f32v most = broadcast(LOWEST);
     for (long i = 0; i < with.num_tiles; ++i) {
         const auto& tile = with.tiles[i];
-        f32x16 score = load(scores + i * LANES) * scale;
-        if (args.soft_cap > 0) score = hyperbolic_tangent(score) * (args.soft_cap * LOG2_E);
-        long end = smaller(tile.lanes, position + 1 - tile.start), start = oldest - tile.start;
-        if (start > 0 || end < LANES) {
-            i32x16 seen = (LANE < static_cast<std::int32_t>(larger(end, 0))) & (LANE >= static_cast<std::int32_t>(smaller(start, LANES)));
-            score = choose(seen, score, broadcast(-__builtin_inff()));
+        long end = larger(smaller(tile.tokens, position + 1 - tile.start), 0), start = smaller(oldest - tile.start, TOKENS);
+        for (int part = 0; part < TOKEN_VECTORS; ++part) {
+            float* place = scores + i * TOKENS + part * LANES;
+            f32v score = load(place) * scale;
+            if (args.soft_cap > 0) score = hyperbolic_tangent(score) * (args.soft_cap * LOG2_E);
+            if (start > 0 || end < TOKENS) {
+                i32v token = lanes_from(part * LANES);
+                i32v seen = (token < static_cast<std::int32_t>(end)) & (token >= static_cast<std::int32_t>(start));
+                score = choose(seen, score, broadcast(-__builtin_inff()));
+            }
+            store(place, score);
+            most = choose(score > most, score, most);
         }
-        store(scores + i * LANES, score);
-        most = choose(score > most, score, most);
     }
     float highest = largest(most), before = with.highest[row];
     if (before > highest) highest = before;
     float decay = power_of_two(before - highest);
-    f32x16 sums = load(with.sums + row * LANES) * decay;
-    for (long i = 0; i < with.num_tiles; ++i) {
-        f32x16 p = power_of_two(load(scores + i * LANES) - highest);
+    f32v sums = load(with.sums + row * LANES) * decay;
+    for (long i = 0; i < with.num_tiles * TOKEN_VECTORS; ++i) {
+        f32v p = power_of_two(load(scores + i * LANES) - highest);
         sums += p;
         store_probabilities(probabilities + i * (LANES / Format::PAIR), p);
     }
@@ -219,54 +221,58 @@ INLINE float weigh(const Meeting<Format>& with, long row, float* scores, typenam
     return decay;
 }
 
-// totals[:, column ...] = totals * decays + probabilities times WIDE vectors of the values' columns.
-template <class Format, int ROWS, int WIDE>
+// totals[:, column ...] = totals * decays + probabilities times WIDTH vectors of the values' columns.
+template <class Format, int ROWS, int WIDTH>
 INLINE void add_values(const Meeting<Format>& with, const typename Format::Input (*probabilities)[CHUNK / Format::PAIR],
                        const float* decays, long column, long seen_of_last) {
-    constexpr long PAIR = Format::PAIR, UNITS = LANES / PAIR;
+    constexpr long PAIR = Format::PAIR, UNITS = TOKENS / PAIR;
     const long stride = with.at.columns;
-    f32x16 totals[ROWS][WIDE];
+    f32v totals[ROWS][WIDTH];
     for (int row = 0; row < ROWS; ++row)
-        for (int i = 0; i < WIDE; ++i) totals[row][i] = load(with.totals + row * stride + column + i * LANES) * decays[row];
-    auto add = [&](const typename Format::Element* values, long place, bool half) __attribute__((always_inline)) {
-        typename Format::Weights w[WIDE];
-#pragma GCC unroll 4
-        for (int i = 0; i < WIDE; ++i) {
-            w[i] = Format::weights(values + i * LANES * PAIR);
-            // What lies behind a sequence's last token may be anything, and 0 times anything is not 0.
-            if (half) keep_first_of_pair(w[i]);
-        }
+        for (int i = 0; i < WIDTH; ++i) totals[row][i] = load(with.totals + row * stride + column + i * LANES) * decays[row];
+    auto add = [&](const typename Format::Element* values, long place, auto half) __attribute__((always_inline)) {
+        // What lies behind a sequence's last token may be anything, and 0 times anything is not 0.
+        constexpr bool HALF = decltype(half)::value;
+#pragma GCC unroll 2
+        for (int step = 0; step < (HALF ? 1 : Format::STEPS); ++step) {
+            typename Format::Weights w[WIDTH];
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; ++i) {
+                const auto* from = values + i * LANES * PAIR;
+                w[i] = HALF ? Format::first_of_pair(from) : Format::weights(from, step);
+            }
 #pragma GCC unroll 12
-        for (int row = 0; row < ROWS; ++row) {
-            auto p = probabilities[row][place];
-#pragma GCC unroll 4
-            for (int i = 0; i < WIDE; ++i) Format::multiply(totals[row][i], p, w[i]);
+            for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; ++i) Format::multiply(totals[row][i], probabilities[row][place], w[i], step);
         }
     };
     for (long t = 0; t < with.num_tiles; ++t) {
         const auto& tile = with.tiles[t];
         const auto* values = tile.values + column * PAIR;
         const auto* later = with.later[smaller(t, with.num_later - 1)].keys + column * PAIR;
-        long seen = t + 1 < with.num_tiles ? tile.lanes : seen_of_last, units = seen / PAIR;
+        long seen = t + 1 < with.num_tiles ? tile.tokens : seen_of_last, units = seen / PAIR;
         for (long unit = 0; unit < units; ++unit) {
-            for (int i = 0; i < WIDE; ++i) prefetch(later + unit * stride * PAIR + i * LANES * PAIR);
-            add(values + unit * stride * PAIR, t * UNITS + unit, false);
+            for (long line = 0; line < WIDTH * LANES * PAIR; line += 64 / static_cast<long>(sizeof *values))
+                prefetch(later + unit * stride * PAIR + line);
+            add(values + unit * stride * PAIR, t * UNITS + unit, Count<0>{});
         }
-        if (PAIR > 1 && seen % PAIR) add(values + units * stride * PAIR, t * UNITS + units, true);
+        if (PAIR > 1 && seen % PAIR) add(values + units * stride * PAIR, t * UNITS + units, Count<1>{});
     }
     for (int row = 0; row < ROWS; ++row)
-        for (int i = 0; i < WIDE; ++i) store(with.totals + row * stride + column + i * LANES, totals[row][i]);
+        for (int i = 0; i < WIDTH; ++i) store(with.totals + row * stride + column + i * LANES, totals[row][i]);
 }
 
-#if defined(__AVX512F__)
-constexpr int MAX_SUMS = 24;
-#else
-constexpr int MAX_SUMS = 6;
-#endif
+// Tiles, or as many vectors of columns as tiles have, that are computed at a time with some rows.
+constexpr int tiles_with(int rows) {
+    int tiles = 4;
+    while (tiles > 1 && rows * tiles * TOKEN_VECTORS > SUMS) tiles /= 2;
+    return tiles;
+}
 
 template <class Format, int ROWS>
 void meet(const Meeting<Format>& with) {
-    constexpr int WIDE = ROWS * 4 <= MAX_SUMS ? 4 : 2;
+    constexpr int WIDE = tiles_with(ROWS), WIDTH = WIDE * TOKEN_VECTORS;
     alignas(64) float scores[ROWS][CHUNK];
     alignas(64) typename Format::Input probabilities[ROWS][CHUNK / Format::PAIR];
     float decays[ROWS];
@@ -275,11 +281,11 @@ void meet(const Meeting<Format>& with) {
 
     const auto& last = with.tiles[with.num_tiles - 1];
     long newest = with.before + (with.first_row + ROWS - 1) / with.at.group;
-    long seen = smaller(last.lanes, newest + 1 - last.start), column = 0;
-    for (; column + WIDE * LANES <= with.at.columns; column += WIDE * LANES)
-        add_values<Format, ROWS, WIDE>(with, probabilities, decays, column, seen);
-    for (; column < with.at.columns; column += LANES)
-        add_values<Format, ROWS, 1>(with, probabilities, decays, column, seen);
+    long seen = smaller(last.tokens, newest + 1 - last.start), column = 0;
+    for (; column + WIDTH * LANES <= with.at.columns; column += WIDTH * LANES)
+        add_values<Format, ROWS, WIDTH>(with, probabilities, decays, column, seen);
+    for (; column < with.at.columns; column += TOKENS)
+        add_values<Format, ROWS, TOKEN_VECTORS>(with, probabilities, decays, column, seen);
 }
 
 // An item's queries of one head of keys, turned, as [units][rows of the block] for each block of rows.
@@ -388,7 +394,7 @@ void merge_pieces(const AttentionArgs& args, const Geometry& at, const Item& ite
             float share = power_of_two(other[place] - highest);
             weight += share * other[place + item.all_rows()];
             for (long column = row * at.columns; column < (row + 1) * at.columns; column += LANES) {
-                f32x16 added = load(other + column) * share;
+                f32v added = load(other + column) * share;
                 store(totals + column, piece ? load(totals + column) + added : added);
             }
         }

@@ -6,6 +6,10 @@
 
 namespace {
 
+// Positions whose keys and values lie together in the cache.
+constexpr long TOKENS = 16;
+constexpr int TOKEN_VECTORS = TOKENS / LANES;
+
 // Rows of one item: several blocks of rows read a chunk of keys and values while it is in a first-level cache.
 constexpr long ITEM_ROWS = 48;
 // Up to so many rows, an item takes several heads: those of a block lie side by side, and memory that is read in long
@@ -24,13 +28,13 @@ struct Geometry {
 
     explicit Geometry(const AttentionArgs& args)
         : group(args.heads / args.kv_heads),
-          columns((args.head_size + LANES - 1) / LANES * LANES),
-          tiles_per_block((args.block_size + LANES - 1) / LANES),
-          key_tile(args.head_size * LANES),
-          value_tile(columns * LANES) {}
+          columns((args.head_size + TOKENS - 1) / TOKENS * TOKENS),
+          tiles_per_block((args.block_size + TOKENS - 1) / TOKENS),
+          key_tile(args.head_size * TOKENS),
+          value_tile(columns * TOKENS) {}
 
     long tile_of(const AttentionArgs& args, long position) const {
-        return position / args.block_size * tiles_per_block + position % args.block_size / LANES;
+        return position / args.block_size * tiles_per_block + position % args.block_size / TOKENS;
     }
 };
 
@@ -84,7 +88,7 @@ INLINE void each_item(const AttentionArgs& args, const Geometry& at, Visit visit
 
 INLINE long cost_of(const Item& item) { return (item.high - item.low) * (item.rows + TILE_COST) * item.heads; }
 
-INLINE long partial_floats(const Geometry& at, long rows) { return (rows * (at.columns + 2) + LANES - 1) / LANES * LANES; }
+INLINE long partial_floats(const Geometry& at, long rows) { return (rows * (at.columns + 2) + TOKENS - 1) / TOKENS * TOKENS; }
 
 // Cuts the items that are too long for one thread. Writes them to `items` unless that is null.
 INLINE Plan plan_items(const AttentionArgs& args, const Geometry& at, Item* items) {

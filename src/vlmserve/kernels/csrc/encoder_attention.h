@@ -49,10 +49,10 @@ private:
     }
 };
 
-INLINE void store_weights(float* to, const f32x16 (&p)[1]) { store(to, p[0]); }
-INLINE void store_weights(bf16* to, const f32x16 (&p)[2]) {
-    u32x16 pairs = __builtin_convertvector(round_to_bf16(p[0]), u32x16) |
-                   __builtin_convertvector(round_to_bf16(p[1]), u32x16) << 16;
+INLINE void store_weights(float* to, const f32v (&p)[1]) { store(to, p[0]); }
+INLINE void store_weights(bf16* to, const f32v (&p)[2]) {
+    u32v pairs = __builtin_convertvector(round_to_bf16(p[0]), u32v) |
+                   __builtin_convertvector(round_to_bf16(p[1]), u32v) << 16;
     __builtin_memcpy(to, &pairs, sizeof pairs);
 }
 
@@ -78,7 +78,7 @@ struct EncoderAttention {
         for (; first < last; first += TILE) {
             long queries = smaller(TILE, last - first);
             rearrange_queries(first, queries);
-            f32x16 highest[2], totals[2];
+            f32v highest[VECTORS], totals[VECTORS];
             score(highest);
             weigh(highest, totals);
             mix(totals);
@@ -134,49 +134,52 @@ struct EncoderAttention {
         }
     }
 
-    void score(f32x16 (&highest)[2]) {
-        highest[0] = highest[1] = broadcast(-__builtin_inff());
+    void score(f32v (&highest)[VECTORS]) {
+        for (f32v& most : highest) most = broadcast(-__builtin_inff());
+        long units = args.head_size / PAIR;
         for (long block = 0; block < num_blocks(args.length); ++block) {
             long first = block_start(args.length, block);
             with_rows<BLOCK>(block_start(args.length, block + 1) - first, [&](auto rows) {
                 constexpr int ROWS = decltype(rows)::value;
-                f32x16 sums[ROWS][2];
-                multiply_block<Format, ROWS>(own.keys + first * (args.head_size / PAIR), own.queries, args.head_size, sums);
+                f32v sums[ROWS][VECTORS];
+                clear(sums);
+                multiply_tile<Format>(own.keys + first * units, own.queries, units, sums);
                 for (long row = 0; row < ROWS; ++row)
-                    for (int half = 0; half < 2; ++half) {
-                        highest[half] = sums[row][half] > highest[half] ? sums[row][half] : highest[half];
-                        store(own.scores + (first + row) * TILE + half * LANES, sums[row][half]);
+                    for (int vector = 0; vector < VECTORS; ++vector) {
+                        highest[vector] = sums[row][vector] > highest[vector] ? sums[row][vector] : highest[vector];
+                        store(own.scores + (first + row) * TILE + vector * LANES, sums[row][vector]);
                     }
             });
         }
     }
 
-    void weigh(const f32x16 (&highest)[2], f32x16 (&totals)[2]) {
+    void weigh(const f32v (&highest)[VECTORS], f32v (&totals)[VECTORS]) {
         float scale = args.scale * LOG2_E;
-        f32x16 most[2] = {highest[0] * scale, highest[1] * scale};
-        totals[0] = totals[1] = f32x16{};
+        for (f32v& total : totals) total = f32v{};
         for (long unit = 0; unit < token_units; ++unit)
-            for (int half = 0; half < 2; ++half) {
-                const float* scores = own.scores + unit * PAIR * TILE + half * LANES;
-                f32x16 p[PAIR] = {power_of_two(load(scores) * scale - most[half])};
+            for (int vector = 0; vector < VECTORS; ++vector) {
+                const float* scores = own.scores + unit * PAIR * TILE + vector * LANES;
+                f32v p[PAIR] = {power_of_two(load(scores) * scale - highest[vector] * scale)};
                 if (PAIR > 1 && unit * PAIR + 1 < args.length)
-                    p[PAIR - 1] = power_of_two(load(scores + (PAIR - 1) * TILE) * scale - most[half]);
-                for (long i = 0; i < PAIR; ++i) totals[half] += p[i];
-                store_weights(own.weights + (unit * TILE + half * LANES) * PAIR, p);
+                    p[PAIR - 1] = power_of_two(load(scores + (PAIR - 1) * TILE) * scale - highest[vector] * scale);
+                for (long i = 0; i < PAIR; ++i) totals[vector] += p[i];
+                store_weights(own.weights + (unit * TILE + vector * LANES) * PAIR, p);
             }
     }
 
-    void mix(const f32x16 (&totals)[2]) {
-        f32x16 shares[2] = {1.0f / totals[0], 1.0f / totals[1]};
+    void mix(const f32v (&totals)[VECTORS]) {
+        f32v shares[VECTORS];
+        for (int vector = 0; vector < VECTORS; ++vector) shares[vector] = 1.0f / totals[vector];
         for (long block = 0; block < num_blocks(args.head_size); ++block) {
             long first = block_start(args.head_size, block);
             with_rows<BLOCK>(block_start(args.head_size, block + 1) - first, [&](auto rows) {
                 constexpr int ROWS = decltype(rows)::value;
-                f32x16 sums[ROWS][2];
-                multiply_block<Format, ROWS>(own.values + first * token_units, own.weights, token_units * PAIR, sums);
+                f32v sums[ROWS][VECTORS];
+                clear(sums);
+                multiply_tile<Format>(own.values + first * token_units, own.weights, token_units, sums);
                 for (long row = 0; row < ROWS; ++row)
-                    for (int half = 0; half < 2; ++half)
-                        store(own.scores + (first + row) * TILE + half * LANES, sums[row][half] * shares[half]);
+                    for (int vector = 0; vector < VECTORS; ++vector)
+                        store(own.scores + (first + row) * TILE + vector * LANES, sums[row][vector] * shares[vector]);
             });
         }
     }
@@ -184,7 +187,7 @@ struct EncoderAttention {
     void write(long first, long queries) {
         for (long query = 0; query < queries; ++query)
             for (long i = 0; i < args.head_size; i += LANES) {
-                f32x16 features;
+                f32v features;
                 for (int lane = 0; lane < LANES; ++lane) features[lane] = own.scores[(i + lane) * TILE + query];
                 store_some(y + (first + query) * width + i, features, smaller(LANES, args.head_size - i));
             }

@@ -12,68 +12,91 @@
 
 namespace {
 
-constexpr long LANES = 16;
-constexpr long TILE = 2 * LANES;
+constexpr long TILE = 32;
+constexpr int VECTORS = TILE / LANES;  // of a tile
 
-#if defined(__AVX512F__)
-constexpr int BLOCK = 12;  // 24 sums, of 32 registers
-#elif defined(__AVX2__)
-constexpr int BLOCK = 3;  // 6 sums of two registers each, of 16
-#else
-constexpr int BLOCK = 4;
-#endif
+// Sums that stay in registers, beside weights and an input.
+constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
+// Rows of a block: with so many, two vectors of a tile (four of the short ones of 32 registers) fill the registers.
+constexpr int BLOCK = LANES == 16 ? 12 : 6;
 
-// Inputs of the rows that stay in a second-level cache while the tiles pass by.
+// Vectors of a tile that are computed at a time with some rows, a divisor of all.
+constexpr int vectors_with(int rows, int sums = SUMS) {
+    int vectors = VECTORS;
+    while (vectors > 1 && rows * vectors > sums) vectors /= 2;
+    return vectors;
+}
+
+// Inputs of the rows that stay in a second-level cache while the tiles pass by, and how many rows they are at most.
 constexpr long CACHED_BYTES = 256 * 1024;
+constexpr long CACHED_ROWS = 96;
+
+// Weights that stay in a first-level cache while many rows pass by.
+constexpr long CHUNK_BYTES = 16 * 1024;
 
 // How far ahead of its use a weight is asked for: what a core reads while memory answers.
 constexpr long PREFETCH_BYTES = 3072;
 
+// What a product multiplies: `Weights` are a vector of them, as step `step` of STEPS reads it out of a unit of PAIR inputs.
 struct Float32 {
     typedef float Element;
     typedef float Input;
-    typedef f32x16 Weights;
+    typedef f32v Weights;
     static constexpr long PAIR = 1;
+    static constexpr int STEPS = 1;
     INLINE Input input(const Element* x) { return *x; }
-    INLINE Weights weights(const Element* packed) { return load(packed); }
-    INLINE void multiply(f32x16& sum, Input x, Weights w) { sum += x * w; }
+    INLINE Weights weights(const Element* packed, int) { return load(packed); }
+    INLINE Weights first_of_pair(const Element* packed) { return load(packed); }
+    INLINE void multiply(f32v& sum, const Input& x, Weights w, int) { sum += x * w; }
 };
 
 struct BFloat16 {
     typedef bf16 Element;
     static constexpr long PAIR = 2;
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    // An instruction multiplies pairs.
     typedef std::uint32_t Input;
-    typedef __m512i Weights;
+    typedef u32v Weights;
+    static constexpr int STEPS = 1;
     INLINE Input input(const Element* x) {
         Input pair;
         __builtin_memcpy(&pair, x, sizeof pair);
         return pair;
     }
-    INLINE Weights weights(const Element* packed) { return _mm512_loadu_si512(packed); }
-    INLINE void multiply(f32x16& sum, Input x, Weights w) {
-        __m512i pair = _mm512_set1_epi32(static_cast<int>(x));
-        sum = bit_cast<f32x16>(
+    INLINE Weights weights(const Element* packed, int) {
+        Weights pairs;
+        __builtin_memcpy(&pairs, packed, sizeof pairs);
+        return pairs;
+    }
+    INLINE Weights first_of_pair(const Element* packed) { return weights(packed, 0) & 0xffffu; }
+    INLINE void multiply(f32v& sum, const Input& x, Weights w, int) {
+        u32v pair = x - u32v{};
+#if defined(__AVX512BF16__)
+        sum = bit_cast<f32v>(
             _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(pair), bit_cast<__m512bh>(w)));
+#else
+        sum = bit_cast<f32v>(
+            vbfdotq_f32(bit_cast<float32x4_t>(sum), bit_cast<bfloat16x8_t>(w), bit_cast<bfloat16x8_t>(pair)));
+#endif
     }
 #else
     struct Input {
-        float even, odd;
+        float values[2];
     };
-    struct Weights {
-        f32x16 even, odd;
-    };
-    INLINE Input input(const Element* x) { return {to_float(x[0]), to_float(x[1])}; }
-    INLINE Weights weights(const Element* packed) {
-        u32x16 pairs;
+    typedef f32v Weights;
+    static constexpr int STEPS = 2;
+    INLINE Input input(const Element* x) { return {{to_float(x[0]), to_float(x[1])}}; }
+    INLINE Weights weights(const Element* packed, int step) {
+        u32v pairs;
         __builtin_memcpy(&pairs, packed, sizeof pairs);
-        return {bit_cast<f32x16>(pairs << 16), bit_cast<f32x16>(pairs & 0xffff0000u)};
+        return bit_cast<f32v>(step == 0 ? pairs << 16 : pairs & 0xffff0000u);
     }
-    INLINE void multiply(f32x16& sum, Input x, Weights w) { sum += x.even * w.even + x.odd * w.odd; }
+    INLINE Weights first_of_pair(const Element* packed) { return weights(packed, 0); }
+    INLINE void multiply(f32v& sum, const Input& x, Weights w, int step) { sum += x.values[step] * w; }
 #endif
 };
 
-INLINE long features_of_tile(bool gated) { return gated ? LANES : TILE; }
+INLINE long features_of_tile(bool gated) { return gated ? TILE / 2 : TILE; }
 INLINE long num_tiles(long out, bool gated) {
     long features = gated ? out / 2 : out, each = features_of_tile(gated);
     return (features + each - 1) / each;
@@ -108,26 +131,54 @@ void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long blo
     }
 }
 
-template <class Format, int ROWS>
-INLINE void multiply_block(const typename Format::Input* x, const typename Format::Element* tile, long in,
-                           f32x16 (&sums)[ROWS][2]) {
-    for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = f32x16{};
-    for (long unit = 0; unit < in / Format::PAIR; ++unit) {
-        const auto* place = tile + unit * Format::PAIR * TILE;
-        for (long line = 0; line < TILE * static_cast<long>(sizeof *place) * Format::PAIR; line += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(place) + PREFETCH_BYTES + line);
-        typename Format::Weights first = Format::weights(place);
-        typename Format::Weights second = Format::weights(place + LANES * Format::PAIR);
+// Adds the products of ROWS rows with WIDTH vectors of a tile, from `weights` on, to `sums`.
+template <class Format, int ROWS, int WIDTH>
+INLINE void multiply_vectors(const typename Format::Input* x, const typename Format::Element* weights, long units,
+                             f32v (&sums)[ROWS][WIDTH]) {
+    constexpr long LINE = 64 / static_cast<long>(sizeof *weights);
+    for (long unit = 0; unit < units; ++unit, weights += Format::PAIR * TILE, x += ROWS) {
+        for (long line = 0; line < WIDTH * LANES * Format::PAIR; line += LINE)
+            __builtin_prefetch(reinterpret_cast<const char*>(weights + line) + PREFETCH_BYTES);
+#pragma GCC unroll 2
+        for (int step = 0; step < Format::STEPS; ++step) {
+            typename Format::Weights w[WIDTH];
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; ++i) w[i] = Format::weights(weights + i * LANES * Format::PAIR, step);
 #pragma GCC unroll 12
-        for (int row = 0; row < ROWS; ++row) {
-            Format::multiply(sums[row][0], x[unit * ROWS + row], first);
-            Format::multiply(sums[row][1], x[unit * ROWS + row], second);
+            for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; ++i) Format::multiply(sums[row][i], x[row], w[i], step);
         }
     }
 }
 
+// Adds the products of a block of rows with a tile to `sums`, as many vectors at a time as registers hold.
+template <class Format, int ROWS>
+INLINE void multiply_tile(const typename Format::Input* x, const typename Format::Element* weights, long units,
+                          f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS);
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        f32v part[ROWS][WIDTH];
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; ++i) part[row][i] = sums[row][first + i];
+        multiply_vectors<Format, ROWS, WIDTH>(x, weights + first * LANES * Format::PAIR, units, part);
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = part[row][i];
+    }
+}
+
+template <int ROWS>
+INLINE void clear(f32v (&sums)[ROWS][VECTORS]) {
+    for (int row = 0; row < ROWS; ++row)
+        for (int i = 0; i < VECTORS; ++i) sums[row][i] = f32v{};
+}
+
 template <class Out, class Element>
-INLINE void finish(const LinearArgs& args, long row, long column, long columns, f32x16 value) {
+INLINE void finish(const LinearArgs& args, long row, long column, long columns, f32v value) {
     if (columns <= 0) return;
     columns = smaller(columns, LANES);
     long place = row * args.y_stride + column;
@@ -137,61 +188,98 @@ INLINE void finish(const LinearArgs& args, long row, long column, long columns, 
 
 // What follows the product: bias, activation, gates, residual.
 template <class Out, class Element, int ROWS>
-INLINE void finish_block(const LinearArgs& args, long row, long tile, const f32x16 (&sums)[ROWS][2]) {
+INLINE void finish_block(const LinearArgs& args, long row, long tile, const f32v (&sums)[ROWS][VECTORS]) {
     if (args.gated) {
-        long column = tile * LANES, columns = args.out / 2 - column;
-        for (int i = 0; i < ROWS; ++i)
-            finish<Out, Element>(args, row + i, column, columns, activate(args.activation, sums[i][0]) * sums[i][1]);
+        for (int vector = 0; vector < VECTORS / 2; ++vector) {
+            long column = tile * (TILE / 2) + vector * LANES, columns = args.out / 2 - column;
+            for (int i = 0; i < ROWS; ++i)
+                finish<Out, Element>(args, row + i, column, columns,
+                                     activate(args.activation, sums[i][vector]) * sums[i][VECTORS / 2 + vector]);
+        }
         return;
     }
-    for (int half = 0; half < 2; ++half) {
-        long column = tile * TILE + half * LANES, columns = args.out - column;
-        f32x16 bias{};
+    for (int vector = 0; vector < VECTORS; ++vector) {
+        long column = tile * TILE + vector * LANES, columns = args.out - column;
+        f32v bias{};
         if (args.bias && columns > 0)
             bias = load_some(static_cast<const Element*>(args.bias) + column, smaller(columns, LANES));
         for (int i = 0; i < ROWS; ++i)
-            finish<Out, Element>(args, row + i, column, columns, activate(args.activation, sums[i][half] + bias));
+            finish<Out, Element>(args, row + i, column, columns, activate(args.activation, sums[i][vector] + bias));
     }
 }
 
-template <class Format, class Out, int ROWS>
-void run_block(const LinearArgs& args, const typename Format::Input* x, long row, long tile) {
-    typedef typename Format::Element Element;
-    f32x16 sums[ROWS][2];
-    multiply_block<Format, ROWS>(x, static_cast<const Element*>(args.weight) + tile * TILE * args.in, args.in, sums);
-    finish_block<Out, Element>(args, row, tile, sums);
-}
-
 // A product, by the team of threads that calls it: `prepare(block)` for each block of rows (of at most MOST), then
-// `multiply(rows, row, tile)` for each tile with each block, `rows` being a `Count`. row_bytes: what a prepared row takes.
+// `multiply(tile, first, last)` for each tile with a range of blocks. row_bytes: what a prepared row takes.
 template <int MOST, class Prepare, class Multiply>
 INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, Multiply multiply) {
     long blocks = num_blocks(args.rows, MOST), tiles = num_tiles(args.out, args.gated);
-    long cached_blocks = larger(1, CACHED_BYTES / (row_bytes * MOST));
+    long cached_blocks = larger(1, smaller(CACHED_BYTES / (row_bytes * MOST), CACHED_ROWS / MOST));
 #pragma omp for schedule(static)
     for (long block = 0; block < blocks; ++block) prepare(block);
     // Every thread has its own tiles, so that each weight is read by one core.
     for (long first = 0; first < blocks; first += cached_blocks) {
         long last = smaller(blocks, first + cached_blocks);
 #pragma omp for schedule(static) nowait
-        for (long tile = 0; tile < tiles; ++tile)
-            for (long block = first; block < last; ++block) {
-                long row = block_start(args.rows, block, MOST), end = block_start(args.rows, block + 1, MOST);
-                with_rows<MOST>(end - row, [&](auto rows) { multiply(rows, row, tile); });
-            }
+        for (long tile = 0; tile < tiles; ++tile) multiply(tile, first, last);
     }
 #pragma omp barrier
+}
+
+// One block of rows with a tile, from its beginning to its end.
+template <class Format, class Out>
+INLINE void run_block(const LinearArgs& args, const typename Format::Input* inputs, long tile, long block) {
+    typedef typename Format::Element Element;
+    long row = block_start(args.rows, block), units = args.in / Format::PAIR;
+    with_rows<BLOCK>(block_start(args.rows, block + 1) - row, [&](auto rows) {
+        f32v sums[decltype(rows)::value][VECTORS];
+        clear(sums);
+        const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
+        multiply_tile<Format>(inputs + row * units, weights, units, sums);
+        finish_block<Out, Element>(args, row, tile, sums);
+    });
+}
+
+// Several blocks of rows with a tile, a chunk of its weights at a time.
+template <class Format, class Out>
+void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, long tile, long first, long last) {
+    typedef typename Format::Element Element;
+    constexpr long CHUNK = CHUNK_BYTES / (Format::PAIR * TILE * static_cast<long>(sizeof(Element)));
+    alignas(64) float kept[CACHED_ROWS][TILE];
+    const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
+    long units = args.in / Format::PAIR, first_row = block_start(args.rows, first);
+    for (long unit = 0; unit < units; unit += CHUNK)
+        for (long block = first; block < last; ++block) {
+            long row = block_start(args.rows, block), chunk = smaller(CHUNK, units - unit);
+            with_rows<BLOCK>(block_start(args.rows, block + 1) - row, [&](auto rows) {
+                constexpr int ROWS = decltype(rows)::value;
+                f32v sums[ROWS][VECTORS];
+                float(*own)[TILE] = kept + (row - first_row);
+                if (unit == 0)
+                    clear(sums);
+                else
+                    for (int i = 0; i < ROWS; ++i)
+                        for (int j = 0; j < VECTORS; ++j) sums[i][j] = load(own[i] + j * LANES);
+                multiply_tile<Format>(inputs + row * units + unit * ROWS, weights + unit * Format::PAIR * TILE, chunk, sums);
+                if (unit + chunk == units) return finish_block<Out, Element>(args, row, tile, sums);
+                for (int i = 0; i < ROWS; ++i)
+                    for (int j = 0; j < VECTORS; ++j) store(own[i] + j * LANES, sums[i][j]);
+            });
+        }
 }
 
 template <class Format, class Out>
 void multiply(const LinearArgs& args) {
     auto* inputs = static_cast<typename Format::Input*>(args.scratch);
-    long units = args.in / Format::PAIR;
+    long row_bytes = args.in / Format::PAIR * static_cast<long>(sizeof(typename Format::Input));
     each_tile<BLOCK>(
-        args, units * static_cast<long>(sizeof(typename Format::Input)),
-        [&](long block) { rearrange_rows<Format>(args, inputs, block); },
-        [&](auto rows, long row, long tile) {
-            run_block<Format, Out, decltype(rows)::value>(args, inputs + row * units, row, tile);
+        args, row_bytes, [&](long block) { rearrange_rows<Format>(args, inputs, block); },
+        [&](long tile, long first, long last) {
+            // Where a tile is gone through once, it goes past the first-level cache.
+            long rows = block_start(args.rows, first + 1) - block_start(args.rows, first);
+            if (last - first == 1 && vectors_with(static_cast<int>(rows)) == VECTORS)
+                run_block<Format, Out>(args, inputs, tile, first);
+            else
+                run_blocks<Format, Out>(args, inputs, tile, first, last);
         });
 }
 

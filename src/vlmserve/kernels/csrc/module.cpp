@@ -7,58 +7,14 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "table.h"
-
-#define DECLARE(isa) extern const Kernels kernels_##isa;
-DECLARE(portable)
-#if defined(VLMSERVE_WITH_avx2)
-DECLARE(avx2)
-#endif
-#if defined(VLMSERVE_WITH_avx512)
-DECLARE(avx512)
-#endif
-#if defined(VLMSERVE_WITH_avx512_vnni)
-DECLARE(avx512_vnni)
-#endif
-#if defined(VLMSERVE_WITH_avx512_bf16)
-DECLARE(avx512_bf16)
-#endif
+#include "isas.h"
 
 namespace {
 
-const Kernels* selected = &kernels_portable;
+const Kernels* selected = nullptr;
 
 // Calls with less work than this keep Python's lock: taking it back could take longer than the work.
 constexpr long LONG_WORK = 1L << 24;
-
-constexpr int MOST_ISAS = 5;
-
-// What this processor can run and this build has, the best first.
-int supported(const Kernels** found) {
-    int count = 0;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    (void)vnni;
-#if defined(VLMSERVE_WITH_avx512_bf16)
-    if (vnni && __builtin_cpu_supports("avx512bf16")) found[count++] = &kernels_avx512_bf16;
-#endif
-#if defined(VLMSERVE_WITH_avx512_vnni)
-    if (vnni) found[count++] = &kernels_avx512_vnni;
-#endif
-#if defined(VLMSERVE_WITH_avx512)
-    if (avx512) found[count++] = &kernels_avx512;
-#endif
-#if defined(VLMSERVE_WITH_avx2)
-    if (avx2) found[count++] = &kernels_avx2;
-#endif
-#endif
-    found[count++] = &kernels_portable;
-    return count;
-}
 
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {

@@ -12,9 +12,9 @@ void norm_row(const NormArgs& args, long row) {
     T* y = static_cast<T*>(args.y) + row * args.size;
     const T* weight = static_cast<const T*>(args.weight);
     const T* bias = static_cast<const T*>(args.bias);
-    f32x16 squares{}, sums{};
-    for (long i = 0; i < args.size; i += 16) {
-        f32x16 value = load_some(x + i, smaller(16, args.size - i));
+    f32v squares{}, sums{};
+    for (long i = 0; i < args.size; i += LANES) {
+        f32v value = load_some(x + i, smaller(LANES, args.size - i));
         sums += value;
         squares += value * value;
     }
@@ -22,20 +22,20 @@ void norm_row(const NormArgs& args, long row) {
     if (bias) {
         mean = sum(sums) / static_cast<float>(args.size);
         // A second pass: the difference of two large numbers would be no variance.
-        f32x16 deviations{};
-        for (long i = 0; i < args.size; i += 16) {
-            long count = smaller(16, args.size - i);
-            f32x16 value = load_some(x + i, count) - mean;
-            if (count < 16)
-                for (long j = count; j < 16; ++j) value[j] = 0;
+        f32v deviations{};
+        for (long i = 0; i < args.size; i += LANES) {
+            long count = smaller(LANES, args.size - i);
+            f32v value = load_some(x + i, count) - mean;
+            if (count < LANES)
+                for (long j = count; j < LANES; ++j) value[j] = 0;
             deviations += value * value;
         }
         variance = sum(deviations) / static_cast<float>(args.size);
     }
     float scale = 1.0f / __builtin_sqrtf(variance + args.eps);
-    for (long i = 0; i < args.size; i += 16) {
-        long count = smaller(16, args.size - i);
-        f32x16 value = (load_some(x + i, count) - mean) * scale * load_some(weight + i, count);
+    for (long i = 0; i < args.size; i += LANES) {
+        long count = smaller(LANES, args.size - i);
+        f32v value = (load_some(x + i, count) - mean) * scale * load_some(weight + i, count);
         if (bias) value += load_some(bias + i, count);
         store_some(y + i, value, count);
     }

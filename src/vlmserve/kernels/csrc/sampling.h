@@ -60,10 +60,10 @@ Cut find_cut(const float* scores, const float* weights, long count, std::uint32_
 
 // The first of the highest logits.
 INLINE long first_of(const float* logits, long count, float highest) {
-    for (long i = 0; i < count; i += 16) {
-        long end = smaller(count, i + 16);
-        if (end - i == 16) {
-            i32x16 equal = load(logits + i) == highest;
+    for (long i = 0; i < count; i += LANES) {
+        long end = smaller(count, i + LANES);
+        if (end - i == LANES) {
+            i32v equal = load(logits + i) == highest;
             if (!sum(equal)) continue;
         }
         for (long j = i; j < end; ++j)
@@ -77,24 +77,24 @@ INLINE long first_of(const float* logits, long count, float highest) {
 long draw(const SamplingArgs& args, long row, float* scores, float* weights, Bin* bins) {
     const float* logits = args.logits + row * args.vocabulary;
     long count = args.vocabulary, padded = (count + SUM_CHUNK - 1) / SUM_CHUNK * SUM_CHUNK;
-    f32x16 most = broadcast(-__builtin_inff());
-    i32x16 numbers = most == most;
-    for (long i = 0; i < count; i += 16) {
-        f32x16 value = load_some(logits + i, smaller(16, count - i));
+    f32v most = broadcast(-__builtin_inff());
+    i32v numbers = most == most;
+    for (long i = 0; i < count; i += LANES) {
+        f32v value = load_some(logits + i, smaller(LANES, count - i));
         // The lanes behind the last one are 0 and must not be the maximum.
-        for (long lane = count - i; lane < 16; ++lane) value[lane] = -__builtin_inff();
+        for (long lane = count - i; lane < LANES; ++lane) value[lane] = -__builtin_inff();
         numbers &= value == value;
         most = maximum(most, value);
     }
     float highest = largest(most);
-    for (int lane = 0; lane < 16; ++lane)
+    for (int lane = 0; lane < LANES; ++lane)
         if (!numbers[lane]) return -1;
     if (!(highest > -__builtin_inff() && highest < __builtin_inff())) return -1;
     if (args.temperatures[row] == 0) return first_of(logits, count, highest);
 
-    for (long i = 0; i < padded; i += 16) {
-        f32x16 score = broadcast(-__builtin_inff());
-        if (i + 16 <= count)
+    for (long i = 0; i < padded; i += LANES) {
+        f32v score = broadcast(-__builtin_inff());
+        if (i + LANES <= count)
             score = (load(logits + i) - highest) / args.temperatures[row];
         else
             for (long lane = 0; lane < count - i; ++lane) score[lane] = (logits[i + lane] - highest) / args.temperatures[row];
@@ -124,11 +124,11 @@ long draw(const SamplingArgs& args, long row, float* scores, float* weights, Bin
     // Sums of chunks first: the one in which the number lies is all that is added up token by token.
     double sum_so_far = 0;
     for (long chunk = 0; chunk < padded; chunk += SUM_CHUNK) {
-        f32x16 sums{};
-        for (long i = chunk; i < chunk + SUM_CHUNK; i += 16) {
-            f32x16 weight = load(weights + i), score = load(scores + i);
-            i32x16 kept = (-score <= bit_cast<float>(limit)) & (weight >= args.min_ps[row]);
-            weight = choose(kept, weight, f32x16{});
+        f32v sums{};
+        for (long i = chunk; i < chunk + SUM_CHUNK; i += LANES) {
+            f32v weight = load(weights + i), score = load(scores + i);
+            i32v kept = (-score <= bit_cast<float>(limit)) & (weight >= args.min_ps[row]);
+            weight = choose(kept, weight, f32v{});
             store(weights + i, weight);
             sums += weight;
         }

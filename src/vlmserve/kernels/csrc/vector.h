@@ -1,4 +1,4 @@
-// Vectors of 16 floats in the compiler's own vector type: one source for every instruction set.
+// Vectors as wide as the machine's registers, in the compiler's own vector type: one source for every instruction set.
 //
 // Nothing here or in a file that includes this one may use the C++ library's templates: the linker could keep the copy
 // that was compiled for a newer processor than the one it runs on.
@@ -8,16 +8,36 @@
 #include <cstdint>
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float f32x4 __attribute__((vector_size(16)));
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef std::int32_t i32x16 __attribute__((vector_size(64)));
-typedef std::uint32_t u32x16 __attribute__((vector_size(64)));
-typedef std::uint16_t u16x16 __attribute__((vector_size(32)));
+// Floats in a register, and how many registers there are. A vector that is wider than a register would go through the
+// stack in every operation.
+#if defined(VLMSERVE_LANES)
+constexpr int LANES = VLMSERVE_LANES, REGISTERS = 16;
+#elif defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+
+template <class Element, int COUNT>
+struct VectorOf {
+    typedef Element Type __attribute__((vector_size(COUNT * sizeof(Element))));
+};
+
+typedef VectorOf<float, LANES>::Type f32v;
+typedef VectorOf<std::int32_t, LANES>::Type i32v;
+typedef VectorOf<std::uint32_t, LANES>::Type u32v;
+typedef VectorOf<std::uint16_t, LANES>::Type u16v;
+typedef VectorOf<signed char, LANES>::Type s8v;
 
 constexpr float LOG2_E = 1.44269504f;
 
@@ -42,41 +62,41 @@ INLINE To bit_cast(From value) {
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 INLINE long larger(long a, long b) { return a > b ? a : b; }
 
-INLINE f32x16 broadcast(float value) { return value - f32x16{}; }
+INLINE f32v broadcast(float value) { return value - f32v{}; }
 
 INLINE float to_float(float value) { return value; }
 INLINE float to_float(bf16 value) { return bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16); }
 
-INLINE f32x16 load(const float* from) {
-    f32x16 value;
+INLINE f32v load(const float* from) {
+    f32v value;
     __builtin_memcpy(&value, from, sizeof value);
     return value;
 }
 
-INLINE f32x16 load(const bf16* from) {
-    u16x16 bits;
+INLINE f32v load(const bf16* from) {
+    u16v bits;
     __builtin_memcpy(&bits, from, sizeof bits);
-    return bit_cast<f32x16>(__builtin_convertvector(bits, u32x16) << 16);
+    return bit_cast<f32v>(__builtin_convertvector(bits, u32v) << 16);
 }
 
-INLINE f32x16 load(const f16* from) {
+INLINE f32v load(const f16* from) {
 #if defined(__AVX512F__)
-    // The masked form, of which GCC does not think that it reads what was never written.
-    return bit_cast<f32x16>(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
-#elif defined(__F16C__)
-    const __m128i* halves = reinterpret_cast<const __m128i*>(from);
-    __m256 values[2] = {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
-    f32x16 value;
-    __builtin_memcpy(&value, values, sizeof value);
-    return value;
-#else
-    u16x16 bits;
-    __builtin_memcpy(&bits, from, sizeof bits);
-    u32x16 wide = __builtin_convertvector(bits, u32x16);
-    // The exponent's bias is 15 instead of 127.
-    f32x16 magnitude = bit_cast<f32x16>((wide & 0x7fffu) << 13) * 0x1p112f;
-    return bit_cast<f32x16>(bit_cast<u32x16>(magnitude) | (wide & 0x8000u) << 16);
+    if constexpr (LANES == 16)
+        // The masked form, of which GCC does not think that it reads what was never written.
+        return bit_cast<f32v>(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #endif
+#if defined(__F16C__)
+    if constexpr (LANES == 8)
+        return bit_cast<f32v>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__aarch64__)
+    return bit_cast<f32v>(vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(from))));
+#endif
+    u16v bits;
+    __builtin_memcpy(&bits, from, sizeof bits);
+    u32v wide = __builtin_convertvector(bits, u32v);
+    // The exponent's bias is 15 instead of 127.
+    f32v magnitude = bit_cast<f32v>((wide & 0x7fffu) << 13) * 0x1p112f;
+    return bit_cast<f32v>(bit_cast<u32v>(magnitude) | (wide & 0x8000u) << 16);
 }
 
 // To the nearest, halves to even; what is too large becomes the largest.
@@ -92,78 +112,94 @@ INLINE f16 to_f16(float value) {
     return {static_cast<std::uint16_t>(result | (bits >> 16 & 0x8000u))};
 }
 
-INLINE void store(float* to, f32x16 value) { __builtin_memcpy(to, &value, sizeof value); }
+INLINE void store(float* to, f32v value) { __builtin_memcpy(to, &value, sizeof value); }
 
 // To the nearest, halves to even; NaN stays NaN.
-INLINE u16x16 round_to_bf16(f32x16 value) {
+INLINE u16v round_to_bf16(f32v value) {
 #if defined(__AVX512BF16__)
-    return bit_cast<u16x16>(_mm512_cvtneps_pbh(bit_cast<__m512>(value)));
+    return bit_cast<u16v>(_mm512_cvtneps_pbh(bit_cast<__m512>(value)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return bit_cast<u16v>(vcvt_bf16_f32(bit_cast<float32x4_t>(value)));
 #else
-    u32x16 bits = bit_cast<u32x16>(value);
-    u32x16 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    u32x16 is_nan = bit_cast<u32x16>(value != value);
+    u32v bits = bit_cast<u32v>(value);
+    u32v rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    u32v is_nan = bit_cast<u32v>(value != value);
     rounded = (rounded & ~is_nan) | ((bits | 0x400000u) & is_nan);
-    return __builtin_convertvector(rounded >> 16, u16x16);
+    return __builtin_convertvector(rounded >> 16, u16v);
 #endif
 }
 
-INLINE void store(bf16* to, f32x16 value) {
-    u16x16 bits = round_to_bf16(value);
+INLINE void store(bf16* to, f32v value) {
+    u16v bits = round_to_bf16(value);
     __builtin_memcpy(to, &bits, sizeof bits);
 }
 
-// The first `count` (1 to 16) elements; the others are 0.
+// The first `count` (1 to LANES) elements; the others are 0.
 template <class T>
-INLINE f32x16 load_some(const T* from, long count) {
-    if (count == 16) return load(from);
-    T padded[16] = {};
+INLINE f32v load_some(const T* from, long count) {
+    if (count == LANES) return load(from);
+    T padded[LANES] = {};
     __builtin_memcpy(padded, from, static_cast<std::size_t>(count) * sizeof(T));
     return load(padded);
 }
 
 template <class T>
-INLINE void store_some(T* to, f32x16 value, long count) {
-    if (count == 16) return store(to, value);
-    T padded[16];
+INLINE void store_some(T* to, f32v value, long count) {
+    if (count == LANES) return store(to, value);
+    T padded[LANES];
     store(padded, value);
     __builtin_memcpy(to, padded, static_cast<std::size_t>(count) * sizeof(T));
 }
 
-template <class Vector>
-INLINE auto sum(Vector value) {
-    for (int half = 8; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) value[i] += value[i + half];
-    return +value[0];
+// Of all elements, in the order of a binary tree.
+template <class Element, int COUNT = LANES, class Vector, class Combine>
+INLINE Element reduce(Vector value, Combine combine) {
+    if constexpr (COUNT == 2) {
+        return combine(+value[0], +value[1]);
+    } else {
+        typedef typename VectorOf<Element, COUNT / 2>::Type Half;
+        struct Halves {
+            Half low, high;
+        } halves = bit_cast<Halves>(value);
+        return reduce<Element, COUNT / 2>(combine(halves.low, halves.high), combine);
+    }
 }
 
-INLINE f32x16 choose(i32x16 mask, f32x16 one, f32x16 other) {
-    return bit_cast<f32x16>((bit_cast<i32x16>(one) & mask) | (bit_cast<i32x16>(other) & ~mask));
+INLINE float sum(f32v value) { return reduce<float>(value, [](auto a, auto b) { return a + b; }); }
+INLINE std::int32_t sum(i32v value) { return reduce<std::int32_t>(value, [](auto a, auto b) { return a + b; }); }
+INLINE float largest(f32v value) { return reduce<float>(value, [](auto a, auto b) { return a > b ? a : b; }); }
+
+// To the nearest, halves to even.
+INLINE i32v round_to_integers(f32v value) {
+#if defined(__AVX512F__)
+    // The masked form, of which GCC does not think that it reads what was never written.
+    if constexpr (LANES == 16) return bit_cast<i32v>(_mm512_maskz_cvtps_epi32(0xffff, bit_cast<__m512>(value)));
+#endif
+#if defined(__AVX2__)
+    if constexpr (LANES == 8) return bit_cast<i32v>(_mm256_cvtps_epi32(bit_cast<__m256>(value)));
+#elif defined(__aarch64__)
+    return bit_cast<i32v>(vcvtnq_s32_f32(bit_cast<float32x4_t>(value)));
+#endif
+    f32v magic = value + 12582912.0f;
+    return bit_cast<i32v>(magic) - bit_cast<std::int32_t>(12582912.0f);
 }
 
-INLINE f32x16 minimum(f32x16 a, f32x16 b) { return choose(a < b, a, b); }
-INLINE f32x16 maximum(f32x16 a, f32x16 b) { return choose(a > b, a, b); }
-
-INLINE float largest(f32x16 value) {
-    struct Eights {
-        f32x8 low, high;
-    } eights = bit_cast<Eights>(value);
-    struct Fours {
-        f32x4 low, high;
-    } fours = bit_cast<Fours>(eights.low > eights.high ? eights.low : eights.high);
-    f32x4 four = fours.low > fours.high ? fours.low : fours.high;
-    float first = four[0] > four[1] ? four[0] : four[1], second = four[2] > four[3] ? four[2] : four[3];
-    return first > second ? first : second;
+INLINE f32v choose(i32v mask, f32v one, f32v other) {
+    return bit_cast<f32v>((bit_cast<i32v>(one) & mask) | (bit_cast<i32v>(other) & ~mask));
 }
+
+INLINE f32v minimum(f32v a, f32v b) { return choose(a < b, a, b); }
+INLINE f32v maximum(f32v a, f32v b) { return choose(a > b, a, b); }
 
 // e^x to about one unit in the last place: 2^n times a polynomial of the rest (Cody and Waite's reduction). 0 below
 // -87.3, where results would be denormal; infinity above 88.7; NaN stays NaN.
-INLINE f32x16 exponential(f32x16 x) {
-    f32x16 clamped = minimum(maximum(x, broadcast(-87.33654f)), broadcast(88.72283f));
-    f32x16 shifted = clamped * LOG2_E + 12582912.0f;
-    f32x16 n = shifted - 12582912.0f;
-    f32x16 r = clamped - n * 0.693359375f;
+INLINE f32v exponential(f32v x) {
+    f32v clamped = minimum(maximum(x, broadcast(-87.33654f)), broadcast(88.72283f));
+    f32v shifted = clamped * LOG2_E + 12582912.0f;
+    f32v n = shifted - 12582912.0f;
+    f32v r = clamped - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    f32x16 p = broadcast(1.9875691500e-4f);
+    f32v p = broadcast(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -171,64 +207,64 @@ INLINE f32x16 exponential(f32x16 x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     // In two steps: 2^128 is not a float, though e^88.7 is.
-    i32x16 exponent = __builtin_convertvector(n, i32x16);
-    i32x16 half = exponent >> 1;
-    p = p * bit_cast<f32x16>((half + 127) << 23) * bit_cast<f32x16>((exponent - half + 127) << 23);
-    p = choose(x < -87.33654f, f32x16{}, p);
+    i32v exponent = __builtin_convertvector(n, i32v);
+    i32v half = exponent >> 1;
+    p = p * bit_cast<f32v>((half + 127) << 23) * bit_cast<f32v>((exponent - half + 127) << 23);
+    p = choose(x < -87.33654f, f32v{}, p);
     p = choose(x > 88.72283f, broadcast(__builtin_inff()), p);
     return choose(x == x, p, x);
 }
 
 // 2^x for x <= 0, to about one unit in the last place; 0 below -126; NaN stays NaN.
-INLINE f32x16 power_of_two(f32x16 x) {
-    f32x16 shifted = x + 12582912.0f;
-    f32x16 r = x - (shifted - 12582912.0f);
-    f32x16 p = broadcast(1.535336188e-4f);
+INLINE f32v power_of_two(f32v x) {
+    f32v shifted = x + 12582912.0f;
+    f32v r = x - (shifted - 12582912.0f);
+    f32v p = broadcast(1.535336188e-4f);
     p = p * r + 1.339887440e-3f;
     p = p * r + 9.618437357e-3f;
     p = p * r + 5.550332471e-2f;
     p = p * r + 2.402264791e-1f;
     p = p * r + 6.931472028e-1f;
     p = p * r + 1.0f;
-    p = bit_cast<f32x16>(bit_cast<i32x16>(p) + (bit_cast<i32x16>(shifted) << 23));
-    return choose(x < -126.0f, f32x16{}, p);
+    p = bit_cast<f32v>(bit_cast<i32v>(p) + (bit_cast<i32v>(shifted) << 23));
+    return choose(x < -126.0f, f32v{}, p);
 }
 
 INLINE float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
 
-INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exponential(-x)); }
+INLINE f32v sigmoid(f32v x) { return 1.0f / (1.0f + exponential(-x)); }
 
 // By the sigmoid, of which it is the stretched form.
-INLINE f32x16 hyperbolic_tangent(f32x16 x) {
+INLINE f32v hyperbolic_tangent(f32v x) {
     // For small x the difference would cancel; the series is exact enough there.
-    f32x16 square = x * x;
-    f32x16 series = x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315))));
-    f32x16 result = 2.0f * sigmoid(2.0f * x) - 1.0f;
+    f32v square = x * x;
+    f32v series = x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315))));
+    f32v result = 2.0f * sigmoid(2.0f * x) - 1.0f;
     return choose(square < 0.01f, series, result);
 }
 
 // The error function, absolute error below 2e-7 (Abramowitz and Stegun, 7.1.26).
-INLINE f32x16 error_function(f32x16 x) {
-    f32x16 size = choose(x < 0.0f, -x, x);
-    f32x16 t = 1.0f / (1.0f + 0.3275911f * size);
-    f32x16 p = broadcast(1.061405429f);
+INLINE f32v error_function(f32v x) {
+    f32v size = choose(x < 0.0f, -x, x);
+    f32v t = 1.0f / (1.0f + 0.3275911f * size);
+    f32v p = broadcast(1.061405429f);
     p = p * t - 1.453152027f;
     p = p * t + 1.421413741f;
     p = p * t - 0.284496736f;
     p = p * t + 0.254829592f;
-    f32x16 result = 1.0f - p * t * exponential(-size * size);
+    f32v result = 1.0f - p * t * exponential(-size * size);
     return choose(x < 0.0f, -result, result);
 }
 
 enum Activation : int { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, QUICK_GELU = 4, RELU = 5 };
 
-INLINE f32x16 activate(int kind, f32x16 x) {
+INLINE f32v activate(int kind, f32v x) {
     switch (kind) {
         case SILU: return x * sigmoid(x);
         case GELU: return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
         case GELU_TANH: return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * (x + 0.044715f * x * x * x)));
         case QUICK_GELU: return x * sigmoid(1.702f * x);
-        case RELU: return maximum(x, f32x16{});
+        case RELU: return maximum(x, f32v{});
         default: return x;
     }
 }

@@ -1,0 +1,146 @@
+// Which instruction sets the kernels were compiled for, and which of them this processor has.
+#pragma once
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+#include "table.h"
+
+namespace {
+
+#if defined(__x86_64__)
+
+// What the operating system keeps of the registers, too: the compiler's builtin asks for that.
+struct Processor {
+    bool avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16;
+
+    Processor() {
+        __builtin_cpu_init();
+        avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        avx2_vnni = avx2 && leaf_7_1_eax() >> 4 & 1;
+        avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+        avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+        avx512_bf16 = avx512_vnni && leaf_7_1_eax() >> 5 & 1;
+    }
+
+private:
+    static unsigned leaf_7_1_eax() {
+        unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+        return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) ? eax : 0;
+    }
+};
+
+#elif defined(__aarch64__)
+
+struct Processor {
+    bool neon_dot, neon_bf16;
+
+    Processor() {
+#if defined(__linux__)
+        unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+        constexpr unsigned long DOT = 1UL << 20, I8MM = 1UL << 13, BF16 = 1UL << 14;
+        neon_dot = first & DOT;
+        neon_bf16 = neon_dot && second & I8MM && second & BF16;
+#elif defined(__APPLE__)
+        neon_dot = has("hw.optional.arm.FEAT_DotProd");
+        neon_bf16 = neon_dot && has("hw.optional.arm.FEAT_I8MM") && has("hw.optional.arm.FEAT_BF16");
+#else
+        neon_dot = neon_bf16 = false;
+#endif
+    }
+
+private:
+#if defined(__APPLE__)
+    static bool has(const char* name) {
+        int value = 0;
+        size_t size = sizeof value;
+        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+    }
+#endif
+};
+
+#endif
+
+}  // namespace
+
+#define KERNELS_FOR(isa) extern const Kernels kernels_##isa;
+#if defined(VLMSERVE_WITH_avx512_bf16)
+KERNELS_FOR(avx512_bf16)
+#endif
+#if defined(VLMSERVE_WITH_avx512_vnni)
+KERNELS_FOR(avx512_vnni)
+#endif
+#if defined(VLMSERVE_WITH_avx512)
+KERNELS_FOR(avx512)
+#endif
+#if defined(VLMSERVE_WITH_avx2_vnni)
+KERNELS_FOR(avx2_vnni)
+#endif
+#if defined(VLMSERVE_WITH_avx2)
+KERNELS_FOR(avx2)
+#endif
+#if defined(VLMSERVE_WITH_neon_bf16)
+KERNELS_FOR(neon_bf16)
+#endif
+#if defined(VLMSERVE_WITH_neon_dot)
+KERNELS_FOR(neon_dot)
+#endif
+#if defined(VLMSERVE_WITH_neon)
+KERNELS_FOR(neon)
+#endif
+#if defined(VLMSERVE_WITH_portable)
+KERNELS_FOR(portable)
+#endif
+#undef KERNELS_FOR
+
+namespace {
+
+constexpr int MOST_ISAS = 6;
+
+// What this processor can run and this build has, the best first; never none.
+int supported(const Kernels** found) {
+    int count = 0;
+#if defined(__x86_64__) || defined(__aarch64__)
+    const Processor processor;
+    (void)processor;
+#endif
+#define ADD_IF(condition, isa) \
+    if (condition) found[count++] = &kernels_##isa;
+#if defined(VLMSERVE_WITH_avx512_bf16)
+    ADD_IF(processor.avx512_bf16, avx512_bf16)
+#endif
+#if defined(VLMSERVE_WITH_avx512_vnni)
+    ADD_IF(processor.avx512_vnni, avx512_vnni)
+#endif
+#if defined(VLMSERVE_WITH_avx512)
+    ADD_IF(processor.avx512, avx512)
+#endif
+#if defined(VLMSERVE_WITH_avx2_vnni)
+    ADD_IF(processor.avx2_vnni, avx2_vnni)
+#endif
+#if defined(VLMSERVE_WITH_avx2)
+    ADD_IF(processor.avx2, avx2)
+#endif
+#if defined(VLMSERVE_WITH_neon_bf16)
+    ADD_IF(processor.neon_bf16, neon_bf16)
+#endif
+#if defined(VLMSERVE_WITH_neon_dot)
+    ADD_IF(processor.neon_dot, neon_dot)
+#endif
+#if defined(VLMSERVE_WITH_neon)
+    ADD_IF(true, neon)
+#endif
+#if defined(VLMSERVE_WITH_portable)
+    ADD_IF(true, portable)
+#endif
+#undef ADD_IF
+    return count;
+}
+
+}  // namespace

@@ -1,0 +1,185 @@
+// Products of bytes where an instruction adds the products of four bytes up: VNNI on x86, dot products on Arm.
+#pragma once
+
+#include "quantized_rounding.h"
+
+namespace {
+
+// Two integer sums for each vector of a row (four inputs of 16 bits), or one and a sum of floats.
+constexpr int WIDE_SUMS = REGISTERS == 32 ? 12 : 6, NARROW_SUMS = REGISTERS == 32 ? 12 : 6;
+constexpr int WIDE_BLOCK = REGISTERS == 32 ? 4 : 3, NARROW_BLOCK = REGISTERS == 32 ? 6 : 3;
+
+// Four inputs of a row, high and low bytes.
+struct Quad {
+    std::int32_t high, low;
+};
+
+struct RowScale {
+    float scale;
+    std::int32_t high, low;  // sums of all bytes
+};
+
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+// The instruction takes signed bytes only.
+constexpr std::int32_t OFFSET = 0;
+INLINE u8v as_multiplied(u8v weights) { return weights ^ static_cast<u8>(128); }
+#else
+// How much larger than their values weights of 8 bits are where they are multiplied.
+constexpr std::int32_t OFFSET = 128;
+INLINE u8v as_multiplied(u8v weights) { return weights; }
+#endif
+
+// weights: up to 127 where `as_multiplied` changes something.
+INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
+    i32v four = inputs - i32v{};
+#if defined(__AVX512VNNI__)
+    if constexpr (LANES == 16)
+        return bit_cast<i32v>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), bit_cast<__m512i>(four)));
+    else
+        return bit_cast<i32v>(_mm256_dpbusd_epi32(bit_cast<__m256i>(sum), bit_cast<__m256i>(weights), bit_cast<__m256i>(four)));
+#elif defined(__AVXVNNI__)
+    return bit_cast<i32v>(
+        _mm256_dpbusd_avx_epi32(bit_cast<__m256i>(sum), bit_cast<__m256i>(weights), bit_cast<__m256i>(four)));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return bit_cast<i32v>(vusdotq_s32(bit_cast<int32x4_t>(sum), bit_cast<uint8x16_t>(weights), bit_cast<int8x16_t>(four)));
+#else
+    return bit_cast<i32v>(vdotq_s32(bit_cast<int32x4_t>(sum), bit_cast<int8x16_t>(weights), bit_cast<int8x16_t>(four)));
+#endif
+}
+
+// Row `place` of a block of `count` rows, whose quads lie side by side. Returns what its inputs were multiplied with.
+template <class T>
+float split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales, long place, long count) {
+    float most = largest_size(x, in);
+    float factor = most > 0 ? MOST_OF_16_BITS / most : 0.0f;
+    i32v high_sums{}, low_sums{};
+    for (long i = 0; i < padded; i += LANES) {
+        f32v scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32v{};
+        i32v value = round_to_integers(scaled);
+        i32v high = (value + 128) >> 8, low = value - (high << 8);
+        high_sums += high;
+        low_sums += low;
+        Quad* to = quads + i / 4 * count + place;
+        long num_quads = smaller(LANES, padded - i) / 4, stride = count * static_cast<long>(sizeof(Quad) / sizeof(Four));
+        store_fours(&to->high, high, num_quads, stride);
+        store_fours(&to->low, low, num_quads, stride);
+    }
+    scales[place] = {most == most ? most / MOST_OF_16_BITS : most, sum(high_sums), sum(low_sums)};
+    return factor;
+}
+
+template <int ROWS>
+INLINE void multiply_int8(const Quad* x, const RowScale* rows, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH] = {};
+        const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
+        for (long quad = 0; quad < in / 4; ++quad, weights += 4 * TILE) {
+            for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
+            u8v w[WIDTH];
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; ++i) w[i] = as_multiplied(load_bytes(weights + i * LANES * 4));
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; ++row) {
+                Quad inputs = x[quad * ROWS + row];
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; ++i) {
+                    high[row][i] = dot_bytes(high[row][i], w[i], inputs.high);
+                    low[row][i] = dot_bytes(low[row][i], w[i], inputs.low);
+                }
+            }
+        }
+        for (int i = 0; i < WIDTH; ++i) {
+            f32v scale = load(reinterpret_cast<const float*>(tile) + (first + i) * LANES);
+            for (int row = 0; row < ROWS; ++row) {
+                f32v upper = __builtin_convertvector(high[row][i] - OFFSET * rows[row].high, f32v);
+                f32v lower = __builtin_convertvector(low[row][i] - OFFSET * rows[row].low, f32v);
+                sums[row][first + i] = (256.0f * upper + lower) * scale * rows[row].scale;
+            }
+        }
+    }
+}
+
+template <int ROWS>
+INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8* tile, long in, long group,
+                          f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS);
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        f32v totals[ROWS][WIDTH] = {};
+        const Four* x = inputs;
+        const GroupScale* rows = scales;
+        const u8* place = tile;
+        for (long number = 0; number < in / group; ++number, place += group_bytes(group), rows += ROWS) {
+            i32v dots[ROWS][WIDTH] = {};
+            const u8* weights = group_weights(place) + first * LANES * 4;
+            for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE) {
+                for (long line = 0; line < WIDTH * LANES * 4; line += 64)
+                    __builtin_prefetch(weights + PREFETCH_BYTES + line);
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; ++part, x += ROWS) {
+                    u8v w[WIDTH];
+#pragma GCC unroll 8
+                    for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(load_bytes(weights + i * LANES * 4), part);
+#pragma GCC unroll 6
+                    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                        for (int i = 0; i < WIDTH; ++i) dots[row][i] = dot_bytes(dots[row][i], w[i], x[row]);
+                }
+            }
+            for (int i = 0; i < WIDTH; ++i) {
+                GroupParameters parameters(place, first + i);
+                for (int row = 0; row < ROWS; ++row) {
+                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (parameters.scale * rows[row].scale);
+                    totals[row][i] += parameters.zero * rows[row].sum;
+                }
+            }
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i];
+    }
+}
+
+template <int ROWS>
+INLINE void multiply_int4_wide(const Quad* inputs, const RowScale* rows, const float* input_sums, const u8* tile, long in,
+                               long group, f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        f32v totals[ROWS][WIDTH] = {};
+        const Quad* x = inputs;
+        const float* group_sums = input_sums;
+        const u8* place = tile;
+        for (long number = 0; number < in / group; ++number, place += group_bytes(group), group_sums += ROWS) {
+            i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH] = {};
+            const u8* weights = group_weights(place) + first * LANES * 4;
+            for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE) {
+                for (long line = 0; line < WIDTH * LANES * 4; line += 64)
+                    __builtin_prefetch(weights + PREFETCH_BYTES + line);
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; ++part, x += ROWS) {
+                    u8v w[WIDTH];
+#pragma GCC unroll 8
+                    for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(load_bytes(weights + i * LANES * 4), part);
+#pragma GCC unroll 4
+                    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                        for (int i = 0; i < WIDTH; ++i) {
+                            high[row][i] = dot_bytes(high[row][i], w[i], x[row].high);
+                            low[row][i] = dot_bytes(low[row][i], w[i], x[row].low);
+                        }
+                }
+            }
+            for (int i = 0; i < WIDTH; ++i) {
+                GroupParameters parameters(place, first + i);
+                for (int row = 0; row < ROWS; ++row) {
+                    i32v dots = high[row][i] * 256 + low[row][i];
+                    totals[row][i] += __builtin_convertvector(dots, f32v) * parameters.scale;
+                    totals[row][i] += parameters.zero * group_sums[row];
+                }
+            }
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i] * rows[row].scale;
+    }
+}
+
+}  // namespace

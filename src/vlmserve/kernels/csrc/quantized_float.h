@@ -1,0 +1,89 @@
+// Products of weights of few bits as floats, where no instruction multiplies small integers.
+#pragma once
+
+#include "quantized_layout.h"
+
+namespace {
+
+constexpr int WIDE_BLOCK = REGISTERS == 32 ? 4 : 2, NARROW_BLOCK = WIDE_BLOCK;
+
+struct Quad {
+    float values[4];
+};
+typedef Quad Four;
+
+struct RowScale {};
+
+struct GroupScale {
+    float sum;
+};
+
+template <class T>
+void split_row(const T* x, long in, long padded, Quad* quads, RowScale*, long place, long count) {
+    for (long i = 0; i < padded; ++i) quads[i / 4 * count + place].values[i % 4] = i < in ? to_float(x[i]) : 0.0f;
+}
+
+template <class T>
+void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* sums, long place, long count) {
+    split_row(x, in, padded, fours, static_cast<RowScale*>(nullptr), place, count);
+    for (long start = 0; start < padded; start += group) {
+        float total = 0;
+        for (long i = start; i < smaller(start + group, in); ++i) total += to_float(x[i]);
+        sums[start / group * count + place].sum = total;
+    }
+}
+
+// Byte `number` of each lane, or half of one, as a float.
+INLINE f32v byte_of(u32v bytes, int number) {
+    return __builtin_convertvector(bit_cast<i32v>((bytes >> (8 * number)) & 255u) - 128, f32v);
+}
+INLINE f32v nibble_of(u32v bytes, int number) {
+    return __builtin_convertvector(bit_cast<i32v>((bytes >> (8 * (number % 4) + 4 * (number / 4))) & 15u), f32v);
+}
+
+template <int ROWS>
+INLINE void multiply_int8(const Quad* x, const RowScale*, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
+    const u8* weights = tile + TILE * sizeof(float);
+    for (int vector = 0; vector < VECTORS; ++vector) {
+        f32v totals[ROWS] = {};
+        for (long quad = 0; quad < in / 4; ++quad) {
+            u32v bytes = bit_cast<u32v>(load_bytes(weights + (quad * TILE + vector * LANES) * 4));
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                f32v weight = byte_of(bytes, i);
+#pragma GCC unroll 4
+                for (int row = 0; row < ROWS; ++row) totals[row] += x[quad * ROWS + row].values[i] * weight;
+            }
+        }
+        f32v scale = load(reinterpret_cast<const float*>(tile) + vector * LANES);
+        for (int row = 0; row < ROWS; ++row) sums[row][vector] = totals[row] * scale;
+    }
+}
+
+template <int ROWS>
+INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile, long in, long group,
+                          f32v (&sums)[ROWS][VECTORS]) {
+    clear(sums);
+    for (long number = 0; number < in / group; ++number, tile += group_bytes(group)) {
+        const u8* weights = group_weights(tile);
+        const Four* inputs = x + number * group / 4 * ROWS;
+        for (int vector = 0; vector < VECTORS; ++vector) {
+            f32v dots[ROWS] = {};
+            for (long octet = 0; octet < group / 8; ++octet) {
+                u32v bytes = bit_cast<u32v>(load_bytes(weights + (octet * TILE + vector * LANES) * 4));
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; ++i) {
+                    f32v weight = nibble_of(bytes, i);
+#pragma GCC unroll 4
+                    for (int row = 0; row < ROWS; ++row)
+                        dots[row] += inputs[(2 * octet + i / 4) * ROWS + row].values[i % 4] * weight;
+                }
+            }
+            GroupParameters parameters(tile, vector);
+            for (int row = 0; row < ROWS; ++row)
+                sums[row][vector] += dots[row] * parameters.scale + rows[number * ROWS + row].sum * parameters.zero;
+        }
+    }
+}
+
+}  // namespace

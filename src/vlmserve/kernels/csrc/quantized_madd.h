@@ -1,0 +1,197 @@
+// Products of bytes with AVX2 or AVX-512 without VNNI, which multiply 16-bit numbers,
+// and unsigned with signed bytes if their sums are small.
+//
+// An input of 16 bits meets weights that are made 16 bits wide: every second byte of a vector in turn, so four inputs are
+// read as the pairs (0, 2) and (1, 3). Weights of 4 bits meet inputs of 8 bits as bytes.
+#pragma once
+
+#include "quantized_rounding.h"
+
+namespace {
+
+constexpr int WIDE_SUMS = 8, NARROW_SUMS = 8, WIDE_BLOCK = 4, NARROW_BLOCK = 4;
+
+// Four inputs of a row: the pairs (0, 2) and (1, 3) of 16 bits each.
+struct Quad {
+    std::int32_t even, odd;
+};
+
+struct RowScale {
+    float scale;
+};
+
+// So many products of signed 8 bits and 16 bits have a sum of 32 bits.
+constexpr long INPUTS_PER_SUM = 512;
+// So many vectors of products of 4 and 8 bits have sums of 16 bits.
+constexpr long OCTETS_PER_SUM = 4;
+
+typedef VectorOf<std::int16_t, 2 * LANES>::Type i16v;
+
+// Sums of the products of two 16-bit numbers in each lane.
+INLINE i32v multiply_pairs(i16v weights, i16v inputs) {
+#if defined(__AVX512F__)
+    return bit_cast<i32v>(_mm512_madd_epi16(bit_cast<__m512i>(weights), bit_cast<__m512i>(inputs)));
+#else
+    return bit_cast<i32v>(_mm256_madd_epi16(bit_cast<__m256i>(weights), bit_cast<__m256i>(inputs)));
+#endif
+}
+
+// Sums of the products of two bytes each, unsigned and signed.
+INLINE i16v multiply_bytes(u8v weights, i16v inputs) {
+#if defined(__AVX512F__)
+    return bit_cast<i16v>(_mm512_maddubs_epi16(bit_cast<__m512i>(weights), bit_cast<__m512i>(inputs)));
+#else
+    return bit_cast<i16v>(_mm256_maddubs_epi16(bit_cast<__m256i>(weights), bit_cast<__m256i>(inputs)));
+#endif
+}
+
+INLINE i16v in_all_lanes(std::int32_t inputs) { return bit_cast<i16v>(inputs - i32v{}); }
+
+template <class T>
+float split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales, long place, long count) {
+    float most = largest_size(x, in);
+    float factor = most > 0 ? MOST_OF_16_BITS / most : 0.0f;
+    for (long i = 0; i < padded; i += LANES) {
+        f32v scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32v{};
+        std::uint32_t values[LANES];
+        i32v rounded = round_to_integers(scaled) & 0xffff;
+        __builtin_memcpy(values, &rounded, sizeof values);
+        long num_quads = smaller(LANES, padded - i) / 4;
+        for (long quad = 0; quad < num_quads; ++quad) {
+            const std::uint32_t* from = values + quad * 4;
+            quads[(i / 4 + quad) * count + place] = {static_cast<std::int32_t>(from[0] | from[2] << 16),
+                                                     static_cast<std::int32_t>(from[1] | from[3] << 16)};
+        }
+    }
+    scales[place] = {most == most ? most / MOST_OF_16_BITS : most};
+    return factor;
+}
+
+template <int ROWS>
+INLINE void multiply_int8(const Quad* inputs, const RowScale* rows, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        f32v totals[ROWS][WIDTH] = {};
+        const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
+        const Quad* x = inputs;
+        for (long start = 0; start < in; start += INPUTS_PER_SUM) {
+            i32v dots[ROWS][WIDTH] = {};
+            long quads = smaller(INPUTS_PER_SUM, in - start) / 4;
+            for (long quad = 0; quad < quads; ++quad, weights += 4 * TILE, x += ROWS) {
+                for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; ++part) {
+                    i16v w[WIDTH];
+#pragma GCC unroll 8
+                    for (int i = 0; i < WIDTH; ++i) {
+                        i16v bytes = bit_cast<i16v>(load_bytes(weights + i * LANES * 4) ^ static_cast<u8>(128));
+                        w[i] = (part ? bytes : bytes << 8) >> 8;
+                    }
+#pragma GCC unroll 4
+                    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                        for (int i = 0; i < WIDTH; ++i) dots[row][i] += multiply_pairs(w[i], in_all_lanes(part ? x[row].odd : x[row].even));
+                }
+            }
+            for (int row = 0; row < ROWS; ++row)
+                for (int i = 0; i < WIDTH; ++i) totals[row][i] += __builtin_convertvector(dots[row][i], f32v);
+        }
+        for (int i = 0; i < WIDTH; ++i) {
+            f32v scale = load(reinterpret_cast<const float*>(tile) + (first + i) * LANES);
+            for (int row = 0; row < ROWS; ++row) sums[row][first + i] = totals[row][i] * scale * rows[row].scale;
+        }
+    }
+}
+
+template <int ROWS>
+INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8* tile, long in, long group,
+                          f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS);
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        f32v totals[ROWS][WIDTH] = {};
+        const Four* x = inputs;
+        const GroupScale* rows = scales;
+        const u8* place = tile;
+        for (long number = 0; number < in / group; ++number, place += group_bytes(group), rows += ROWS) {
+            i32v dots[ROWS][WIDTH] = {};
+            const u8* weights = group_weights(place) + first * LANES * 4;
+            for (long start = 0; start < group / 8; start += OCTETS_PER_SUM) {
+                i16v small[ROWS][WIDTH] = {};
+                long octets = smaller(OCTETS_PER_SUM, group / 8 - start);
+                for (long octet = 0; octet < octets; ++octet, weights += 4 * TILE) {
+                    for (long line = 0; line < WIDTH * LANES * 4; line += 64)
+                        __builtin_prefetch(weights + PREFETCH_BYTES + line);
+#pragma GCC unroll 2
+                    for (int part = 0; part < 2; ++part, x += ROWS) {
+                        u8v w[WIDTH];
+#pragma GCC unroll 8
+                        for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(load_bytes(weights + i * LANES * 4), part);
+#pragma GCC unroll 4
+                        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                            for (int i = 0; i < WIDTH; ++i) small[row][i] += multiply_bytes(w[i], in_all_lanes(x[row]));
+                    }
+                }
+                for (int row = 0; row < ROWS; ++row)
+                    for (int i = 0; i < WIDTH; ++i)
+                        dots[row][i] += multiply_pairs(small[row][i], in_all_lanes(0x10001));
+            }
+            for (int i = 0; i < WIDTH; ++i) {
+                GroupParameters parameters(place, first + i);
+                for (int row = 0; row < ROWS; ++row) {
+                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (parameters.scale * rows[row].scale);
+                    totals[row][i] += parameters.zero * rows[row].sum;
+                }
+            }
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i];
+    }
+}
+
+template <int ROWS>
+INLINE void multiply_int4_wide(const Quad* inputs, const RowScale* rows, const float* input_sums, const u8* tile, long in,
+                               long group, f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        f32v totals[ROWS][WIDTH] = {};
+        const Quad* x = inputs;
+        const float* group_sums = input_sums;
+        const u8* place = tile;
+        for (long number = 0; number < in / group; ++number, place += group_bytes(group), group_sums += ROWS) {
+            i32v dots[ROWS][WIDTH] = {};
+            const u8* weights = group_weights(place) + first * LANES * 4;
+            for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE, x += 2 * ROWS) {
+                for (long line = 0; line < WIDTH * LANES * 4; line += 64)
+                    __builtin_prefetch(weights + PREFETCH_BYTES + line);
+#pragma GCC unroll 4
+                for (int part = 0; part < 4; ++part) {
+                    // Of inputs 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+                    i16v w[WIDTH];
+#pragma GCC unroll 8
+                    for (int i = 0; i < WIDTH; ++i) {
+                        pairs16 bytes = bit_cast<pairs16>(load_bytes(weights + i * LANES * 4));
+                        w[i] = bit_cast<i16v>((bytes >> (4 * part)) & static_cast<std::uint16_t>(15));
+                    }
+#pragma GCC unroll 4
+                    for (int row = 0; row < ROWS; ++row) {
+                        const Quad& quad = x[part % 2 * ROWS + row];
+#pragma GCC unroll 8
+                        for (int i = 0; i < WIDTH; ++i) dots[row][i] += multiply_pairs(w[i], in_all_lanes(part / 2 ? quad.odd : quad.even));
+                    }
+                }
+            }
+            for (int i = 0; i < WIDTH; ++i) {
+                GroupParameters parameters(place, first + i);
+                for (int row = 0; row < ROWS; ++row) {
+                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * parameters.scale;
+                    totals[row][i] += parameters.zero * group_sums[row];
+                }
+            }
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i] * rows[row].scale;
+    }
+}
+
+}  // namespace

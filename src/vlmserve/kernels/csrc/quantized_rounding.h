@@ -1,0 +1,70 @@
+// How inputs become integers beside weights of few bits.
+#pragma once
+
+#include "quantized_layout.h"
+
+namespace {
+
+// Four inputs of a row as signed bytes.
+typedef std::int32_t Four;
+
+// Of a row's inputs in a group. sum: of them all, as they are after rounding.
+struct GroupScale {
+    float scale, sum;
+};
+
+// The largest integer of 16 bits that inputs become: their upper and lower bytes are both signed.
+constexpr float MOST_OF_16_BITS = 127 * 256 + 127;
+
+// Of the elements' sizes; NaN if one is not finite.
+template <class T>
+INLINE float largest_size(const T* x, long count) {
+    i32v most{};
+    // As integers, sizes are in order, and what is no number comes after infinity.
+    for (long i = 0; i < count; i += LANES) {
+        i32v size = bit_cast<i32v>(load_some(x + i, smaller(LANES, count - i))) & 0x7fffffff;
+        most = most > size ? most : size;
+    }
+    constexpr std::int32_t INFINITE = 0x7f800000;
+    std::int32_t size = reduce<std::int32_t>(most, [](auto a, auto b) { return a > b ? a : b; });
+    return size < INFINITE ? bit_cast<float>(size) : __builtin_nanf("");
+}
+
+// Bytes of the integers, four in a word; the words lie `stride` apart.
+INLINE void store_fours(Four* to, i32v value, long count, long stride) {
+    s8v bytes = __builtin_convertvector(value, s8v);
+    Four fours[LANES / 4];
+    __builtin_memcpy(fours, &bytes, sizeof fours);
+    for (long i = 0; i < count; ++i) to[i * stride] = fours[i];
+}
+
+// Of each group of a row that was split, the sum of its inputs in units of the row's scale.
+template <class T>
+void add_groups(const T* x, long in, long padded, long group, float factor, float* sums, long place, long count) {
+    for (long start = 0; start < padded; start += group) {
+        i32v total{};
+        for (long i = start; i < smaller(start + group, in); i += LANES)
+            total += round_to_integers(load_some(x + i, smaller(LANES, in - i)) * factor);
+        sums[start / group * count + place] = static_cast<float>(sum(total));
+    }
+}
+
+// Inputs of a row as bytes, each group by a scale of its own. Row `place` of a block of `count` rows, whose fours lie side
+// by side.
+template <class T>
+void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* scales, long place, long count) {
+    for (long start = 0; start < padded; start += group) {
+        float most = largest_size(x + start, smaller(group, in - start));
+        float factor = most > 0 ? 127 / most : 0.0f, scale = most == most ? most / 127 : most;
+        i32v total{};
+        for (long i = start; i < start + group; i += LANES) {
+            f32v scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32v{};
+            i32v value = round_to_integers(scaled);
+            total += value;
+            store_fours(fours + i / 4 * count + place, value, smaller(LANES, start + group - i) / 4, count);
+        }
+        scales[start / group * count + place] = {scale, scale * static_cast<float>(sum(total))};
+    }
+}
+
+}  // namespace
