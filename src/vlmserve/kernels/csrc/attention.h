@@ -295,8 +295,8 @@ void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& 
     typedef typename Format::Element Element;
     Element buffer[MAX_HEAD_SIZE];
     long units = args.head_size / Format::PAIR;
-    for (long block = 0; block < num_blocks(item.rows); ++block) {
-        long first = block_start(item.rows, block), count = block_start(item.rows, block + 1) - first;
+    for (long block = 0; block < num_blocks(item.rows, Format::BLOCK); ++block) {
+        long first = block_start(item.rows, block, Format::BLOCK), count = block_start(item.rows, block + 1, Format::BLOCK) - first;
         for (long i = 0; i < count; ++i) {
             long row = item.first_row + first + i, token = args.query_starts[item.sequence] + row / at.group;
             long head = kv_head * at.group + row % at.group;
@@ -326,8 +326,8 @@ void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& ite
                   long chunk, long end, const Tile<typename Format::Element>* tiles,
                   const Tile<typename Format::Element>* later, long num_later) {
     long units = args.head_size / Format::PAIR, before = position_of(args, at, item.sequence, 0);
-    for (long block = 0; block < num_blocks(item.rows); ++block) {
-        long first = block_start(item.rows, block), rows = block_start(item.rows, block + 1) - first;
+    for (long block = 0; block < num_blocks(item.rows, Format::BLOCK); ++block) {
+        long first = block_start(item.rows, block, Format::BLOCK), rows = block_start(item.rows, block + 1, Format::BLOCK) - first;
         long oldest = first_visible(args, before + (item.first_row + first) / at.group);
         long newest = before + (item.first_row + first + rows - 1) / at.group;
         long from = larger(chunk, at.tile_of(args, oldest)), to = smaller(end, at.tile_of(args, newest) + 1);
@@ -336,7 +336,7 @@ void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& ite
         Meeting<Format> meeting{args, at, space.query + place * units, tiles + (from - chunk), to - from, later, num_later,
                                 before, item.first_row + first, space.totals + place * at.columns,
                                 space.sums + place * LANES, space.highest + place};
-        with_rows<BLOCK>(rows, [&](auto count) { meet<Format, decltype(count)::value>(meeting); });
+        with_rows<Format::BLOCK>(rows, [&](auto count) { meet<Format, decltype(count)::value>(meeting); });
     }
 }
 

@@ -19,8 +19,8 @@ struct EncoderScratch {
     Input* keys;       // blocks of tokens, [head_size / pair][tokens of the block] each
     Input* values;     // blocks of features, [tokens / pair][features of the block] each
     float* scores;     // [tokens][TILE], and later outputs, [head_size, rounded up][TILE]
-    Element* queries;  // [head_size / pair][TILE][pair]
-    Element* weights;  // [tokens / pair][TILE][pair]
+    Element* queries;  // a tile of panels [head_size / pair][16][pair]
+    Element* weights;  // a tile of panels [tokens / pair][16][pair]
 
     static long units(long count) { return (count + Format::PAIR - 1) / Format::PAIR; }
 
@@ -94,12 +94,12 @@ struct EncoderAttention {
 
     void rearrange_keys() {
         long units = args.head_size / PAIR;
-        for (long block = 0; block < num_blocks(args.length); ++block) {
-            long first = block_start(args.length, block), count = block_start(args.length, block + 1) - first;
+        for (long block = 0; block < num_blocks(args.length, Format::BLOCK); ++block) {
+            long first = block_start(args.length, block, Format::BLOCK), count = block_start(args.length, block + 1, Format::BLOCK) - first;
             auto* to = own.keys + first * units;
             for (long row = 0; row < count; ++row) {
                 const Element* from = qkv + (first + row) * 3 * width + width;
-                prefetch(from, BLOCK);
+                prefetch(from, Format::BLOCK);
                 for (long unit = 0; unit < units; ++unit) to[unit * count + row] = Format::input(from + unit * PAIR);
             }
         }
@@ -109,9 +109,9 @@ struct EncoderAttention {
         for (long unit = 0; unit < token_units; ++unit) {
             const Element* from = qkv + unit * PAIR * 3 * width + 2 * width;
             bool whole = (unit + 1) * PAIR <= args.length;
-            for (long i = 0; i < PAIR; ++i) prefetch(from + i * 3 * width, BLOCK);
-            for (long block = 0; block < num_blocks(args.head_size); ++block) {
-                long first = block_start(args.head_size, block), count = block_start(args.head_size, block + 1) - first;
+            for (long i = 0; i < PAIR; ++i) prefetch(from + i * 3 * width, Format::BLOCK);
+            for (long block = 0; block < num_blocks(args.head_size, Format::BLOCK); ++block) {
+                long first = block_start(args.head_size, block, Format::BLOCK), count = block_start(args.head_size, block + 1, Format::BLOCK) - first;
                 auto* to = own.values + first * token_units + unit * count;
                 for (long row = 0; row < count; ++row) {
                     Element pair[PAIR] = {from[first + row]};
@@ -128,22 +128,21 @@ struct EncoderAttention {
             // Lanes without a query repeat the last one.
             const Element* from = qkv + (first + smaller(lane, queries - 1)) * 3 * width;
             prefetch(from, TILE);
-            Element* to = own.queries + lane * PAIR;
+            Element* to = own.queries + (lane / PANEL * units * PANEL + lane % PANEL) * PAIR;
             for (long unit = 0; unit < units; ++unit)
-                __builtin_memcpy(to + unit * TILE * PAIR, from + unit * PAIR, PAIR * sizeof(Element));
+                __builtin_memcpy(to + unit * PANEL * PAIR, from + unit * PAIR, PAIR * sizeof(Element));
         }
     }
 
     void score(f32v (&highest)[VECTORS]) {
         for (f32v& most : highest) most = broadcast(-__builtin_inff());
         long units = args.head_size / PAIR;
-        for (long block = 0; block < num_blocks(args.length); ++block) {
-            long first = block_start(args.length, block);
-            with_rows<BLOCK>(block_start(args.length, block + 1) - first, [&](auto rows) {
+        for (long block = 0; block < num_blocks(args.length, Format::BLOCK); ++block) {
+            long first = block_start(args.length, block, Format::BLOCK);
+            with_rows<Format::BLOCK>(block_start(args.length, block + 1, Format::BLOCK) - first, [&](auto rows) {
                 constexpr int ROWS = decltype(rows)::value;
                 f32v sums[ROWS][VECTORS];
-                clear(sums);
-                multiply_tile<Format>(own.keys + first * units, own.queries, units, sums);
+                multiply_tile<Format>(own.keys + first * units, own.queries, PANEL * PAIR * units, units, sums);
                 for (long row = 0; row < ROWS; ++row)
                     for (int vector = 0; vector < VECTORS; ++vector) {
                         highest[vector] = sums[row][vector] > highest[vector] ? sums[row][vector] : highest[vector];
@@ -163,20 +162,19 @@ struct EncoderAttention {
                 if (PAIR > 1 && unit * PAIR + 1 < args.length)
                     p[PAIR - 1] = power_of_two(load(scores + (PAIR - 1) * TILE) * scale - highest[vector] * scale);
                 for (long i = 0; i < PAIR; ++i) totals[vector] += p[i];
-                store_weights(own.weights + (unit * TILE + vector * LANES) * PAIR, p);
+                store_weights(own.weights + unit * PANEL * PAIR + vector_start<Format>(vector, PANEL * PAIR * token_units), p);
             }
     }
 
     void mix(const f32v (&totals)[VECTORS]) {
         f32v shares[VECTORS];
         for (int vector = 0; vector < VECTORS; ++vector) shares[vector] = 1.0f / totals[vector];
-        for (long block = 0; block < num_blocks(args.head_size); ++block) {
-            long first = block_start(args.head_size, block);
-            with_rows<BLOCK>(block_start(args.head_size, block + 1) - first, [&](auto rows) {
+        for (long block = 0; block < num_blocks(args.head_size, Format::BLOCK); ++block) {
+            long first = block_start(args.head_size, block, Format::BLOCK);
+            with_rows<Format::BLOCK>(block_start(args.head_size, block + 1, Format::BLOCK) - first, [&](auto rows) {
                 constexpr int ROWS = decltype(rows)::value;
                 f32v sums[ROWS][VECTORS];
-                clear(sums);
-                multiply_tile<Format>(own.values + first * token_units, own.weights, token_units, sums);
+                multiply_tile<Format>(own.values + first * token_units, own.weights, PANEL * PAIR * token_units, token_units, sums);
                 for (long row = 0; row < ROWS; ++row)
                     for (int vector = 0; vector < VECTORS; ++vector)
                         store(own.scores + (first + row) * TILE + vector * LANES, sums[row][vector] * shares[vector]);

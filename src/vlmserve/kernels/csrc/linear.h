@@ -1,9 +1,9 @@
 // Products with packed weights, for any number of rows.
 //
-// A packed weight is a row of tiles of 32 output features: in float32 [out / 32][in][32], in bfloat16
-// [out / 32][in / 2][32][2], where the two inputs of a pair lie side by side as the dot product instruction wants them.
-// A tile is read from its beginning to its end, which memory does fastest, and each vector of it meets a broadcast input
-// of every row. A tile of a gated weight has 16 gates and then the ups for the same features.
+// A packed weight is a row of tiles of 32 output features, each of two panels of 16: in float32 [in][16], in bfloat16
+// [in / 2][16][2], where the two inputs of a pair lie side by side as the dot product instruction wants them. Panels are
+// read from their beginning to their end, which memory does fastest, and each vector of them meets a broadcast input of
+// every row. A tile of a gated weight has a panel of gates and then the ups for the same features.
 // Rows are rearranged alike, [rows / block][in / pair][block], so that what is broadcast lies side by side.
 #pragma once
 
@@ -12,13 +12,14 @@
 
 namespace {
 
-constexpr long TILE = 32;
-constexpr int VECTORS = TILE / LANES;  // of a tile
+constexpr long TILE = 32, PANEL = 16;
+constexpr int VECTORS = TILE / LANES, PANEL_VECTORS = PANEL / LANES;
 
 // Sums that stay in registers, beside weights and an input.
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
-// Rows of a block: with so many, two vectors of a tile (four of the short ones of 32 registers) fill the registers.
-constexpr int BLOCK = LANES == 16 ? 12 : 6;
+// Rows of a block: with so many, two vectors of a tile (four of the short ones of 32 registers) fill the registers. Where
+// weights take two steps, the compiler needs more registers beside the sums.
+constexpr int rows_of_block(int steps) { return LANES == 16 ? 12 : REGISTERS == 16 && steps > 1 ? 4 : 6; }
 
 // Vectors of a tile that are computed at a time with some rows, a divisor of all.
 constexpr int vectors_with(int rows, int sums = SUMS) {
@@ -31,7 +32,7 @@ constexpr int vectors_with(int rows, int sums = SUMS) {
 constexpr long CACHED_BYTES = 256 * 1024;
 constexpr long CACHED_ROWS = 96;
 
-// Weights that stay in a first-level cache while many rows pass by.
+// Weights of a panel that stay in a first-level cache while many rows pass by.
 constexpr long CHUNK_BYTES = 16 * 1024;
 
 // How far ahead of its use a weight is asked for: what a core reads while memory answers.
@@ -43,7 +44,7 @@ struct Float32 {
     typedef float Input;
     typedef f32v Weights;
     static constexpr long PAIR = 1;
-    static constexpr int STEPS = 1;
+    static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
     INLINE Input input(const Element* x) { return *x; }
     INLINE Weights weights(const Element* packed, int) { return load(packed); }
     INLINE Weights first_of_pair(const Element* packed) { return load(packed); }
@@ -57,7 +58,7 @@ struct BFloat16 {
     // An instruction multiplies pairs.
     typedef std::uint32_t Input;
     typedef u32v Weights;
-    static constexpr int STEPS = 1;
+    static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
     INLINE Input input(const Element* x) {
         Input pair;
         __builtin_memcpy(&pair, x, sizeof pair);
@@ -84,7 +85,7 @@ struct BFloat16 {
         float values[2];
     };
     typedef f32v Weights;
-    static constexpr int STEPS = 2;
+    static constexpr int STEPS = 2, BLOCK = rows_of_block(STEPS);
     INLINE Input input(const Element* x) { return {{to_float(x[0]), to_float(x[1])}}; }
     INLINE Weights weights(const Element* packed, int step) {
         u32v pairs;
@@ -103,8 +104,8 @@ INLINE long num_tiles(long out, bool gated) {
 }
 
 // Rows are cut into blocks of nearly equal size.
-INLINE long num_blocks(long rows, int most = BLOCK) { return (rows + most - 1) / most; }
-INLINE long block_start(long rows, long block, int most = BLOCK) { return rows * block / num_blocks(rows, most); }
+INLINE long num_blocks(long rows, int most) { return (rows + most - 1) / most; }
+INLINE long block_start(long rows, long block, int most) { return rows * block / num_blocks(rows, most); }
 
 template <int N>
 struct Count {
@@ -122,7 +123,7 @@ INLINE void with_rows(long rows, Work work) {
 template <class Format>
 void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long block) {
     const auto* x = static_cast<const typename Format::Element*>(args.x);
-    long first = block_start(args.rows, block), count = block_start(args.rows, block + 1) - first;
+    long first = block_start(args.rows, block, Format::BLOCK), count = block_start(args.rows, block + 1, Format::BLOCK) - first;
     long units = args.in / Format::PAIR;
     to += first * units;
     for (long row = 0; row < count; ++row) {
@@ -131,19 +132,26 @@ void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long blo
     }
 }
 
-// Adds the products of ROWS rows with WIDTH vectors of a tile, from `weights` on, to `sums`.
+// Where vector `vector` of a tile begins, whose panels lie `panel_size` elements apart.
+template <class Format>
+INLINE long vector_start(int vector, long panel_size) {
+    return vector / PANEL_VECTORS * panel_size + vector % PANEL_VECTORS * LANES * Format::PAIR;
+}
+
+// Adds the products of ROWS rows with WIDTH vectors of a tile, from the vector that begins at `weights` on, to `sums`.
 template <class Format, int ROWS, int WIDTH>
-INLINE void multiply_vectors(const typename Format::Input* x, const typename Format::Element* weights, long units,
-                             f32v (&sums)[ROWS][WIDTH]) {
-    constexpr long LINE = 64 / static_cast<long>(sizeof *weights);
-    for (long unit = 0; unit < units; ++unit, weights += Format::PAIR * TILE, x += ROWS) {
-        for (long line = 0; line < WIDTH * LANES * Format::PAIR; line += LINE)
-            __builtin_prefetch(reinterpret_cast<const char*>(weights + line) + PREFETCH_BYTES);
+INLINE void multiply_vectors(const typename Format::Input* x, const typename Format::Element* weights, long panel_size,
+                             long units, f32v (&sums)[ROWS][WIDTH]) {
+    constexpr long LINE = 64 / static_cast<long>(sizeof *weights), VECTOR = LANES * Format::PAIR;
+    for (long unit = 0; unit < units; ++unit, weights += Format::PAIR * PANEL, x += ROWS) {
+        for (int i = 0; i < WIDTH; ++i)
+            if (i % PANEL_VECTORS * VECTOR % LINE == 0)
+                __builtin_prefetch(reinterpret_cast<const char*>(weights + vector_start<Format>(i, panel_size)) + PREFETCH_BYTES);
 #pragma GCC unroll 2
         for (int step = 0; step < Format::STEPS; ++step) {
             typename Format::Weights w[WIDTH];
 #pragma GCC unroll 8
-            for (int i = 0; i < WIDTH; ++i) w[i] = Format::weights(weights + i * LANES * Format::PAIR, step);
+            for (int i = 0; i < WIDTH; ++i) w[i] = Format::weights(weights + vector_start<Format>(i, panel_size), step);
 #pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
@@ -152,29 +160,17 @@ INLINE void multiply_vectors(const typename Format::Input* x, const typename For
     }
 }
 
-// Adds the products of a block of rows with a tile to `sums`, as many vectors at a time as registers hold.
+// The products of a block of rows with a tile, as many vectors at a time as registers hold.
 template <class Format, int ROWS>
-INLINE void multiply_tile(const typename Format::Input* x, const typename Format::Element* weights, long units,
-                          f32v (&sums)[ROWS][VECTORS]) {
+INLINE void multiply_tile(const typename Format::Input* x, const typename Format::Element* weights, long panel_size,
+                          long units, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS);
     for (int first = 0; first < VECTORS; first += WIDTH) {
-        f32v part[ROWS][WIDTH];
-#pragma GCC unroll 12
+        f32v part[ROWS][WIDTH] = {};
+        multiply_vectors<Format, ROWS, WIDTH>(x, weights + vector_start<Format>(first, panel_size), panel_size, units, part);
         for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 8
-            for (int i = 0; i < WIDTH; ++i) part[row][i] = sums[row][first + i];
-        multiply_vectors<Format, ROWS, WIDTH>(x, weights + first * LANES * Format::PAIR, units, part);
-#pragma GCC unroll 12
-        for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 8
             for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = part[row][i];
     }
-}
-
-template <int ROWS>
-INLINE void clear(f32v (&sums)[ROWS][VECTORS]) {
-    for (int row = 0; row < ROWS; ++row)
-        for (int i = 0; i < VECTORS; ++i) sums[row][i] = f32v{};
 }
 
 template <class Out, class Element>
@@ -225,58 +221,65 @@ INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, M
 #pragma omp barrier
 }
 
-// One block of rows with a tile, from its beginning to its end.
+// One block of rows with a tile.
 template <class Format, class Out>
-INLINE void run_block(const LinearArgs& args, const typename Format::Input* inputs, long tile, long block) {
+void run_block(const LinearArgs& args, const typename Format::Input* inputs, long tile, long block) {
     typedef typename Format::Element Element;
-    long row = block_start(args.rows, block), units = args.in / Format::PAIR;
-    with_rows<BLOCK>(block_start(args.rows, block + 1) - row, [&](auto rows) {
+    long row = block_start(args.rows, block, Format::BLOCK), units = args.in / Format::PAIR;
+    with_rows<Format::BLOCK>(block_start(args.rows, block + 1, Format::BLOCK) - row, [&](auto rows) {
         f32v sums[decltype(rows)::value][VECTORS];
-        clear(sums);
         const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
-        multiply_tile<Format>(inputs + row * units, weights, units, sums);
+        multiply_tile<Format>(inputs + row * units, weights, PANEL * args.in, units, sums);
         finish_block<Out, Element>(args, row, tile, sums);
     });
 }
 
-// Several blocks of rows with a tile, a chunk of its weights at a time.
+// Several blocks of rows with a tile, a chunk of the inputs at a time.
 template <class Format, class Out>
 void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, long tile, long first, long last) {
     typedef typename Format::Element Element;
-    constexpr long CHUNK = CHUNK_BYTES / (Format::PAIR * TILE * static_cast<long>(sizeof(Element)));
+    constexpr int WIDTH = vectors_with(Format::BLOCK);
+    constexpr long CHUNK = CHUNK_BYTES / (Format::PAIR * PANEL * static_cast<long>(sizeof(Element)));
     alignas(64) float kept[CACHED_ROWS][TILE];
     const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
-    long units = args.in / Format::PAIR, first_row = block_start(args.rows, first);
-    for (long unit = 0; unit < units; unit += CHUNK)
+    long units = args.in / Format::PAIR, first_row = block_start(args.rows, first, Format::BLOCK), panel_size = PANEL * args.in;
+    auto each_block = [&](auto work) __attribute__((always_inline)) {
         for (long block = first; block < last; ++block) {
-            long row = block_start(args.rows, block), chunk = smaller(CHUNK, units - unit);
-            with_rows<BLOCK>(block_start(args.rows, block + 1) - row, [&](auto rows) {
+            long row = block_start(args.rows, block, Format::BLOCK);
+            with_rows<Format::BLOCK>(block_start(args.rows, block + 1, Format::BLOCK) - row, [&](auto rows) { work(rows, row, kept + (row - first_row)); });
+        }
+    };
+    for (int vector = 0; vector < VECTORS; vector += WIDTH)
+        for (long unit = 0; unit < units; unit += CHUNK) {
+            const auto* from = weights + vector_start<Format>(vector, panel_size) + unit * Format::PAIR * PANEL;
+            long chunk = smaller(CHUNK, units - unit);
+            each_block([&](auto rows, long row, float(*own)[TILE]) {
                 constexpr int ROWS = decltype(rows)::value;
-                f32v sums[ROWS][VECTORS];
-                float(*own)[TILE] = kept + (row - first_row);
-                if (unit == 0)
-                    clear(sums);
-                else
-                    for (int i = 0; i < ROWS; ++i)
-                        for (int j = 0; j < VECTORS; ++j) sums[i][j] = load(own[i] + j * LANES);
-                multiply_tile<Format>(inputs + row * units + unit * ROWS, weights + unit * Format::PAIR * TILE, chunk, sums);
-                if (unit + chunk == units) return finish_block<Out, Element>(args, row, tile, sums);
+                f32v sums[ROWS][WIDTH];
                 for (int i = 0; i < ROWS; ++i)
-                    for (int j = 0; j < VECTORS; ++j) store(own[i] + j * LANES, sums[i][j]);
+                    for (int j = 0; j < WIDTH; ++j) sums[i][j] = unit ? load(own[i] + (vector + j) * LANES) : f32v{};
+                multiply_vectors<Format, ROWS, WIDTH>(inputs + row * units + unit * ROWS, from, panel_size, chunk, sums);
+                for (int i = 0; i < ROWS; ++i)
+                    for (int j = 0; j < WIDTH; ++j) store(own[i] + (vector + j) * LANES, sums[i][j]);
             });
         }
+    each_block([&](auto rows, long row, float(*own)[TILE]) {
+        constexpr int ROWS = decltype(rows)::value;
+        f32v sums[ROWS][VECTORS];
+        for (int i = 0; i < ROWS; ++i)
+            for (int j = 0; j < VECTORS; ++j) sums[i][j] = load(own[i] + j * LANES);
+        finish_block<Out, Element>(args, row, tile, sums);
+    });
 }
 
 template <class Format, class Out>
 void multiply(const LinearArgs& args) {
     auto* inputs = static_cast<typename Format::Input*>(args.scratch);
     long row_bytes = args.in / Format::PAIR * static_cast<long>(sizeof(typename Format::Input));
-    each_tile<BLOCK>(
+    each_tile<Format::BLOCK>(
         args, row_bytes, [&](long block) { rearrange_rows<Format>(args, inputs, block); },
         [&](long tile, long first, long last) {
-            // Where a tile is gone through once, it goes past the first-level cache.
-            long rows = block_start(args.rows, first + 1) - block_start(args.rows, first);
-            if (last - first == 1 && vectors_with(static_cast<int>(rows)) == VECTORS)
+            if (last - first == 1)
                 run_block<Format, Out>(args, inputs, tile, first);
             else
                 run_blocks<Format, Out>(args, inputs, tile, first, last);
@@ -309,12 +312,13 @@ void pack_tiles(const typename Format::Element* weight, typename Format::Element
             long feature = tile * each + lane % each;
             rows[lane] = feature < features ? weight + (feature + lane / each * features) * in : nullptr;
         }
-        for (long column = 0; column < in; column += Format::PAIR)
-            for (long lane = 0; lane < TILE; ++lane, to += Format::PAIR)
-                if (rows[lane])
-                    __builtin_memcpy(to, rows[lane] + column, UNIT);
-                else
-                    __builtin_memset(to, 0, UNIT);
+        for (long panel = 0; panel < TILE; panel += PANEL)
+            for (long column = 0; column < in; column += Format::PAIR)
+                for (long lane = panel; lane < panel + PANEL; ++lane, to += Format::PAIR)
+                    if (rows[lane])
+                        __builtin_memcpy(to, rows[lane] + column, UNIT);
+                    else
+                        __builtin_memset(to, 0, UNIT);
     }
 }
 
@@ -330,9 +334,9 @@ void gather_rows(const typename Format::Element* packed, const std::int64_t* ids
                  long in) {
 #pragma omp parallel for schedule(static) if (count > 64)
     for (long i = 0; i < count; ++i) {
-        const auto* from = packed + ids[i] / TILE * TILE * in + ids[i] % TILE * Format::PAIR;
+        const auto* from = packed + ids[i] / PANEL * PANEL * in + ids[i] % PANEL * Format::PAIR;
         for (long column = 0; column < in; ++column)
-            y[i * in + column] = from[column / Format::PAIR * TILE * Format::PAIR + column % Format::PAIR];
+            y[i * in + column] = from[column / Format::PAIR * PANEL * Format::PAIR + column % Format::PAIR];
     }
 }
 

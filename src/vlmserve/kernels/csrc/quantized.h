@@ -22,25 +22,27 @@ struct Int8Rows {
     static constexpr int BLOCK = WIDE_BLOCK;
     long in, padded;
     Quad* quads;
-    RowScale* scales;
+    float* scales;
+    std::int32_t* sums;
 
     explicit Int8Rows(const LinearArgs& args) : in(args.in), padded(padded_in(args)) {
         quads = static_cast<Quad*>(args.scratch);
-        scales = reinterpret_cast<RowScale*>(quads + args.rows * (padded / 4));
+        scales = reinterpret_cast<float*>(quads + args.rows * (padded / 4));
+        sums = reinterpret_cast<std::int32_t*>(scales + args.rows);
     }
 
     long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Quad)); }
-    long bytes(long rows) const { return rows * (row_bytes() + static_cast<long>(sizeof(RowScale))); }
+    long bytes(long rows) const { return rows * (row_bytes() + 4 * (1 + num_sums(padded))); }
 
     template <class T>
     void prepare(const T* x, long first, long place, long count) const {
-        split_row(x, in, padded, quads + first * (padded / 4), scales + first, place, count);
+        split_row(x, in, padded, quads + first * (padded / 4), scales + first, sums + first * num_sums(padded), place, count);
     }
 
     template <int ROWS>
     static void multiply(const Int8Rows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-        multiply_int8(rows.quads + row * (rows.padded / 4), rows.scales + row, weight + tile * tile_bytes(rows.padded, 8, 0),
-                      rows.padded, sums);
+        multiply_int8(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.sums + row * num_sums(rows.padded),
+                      weight + tile * tile_bytes(rows.padded, 8, 0), rows.padded, sums);
     }
 };
 
@@ -78,30 +80,30 @@ struct Int4WideRows {
     static constexpr int BLOCK = WIDE_BLOCK;
     long in, padded, group;
     Quad* quads;
-    RowScale* scales;
-    float* sums;
+    float *scales, *group_sums;
+    std::int32_t* sums;
 
     explicit Int4WideRows(const LinearArgs& args) : in(args.in), padded(padded_in(args)), group(args.group) {
         quads = static_cast<Quad*>(args.scratch);
-        scales = reinterpret_cast<RowScale*>(quads + args.rows * (padded / 4));
-        sums = reinterpret_cast<float*>(scales + args.rows);
+        scales = reinterpret_cast<float*>(quads + args.rows * (padded / 4));
+        group_sums = scales + args.rows;
+        sums = reinterpret_cast<std::int32_t*>(group_sums + args.rows * groups());
     }
 
     long groups() const { return padded / group; }
     long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Quad)); }
-    long bytes(long rows) const {
-        return rows * (row_bytes() + static_cast<long>(sizeof(RowScale)) + groups() * static_cast<long>(sizeof(float)));
-    }
+    long bytes(long rows) const { return rows * (row_bytes() + 4 * (1 + groups() + num_sums(padded))); }
 
     template <class T>
     void prepare(const T* x, long first, long place, long count) const {
-        float factor = split_row(x, in, padded, quads + first * (padded / 4), scales + first, place, count);
-        add_groups(x, in, padded, group, factor, sums + first * groups(), place, count);
+        float factor = split_row(x, in, padded, quads + first * (padded / 4), scales + first,
+                                 sums + first * num_sums(padded), place, count);
+        add_groups(x, in, padded, group, factor, group_sums + first * groups(), place, count);
     }
 
     template <int ROWS>
     static void multiply(const Int4WideRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-        multiply_int4_wide(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.sums + row * rows.groups(),
+        multiply_int4_wide(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.group_sums + row * rows.groups(),
                            weight + tile * tile_bytes(rows.padded, 4, rows.group), rows.padded, rows.group, sums);
     }
 };

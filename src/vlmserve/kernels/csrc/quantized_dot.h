@@ -14,10 +14,8 @@ struct Quad {
     std::int32_t high, low;
 };
 
-struct RowScale {
-    float scale;
-    std::int32_t high, low;  // sums of all bytes
-};
+// For each row: the sums of its high and of its low bytes.
+INLINE long num_sums(long) { return 2; }
 
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
 // The instruction takes signed bytes only.
@@ -49,7 +47,7 @@ INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
 
 // Row `place` of a block of `count` rows, whose quads lie side by side. Returns what its inputs were multiplied with.
 template <class T>
-float split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales, long place, long count) {
+float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {
     float most = largest_size(x, in);
     float factor = most > 0 ? MOST_OF_16_BITS / most : 0.0f;
     i32v high_sums{}, low_sums{};
@@ -64,12 +62,15 @@ float split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales,
         store_fours(&to->high, high, num_quads, stride);
         store_fours(&to->low, low, num_quads, stride);
     }
-    scales[place] = {most == most ? most / MOST_OF_16_BITS : most, sum(high_sums), sum(low_sums)};
+    scales[place] = most == most ? most / MOST_OF_16_BITS : most;
+    sums[place] = sum(high_sums);
+    sums[count + place] = sum(low_sums);
     return factor;
 }
 
 template <int ROWS>
-INLINE void multiply_int8(const Quad* x, const RowScale* rows, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
+INLINE void multiply_int8(const Quad* x, const float* scales, const std::int32_t* input_sums, const u8* tile, long in,
+                          f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH] = {};
@@ -92,9 +93,9 @@ INLINE void multiply_int8(const Quad* x, const RowScale* rows, const u8* tile, l
         for (int i = 0; i < WIDTH; ++i) {
             f32v scale = load(reinterpret_cast<const float*>(tile) + (first + i) * LANES);
             for (int row = 0; row < ROWS; ++row) {
-                f32v upper = __builtin_convertvector(high[row][i] - OFFSET * rows[row].high, f32v);
-                f32v lower = __builtin_convertvector(low[row][i] - OFFSET * rows[row].low, f32v);
-                sums[row][first + i] = (256.0f * upper + lower) * scale * rows[row].scale;
+                f32v upper = __builtin_convertvector(high[row][i] - OFFSET * input_sums[row], f32v);
+                f32v lower = __builtin_convertvector(low[row][i] - OFFSET * input_sums[ROWS + row], f32v);
+                sums[row][first + i] = (256.0f * upper + lower) * scale * scales[row];
             }
         }
     }
@@ -140,7 +141,7 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
 }
 
 template <int ROWS>
-INLINE void multiply_int4_wide(const Quad* inputs, const RowScale* rows, const float* input_sums, const u8* tile, long in,
+INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const float* input_sums, const u8* tile, long in,
                                long group, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
     for (int first = 0; first < VECTORS; first += WIDTH) {
@@ -178,7 +179,7 @@ INLINE void multiply_int4_wide(const Quad* inputs, const RowScale* rows, const f
             }
         }
         for (int row = 0; row < ROWS; ++row)
-            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i] * rows[row].scale;
+            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i] * scales[row];
     }
 }
 

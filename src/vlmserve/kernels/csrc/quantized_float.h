@@ -12,20 +12,20 @@ struct Quad {
 };
 typedef Quad Four;
 
-struct RowScale {};
+INLINE long num_sums(long) { return 0; }
 
 struct GroupScale {
     float sum;
 };
 
 template <class T>
-void split_row(const T* x, long in, long padded, Quad* quads, RowScale*, long place, long count) {
+void split_row(const T* x, long in, long padded, Quad* quads, float*, std::int32_t*, long place, long count) {
     for (long i = 0; i < padded; ++i) quads[i / 4 * count + place].values[i % 4] = i < in ? to_float(x[i]) : 0.0f;
 }
 
 template <class T>
 void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* sums, long place, long count) {
-    split_row(x, in, padded, fours, static_cast<RowScale*>(nullptr), place, count);
+    split_row(x, in, padded, fours, nullptr, nullptr, place, count);
     for (long start = 0; start < padded; start += group) {
         float total = 0;
         for (long i = start; i < smaller(start + group, in); ++i) total += to_float(x[i]);
@@ -42,7 +42,8 @@ INLINE f32v nibble_of(u32v bytes, int number) {
 }
 
 template <int ROWS>
-INLINE void multiply_int8(const Quad* x, const RowScale*, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
+INLINE void multiply_int8(const Quad* x, const float*, const std::int32_t*, const u8* tile, long in,
+                          f32v (&sums)[ROWS][VECTORS]) {
     const u8* weights = tile + TILE * sizeof(float);
     for (int vector = 0; vector < VECTORS; ++vector) {
         f32v totals[ROWS] = {};
@@ -63,7 +64,8 @@ INLINE void multiply_int8(const Quad* x, const RowScale*, const u8* tile, long i
 template <int ROWS>
 INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile, long in, long group,
                           f32v (&sums)[ROWS][VECTORS]) {
-    clear(sums);
+    for (auto& row : sums)
+        for (f32v& sum : row) sum = f32v{};
     for (long number = 0; number < in / group; ++number, tile += group_bytes(group)) {
         const u8* weights = group_weights(tile);
         const Four* inputs = x + number * group / 4 * ROWS;

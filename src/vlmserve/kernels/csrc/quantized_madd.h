@@ -16,12 +16,12 @@ struct Quad {
     std::int32_t even, odd;
 };
 
-struct RowScale {
-    float scale;
-};
-
 // So many products of signed 8 bits and 16 bits have a sum of 32 bits.
 constexpr long INPUTS_PER_SUM = 512;
+
+// For each row: the sums of the inputs that have one.
+INLINE long num_sums(long in) { return (in + INPUTS_PER_SUM - 1) / INPUTS_PER_SUM; }
+
 // So many vectors of products of 4 and 8 bits have sums of 16 bits.
 constexpr long OCTETS_PER_SUM = 4;
 
@@ -48,13 +48,20 @@ INLINE i16v multiply_bytes(u8v weights, i16v inputs) {
 INLINE i16v in_all_lanes(std::int32_t inputs) { return bit_cast<i16v>(inputs - i32v{}); }
 
 template <class T>
-float split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales, long place, long count) {
+float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {
     float most = largest_size(x, in);
     float factor = most > 0 ? MOST_OF_16_BITS / most : 0.0f;
+    i32v total{};
     for (long i = 0; i < padded; i += LANES) {
         f32v scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32v{};
         std::uint32_t values[LANES];
-        i32v rounded = round_to_integers(scaled) & 0xffff;
+        i32v rounded = round_to_integers(scaled);
+        total += rounded;
+        if ((i + LANES) % INPUTS_PER_SUM == 0 || i + LANES >= padded) {
+            sums[i / INPUTS_PER_SUM * count + place] = sum(total);
+            total = i32v{};
+        }
+        rounded &= 0xffff;
         __builtin_memcpy(values, &rounded, sizeof values);
         long num_quads = smaller(LANES, padded - i) / 4;
         for (long quad = 0; quad < num_quads; ++quad) {
@@ -63,19 +70,21 @@ float split_row(const T* x, long in, long padded, Quad* quads, RowScale* scales,
                                                      static_cast<std::int32_t>(from[1] | from[3] << 16)};
         }
     }
-    scales[place] = {most == most ? most / MOST_OF_16_BITS : most};
+    scales[place] = most == most ? most / MOST_OF_16_BITS : most;
     return factor;
 }
 
 template <int ROWS>
-INLINE void multiply_int8(const Quad* inputs, const RowScale* rows, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
+INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::int32_t* input_sums, const u8* tile, long in,
+                          f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
         const Quad* x = inputs;
         for (long start = 0; start < in; start += INPUTS_PER_SUM) {
-            i32v dots[ROWS][WIDTH] = {};
+            // They may overflow, what is left without the weights' offset does not.
+            u32v dots[ROWS][WIDTH] = {};
             long quads = smaller(INPUTS_PER_SUM, in - start) / 4;
             for (long quad = 0; quad < quads; ++quad, weights += 4 * TILE, x += ROWS) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
@@ -84,21 +93,24 @@ INLINE void multiply_int8(const Quad* inputs, const RowScale* rows, const u8* ti
                     i16v w[WIDTH];
 #pragma GCC unroll 8
                     for (int i = 0; i < WIDTH; ++i) {
-                        i16v bytes = bit_cast<i16v>(load_bytes(weights + i * LANES * 4) ^ static_cast<u8>(128));
-                        w[i] = (part ? bytes : bytes << 8) >> 8;
+                        pairs16 bytes = bit_cast<pairs16>(load_bytes(weights + i * LANES * 4));
+                        w[i] = bit_cast<i16v>(part ? bytes >> 8 : bytes & static_cast<std::uint16_t>(255));
                     }
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
-                        for (int i = 0; i < WIDTH; ++i) dots[row][i] += multiply_pairs(w[i], in_all_lanes(part ? x[row].odd : x[row].even));
+                        for (int i = 0; i < WIDTH; ++i) dots[row][i] += bit_cast<u32v>(multiply_pairs(w[i], in_all_lanes(part ? x[row].odd : x[row].even)));
                 }
             }
-            for (int row = 0; row < ROWS; ++row)
-                for (int i = 0; i < WIDTH; ++i) totals[row][i] += __builtin_convertvector(dots[row][i], f32v);
+            for (int row = 0; row < ROWS; ++row) {
+                std::uint32_t offset = 128u * static_cast<std::uint32_t>(input_sums[start / INPUTS_PER_SUM * ROWS + row]);
+                for (int i = 0; i < WIDTH; ++i)
+                    totals[row][i] += __builtin_convertvector(bit_cast<i32v>(dots[row][i] - offset), f32v);
+            }
         }
         for (int i = 0; i < WIDTH; ++i) {
             f32v scale = load(reinterpret_cast<const float*>(tile) + (first + i) * LANES);
-            for (int row = 0; row < ROWS; ++row) sums[row][first + i] = totals[row][i] * scale * rows[row].scale;
+            for (int row = 0; row < ROWS; ++row) sums[row][first + i] = totals[row][i] * scale * scales[row];
         }
     }
 }
@@ -150,7 +162,7 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
 }
 
 template <int ROWS>
-INLINE void multiply_int4_wide(const Quad* inputs, const RowScale* rows, const float* input_sums, const u8* tile, long in,
+INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const float* input_sums, const u8* tile, long in,
                                long group, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
     for (int first = 0; first < VECTORS; first += WIDTH) {
@@ -190,7 +202,7 @@ INLINE void multiply_int4_wide(const Quad* inputs, const RowScale* rows, const f
             }
         }
         for (int row = 0; row < ROWS; ++row)
-            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i] * rows[row].scale;
+            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i] * scales[row];
     }
 }
 
