@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int WIDE_SUMS = 8, NARROW_SUMS = 8, WIDE_BLOCK = 4, NARROW_BLOCK = 4;
+constexpr int WIDE_SUMS = 8, NARROW_SUMS = 8, WIDE_BLOCK = 3, NARROW_BLOCK = 4;
 
 // Four inputs of a row: the pairs (0, 2) and (1, 3) of 16 bits each.
 struct Quad {
@@ -44,6 +44,9 @@ INLINE i16v multiply_bytes(u8v weights, i16v inputs) {
     return bit_cast<i16v>(_mm256_maddubs_epi16(bit_cast<__m256i>(weights), bit_cast<__m256i>(inputs)));
 #endif
 }
+
+// Keeps the compiler from reading everything first, for which there are not registers enough beside the sums.
+INLINE void read_in_turn() { asm volatile("" ::: "memory"); }
 
 INLINE i16v in_all_lanes(std::int32_t inputs) { return bit_cast<i16v>(inputs - i32v{}); }
 
@@ -90,6 +93,7 @@ INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::in
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
 #pragma GCC unroll 2
                 for (int part = 0; part < 2; ++part) {
+                    read_in_turn();
                     i16v w[WIDTH];
 #pragma GCC unroll 8
                     for (int i = 0; i < WIDTH; ++i) {
@@ -135,6 +139,7 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
                         __builtin_prefetch(weights + PREFETCH_BYTES + line);
 #pragma GCC unroll 2
                     for (int part = 0; part < 2; ++part, x += ROWS) {
+                        read_in_turn();
                         u8v w[WIDTH];
 #pragma GCC unroll 8
                         for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(load_bytes(weights + i * LANES * 4), part);
@@ -178,6 +183,7 @@ INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const fl
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
 #pragma GCC unroll 4
                 for (int part = 0; part < 4; ++part) {
+                    read_in_turn();
                     // Of inputs 0 and 2, 4 and 6, 1 and 3, 5 and 7.
                     i16v w[WIDTH];
 #pragma GCC unroll 8
