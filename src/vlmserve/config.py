@@ -360,6 +360,16 @@ class ServerConfig(Settings):
     cors_origins: tuple[str, ...] = Field(
         (), description="Origins whose web pages may use the server, like https://chat.example.com; * allows all."
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Host names that the server answers to, like chat.example.com or *.example.com, beside addresses "
+        "and local names; * allows all. Default: none on a server without keys, all on one with keys.",
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        description="Origins, beside its own and those of cors_origins, whose requests are answered; * allows all. "
+        "Default: none on a server without keys, all on one with keys.",
+    )
     log_prompts: bool = Field(False, description="Write what requests say, without their pictures, into the log.")
     max_output_tokens: int | None = Field(
         None, ge=1, description="Longest answer that a request may ask for; default: up to the end of the context."

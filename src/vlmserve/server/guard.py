@@ -15,6 +15,7 @@ from vlmserve.server.body import drop_body
 from vlmserve.server.connection import add_note, note_error
 from vlmserve.server.errors import RefusedError, error_code, error_response, head_too_large
 from vlmserve.server.history import OWNER
+from vlmserve.server.origins import Origins
 from vlmserve.server.page import ASSETS
 from vlmserve.server.service import Service
 
@@ -22,6 +23,8 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 """Paths that need no key: what load balancers ask, and the page, which asks for a key itself."""
 FIGURES_PATHS = frozenset({"/metrics", "/live"})
 """Paths that need one if the settings say so."""
+_PROBES = frozenset({"/health", "/ready", "/version"})
+"""Paths that load balancers ask under any name."""
 _ACCOUNT = "vlmserve.account"
 
 
@@ -33,6 +36,7 @@ class Guard:
         self._app = app
         self._service = service
         self._keys = service.keys
+        self._origins = Origins(service.config, needs_key=service.keys is not None)
         self._max_head = service.config.max_header_bytes
         self._open = OPEN_PATHS if service.config.protect_metrics else OPEN_PATHS | FIGURES_PATHS
 
@@ -54,6 +58,8 @@ class Guard:
         with contextlib.ExitStack() as stack:
             try:
                 self._check_head(scope)
+                if scope["path"] not in _PROBES:
+                    self._origins.check(Headers(scope=scope))
                 account = self._authenticate(scope)
                 if scope["method"] == "POST":
                     await self._check_open(scope, receive)

@@ -1,0 +1,89 @@
+"""Which names a server answers to, and to pages of which origins.
+
+A page in somebody's browser can reach servers that its author cannot: on the same machine, or in the same network. It
+names itself in ``Origin``; or its own name is made to lead to the server (DNS rebinding), which shows in ``Host``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from vlmserve.config import ServerConfig
+from vlmserve.server.errors import RefusedError
+
+_PRIVATE = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
+"""Ends of names that nobody can register: of this machine, a local network, Docker and Kubernetes."""
+
+
+class Origins:
+    """Raises RefusedError (403) for requests that only pages of strangers send.
+
+    Where every request needs a key, which such pages do not have, only what the settings name is checked.
+    """
+
+    def __init__(self, config: ServerConfig, *, needs_key: bool) -> None:
+        self._any_host = "*" in config.allowed_hosts or (needs_key and not config.allowed_hosts)
+        self._any_origin = bool({"*"} & {*config.allowed_origins, *config.cors_origins}) or (
+            needs_key and not config.allowed_origins
+        )
+        own = (config.host, socket.gethostname())
+        self._hosts = {name.lower().rstrip(".") for name in (*own, *config.allowed_hosts)}
+        self._suffixes = tuple(name[1:] for name in self._hosts if name.startswith("*.")) + _PRIVATE
+        self._origins = {origin.lower().rstrip("/") for origin in (*config.allowed_origins, *config.cors_origins)}
+
+    def check(self, headers: Headers) -> None:
+        """Check a request's ``Host`` and ``Origin``; one that has neither is no browser's."""
+        host = headers.get("host", "").lower()
+        if host and not self._any_host and not self._is_allowed(host):
+            raise _refused(
+                f"This server does not answer to the host name {host!r:.200}; --allowed-hosts allows it",
+                "host_not_allowed",
+            )
+        origin = headers.get("origin", "").lower()
+        if origin and not self._any_origin and origin not in self._origins and _host_of(origin) != host:
+            raise _refused(
+                f"Pages of the origin {origin!r:.200} may not use this server; --cors-origins lets them read answers, "
+                "--allowed-origins lets other programs that send this origin ask",
+                "origin_not_allowed",
+            )
+
+    def _is_allowed(self, host: str) -> bool:
+        name = _name(host)
+        if name is None:
+            return False
+        # A name without a dot cannot be registered either: localhost, a container's, a machine's.
+        return "." not in name or name in self._hosts or name.endswith(self._suffixes) or _is_address(name)
+
+
+def _host_of(origin: str) -> str | None:
+    """The host and the port in an origin, as ``Host`` has them; None for ``null`` and what is none."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+def _name(host: str) -> str | None:
+    """Without its port and brackets; None for what is no host."""
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+    return None if name is None or "@" in host else name.rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _refused(message: str, code: str) -> RefusedError:
+    return RefusedError(HTTPStatus.FORBIDDEN, message, code)

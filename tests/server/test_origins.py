@@ -1,0 +1,99 @@
+"""Pages of strangers cannot use a server without keys; everybody else can."""
+
+from __future__ import annotations
+
+import socket
+
+import httpx
+import pytest
+from starlette.datastructures import Headers
+
+from tests.server.live import QUESTION, LiveServer
+from vlmserve.config import ServerConfig
+from vlmserve.server.errors import RefusedError
+from vlmserve.server.origins import Origins
+
+BODY = {"model": "tiny", "messages": QUESTION, "max_tokens": 1}
+
+
+def answers(server: LiveServer, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, str]:
+    response = httpx.post(f"{server.url}{path}", json=BODY, headers=headers, timeout=60)
+    return response.status_code, response.json().get("error", {}).get("code", "")
+
+
+def allows(*, needs_key: bool = False, host: str | None = None, origin: str | None = None, **settings: object) -> bool:
+    headers = {name: value for name, value in (("host", host), ("origin", origin)) if value is not None}
+    try:
+        Origins(ServerConfig(**settings), needs_key=needs_key).check(Headers(headers))
+    except RefusedError:
+        return False
+    return True
+
+
+LOCAL = ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "10.1.2.3", "vlmserve:8000", "host.docker.internal:8000"]
+LOCAL += [
+    "vlmserve.default.svc.cluster.local",
+    "LOCALHOST.",
+    "me.localhost:80",
+    f"{socket.gethostname()}:1",
+    "[fe80::1]",
+]
+
+
+@pytest.mark.parametrize("host", [None, *LOCAL])
+def test_addresses_and_local_names_are_answered(host: str | None) -> None:
+    assert allows(host=host)
+
+
+STRANGE = ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "evil.example."]
+STRANGE += ["127.0.0.1@evil.example", "notlocal.com", "[::1", "xn--e1afmkfd.com"]
+
+
+@pytest.mark.parametrize("host", STRANGE)
+def test_names_that_somebody_can_register_are_refused_unless_allowed(host: str) -> None:
+    assert not allows(host=host)
+    assert allows(host=host, allowed_hosts=("*",))
+    assert allows(host=host, needs_key=True)
+    assert not allows(host=host, needs_key=True, allowed_hosts=("chat.example.com",))
+
+
+def test_hosts_may_be_named() -> None:
+    settings = {"allowed_hosts": ("Chat.Example.com", "*.lab.example")}
+    assert all(allows(host=host, **settings) for host in ("chat.example.com:443", "a.b.lab.example", "127.0.0.1"))
+    assert not any(allows(host=host, **settings) for host in ("a.chat.example.com", "lab.example.evil", "xlab.example"))
+
+
+def test_origins() -> None:
+    host = "127.0.0.1:8000"
+    assert allows(host=host, origin="http://127.0.0.1:8000")
+    for origin in ("http://evil.example", "http://127.0.0.1:9000", "null", "http://[", "file://"):
+        assert not allows(host=host, origin=origin)
+        assert allows(host=host, origin=origin, needs_key=True)
+        for setting in ("allowed_origins", "cors_origins"):
+            assert allows(host=host, origin=origin, **{setting: ("*",)})
+    assert allows(host=host, origin="app://notes", allowed_origins=("app://notes",))
+    assert allows(host=host, origin="https://chat.example", cors_origins=("https://chat.example/",))
+    assert not allows(host=host, origin="https://chat.example.evil", cors_origins=("https://chat.example",))
+
+
+def test_a_page_of_a_stranger_uploads_and_asks_nothing(folder) -> None:
+    with LiveServer(folder, server={"storage_url": "memory"}) as server:
+        files = {"file": ("a.png", b"x", "image/png")}
+        upload = httpx.post(
+            f"{server.url}/v1/files", files=files, data={"purpose": "vision"}, headers={"origin": "http://evil.example"}
+        )
+        assert (upload.status_code, upload.json()["error"]["code"]) == (403, "origin_not_allowed")
+        assert httpx.get(f"{server.url}/v1/files").json()["data"] == []
+        assert answers(server, host="evil.example") == (403, "host_not_allowed")
+        assert answers(server, origin="null") == (403, "origin_not_allowed")
+        assert answers(server) == (200, "")
+        assert answers(server, origin=server.url) == (200, "")
+        assert httpx.get(f"{server.url}/ready", headers={"host": "balancer.example"}).status_code == 200
+
+
+def test_settings_of_cors_and_keys_go_on_working(folder) -> None:
+    with LiveServer(folder, server={"cors_origins": ("https://chat.example",)}) as server:
+        assert answers(server, origin="https://chat.example") == (200, "")
+        assert answers(server, origin="https://other.example") == (403, "origin_not_allowed")
+    with LiveServer(folder, server={"api_key": ("secret",)}) as server:
+        assert answers(server, host="chat.example", origin="https://x.example", authorization="Bearer secret")[0] == 200
