@@ -18,6 +18,7 @@ from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.registry import load_model
+from vlmserve.models.transformers_backend import TransformersModel
 from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")
@@ -113,6 +114,41 @@ def test_what_cannot_run_over_a_paged_cache_says_why(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=f"is not supported.*--model-impl transformers: .*{reason}"):
         engine(make(tmp_path, family, **overrides))
+
+
+def nearly_equal_experts(folder: Path) -> Path:
+    """A Mixtral of which rounding decides what experts it takes, which makes much of a difference."""
+    family, overrides = MODELS["experts"]
+    generator = torch.Generator().manual_seed(0)
+
+    def change(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        if "experts" in name:
+            return name, tensor * 6
+        if name.endswith("gate.weight"):
+            return name, tensor[:1] * (1 + 0.001 * torch.randn(tensor.shape, generator=generator))
+        return name, tensor
+
+    change_tensors(make(folder, family, **overrides), change)
+    return folder
+
+
+def test_experts_of_nearly_the_same_score_are_no_reason_to_refuse_a_model(tmp_path: Path) -> None:
+    folder = nearly_equal_experts(tmp_path)
+    assert len(generate(engine(folder, dtype="bfloat16"), [Prompt([5, 6, 7, 8])])) == 1
+
+
+def test_a_model_with_experts_that_computes_something_else_is_still_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = nearly_equal_experts(tmp_path)
+    forward = TransformersModel.forward
+
+    def late(self: Any, embeddings: Any, positions: torch.Tensor, *others: Any) -> Any:
+        return forward(self, embeddings, positions * 2, *others)
+
+    monkeypatch.setattr(TransformersModel, "forward", late)
+    with pytest.raises(UnsupportedModelError, match="its logits differ from transformers' own"):
+        engine(folder, dtype="bfloat16")
 
 
 def test_what_is_broken_or_asks_for_more_says_so(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMet
 from vlmserve.layers.attention import CrossRows
 from vlmserve.media.pictures import Picture
 from vlmserve.media.transformers_processor import TransformersProcessor
+from vlmserve.models.expert_choices import ExpertChoices
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.transformers_vision import TransformersVision
 from vlmserve.types import KEY_BYTES, ImageInput, ImageSpan, SeesAhead, whole_ranges
@@ -279,8 +280,9 @@ class TransformersModel:
         generator = torch.Generator().manual_seed(0)
         sequences = [torch.randint(self.vocab_size, (length,), generator=generator) for length in CHECKED_LENS]
         with torch.inference_mode():
-            expected = torch.cat([self._their_logits(sequence) for sequence in sequences])
-            actual = torch.cat(self._our_logits(sequences))
+            choices = ExpertChoices()
+            expected = torch.cat([self._their_logits(sequence, choices) for sequence in sequences])
+            actual = torch.cat(self._our_logits(sequences, choices))
         self._compare(actual, expected, "its layers keep or look at more than keys and values")
 
     @torch.inference_mode()
@@ -301,7 +303,8 @@ class TransformersModel:
         placeholders = (ids == sample.image_token_id).to(device)
         types = {name: (placeholders * value).long()[None] for name, value in sample.token_types.items()}
         further = sample.vision.further(image.tiling, device)
-        expected = self._their_logits(ids, pixel_values=pixels, **further, **types)
+        choices = ExpertChoices()
+        expected = self._their_logits(ids, choices, pixel_values=pixels, **further, **types)
         span = ImageSpan(image, 5)
         places = np.arange(len(ids))
         positions = torch.from_numpy(places if image.grid is None else grid_positions([span], places)).to(device)
@@ -311,7 +314,9 @@ class TransformersModel:
             wide = [WideRows(0, first, last - 1, last) for first, last in whole_ranges([span], len(ids), ahead)]
             self.backend = self._choose_backend(self.attention, sees_ahead=ahead is not None)
             metadata, _ = _metadata([(0, len(ids))], len(ids), device, wide)
-            actual = self.logits(self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids))))
+            with choices.follow([(0, len(ids))]):
+                hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)))
+            actual = self.logits(hidden)
             if self._agree(actual, expected):
                 self.sees_ahead = ahead
                 return
@@ -328,16 +333,17 @@ class TransformersModel:
                 f"over a paged cache its logits differ from transformers' own by {error:.2g} of their spread: {reason}"
             )
 
-    def _their_logits(self, sequence: Tensor, **pictures: Tensor) -> Tensor:
+    def _their_logits(self, sequence: Tensor, choices: ExpertChoices, **pictures: Tensor) -> Tensor:
         self._model.set_attn_implementation("eager")
         try:
             inputs = {"input_ids": sequence[None].to(self._model.device), **pictures}
-            logits: Tensor = self._model(**inputs, use_cache=False).logits
+            with choices.note():
+                logits: Tensor = self._model(**inputs, use_cache=False).logits
         finally:
             self._model.set_attn_implementation(_ours_in(self._model.config))
         return logits[0].float()
 
-    def _our_logits(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+    def _our_logits(self, sequences: Sequence[Tensor], choices: ExpertChoices) -> list[Tensor]:
         """Of all sequences together, in three steps, of which the last computes one token of each."""
         block_size = max(CHECKED_LENS)
         caches = self.allocate_cache(len(sequences), block_size)
@@ -347,7 +353,8 @@ class TransformersModel:
             spans = [(cut[step], cut[step + 1]) for cut in cuts]
             ids = torch.cat([ids[first:last] for ids, (first, last) in zip(sequences, spans, strict=True)])
             metadata, positions = _metadata(spans, block_size, self._model.device)
-            hidden = self.forward(self.embed(ids.to(self._model.device)), positions, metadata, caches)
+            with choices.follow(spans):
+                hidden = self.forward(self.embed(ids.to(self._model.device)), positions, metadata, caches)
             for rows, part in zip(logits, torch.split(hidden, metadata.query_lens), strict=True):
                 rows.append(self.logits(part))
         return [torch.cat(rows) for rows in logits]

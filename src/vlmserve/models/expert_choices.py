@@ -1,0 +1,83 @@
+"""Which experts a pass of a model chose, so that another pass of it can choose the same.
+
+Two experts of nearly the same score change places by rounding alone, and then a token's logits are those of another
+expert. Two passes can only be compared where both take the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class ExpertChoices:
+    """What `torch.topk`, by which routers choose, chose for each token of some sequences."""
+
+    def __init__(self) -> None:
+        self._chosen: list[list[Tensor]] = []
+        """Of each sequence, for each call: ``[tokens, k]``."""
+
+    @contextmanager
+    def note(self) -> Iterator[None]:
+        """Note what a pass over the next sequence chooses."""
+        chosen: list[Tensor] = []
+        with _Noting(chosen):
+            yield
+        self._chosen.append(chosen)
+
+    @contextmanager
+    def follow(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Have a pass choose what was noted. spans: of the tokens of each sequence that it computes, in one batch."""
+        parts = [
+            [indices[first:last] for indices in chosen]
+            for chosen, (first, last) in zip(self._chosen, spans, strict=True)
+        ]
+        calls = [torch.cat(of_call) for of_call in zip(*parts, strict=False)]
+        with _Following(calls):
+            yield
+
+
+class _Noting(TorchFunctionMode):
+    def __init__(self, chosen: list[Tensor]) -> None:
+        super().__init__()
+        self._chosen = chosen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            self._chosen.append(result.indices.reshape(-1, result.indices.shape[-1]))
+        return result
+
+
+class _Following(TorchFunctionMode):
+    def __init__(self, calls: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._calls = list(calls)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        shape = result.indices.shape
+        # The other pass may have run a vision tower before, which chooses as well.
+        alike = (
+            place
+            for place, noted in enumerate(self._calls)
+            if noted.numel() == result.indices.numel() and noted.shape[-1] == shape[-1]
+        )
+        place = next(alike, None)
+        if place is None:
+            return result
+        scores: Tensor = args[0]
+        indices = self._calls[place].reshape(shape)
+        del self._calls[: place + 1]
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
