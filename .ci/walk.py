@@ -42,7 +42,7 @@ CHECKS = {
     ".venv/bin/vlmserve chat": r"(?i)\bred\b",
     ".venv/bin/python -m pip install --quiet openai": "",
     "import base64": r"(?i)circle",
-    "curl -s http://127.0.0.1:8000/metrics": r"(?m)^vllm:",
+    "curl -s http://127.0.0.1:8000/metrics": r"(?m)^vlmserve:request_success_total\{",
     ".venv/bin/vlmserve keys add alice": r"(?m)^vlm-\w+",
     ".venv/bin/vlmserve loadtest": r"(?i)\bTTFT\b",
     "from PIL import Image": r"(?i)What colour is the circle\? -> .*\bred\b",
@@ -92,6 +92,7 @@ class Newcomer:
         self.home.mkdir()
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(self.clone)], check=True)
         self.environment = _environment(self.home)
+        self.log = folder / "servers.log"
         self.printed = ""
 
     def run(self, block: Block) -> None:
@@ -128,9 +129,15 @@ class Newcomer:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 raise WalkError(f"port {port} is in use by another program; stop it, since the README uses this port")
-        server = subprocess.Popen(
-            ["bash", "-c", line], cwd=self.clone, env=self.environment, start_new_session=True, stdout=sys.stderr
-        )
+        with self.log.open("ab") as log:
+            server = subprocess.Popen(
+                ["bash", "-c", line],
+                cwd=self.clone,
+                env=self.environment,
+                start_new_session=True,
+                stdout=log,
+                stderr=log,
+            )
         try:
             self._await_ready(server, port)
             yield port
@@ -144,10 +151,14 @@ class Newcomer:
         deadline = time.monotonic() + INSTALL_TIMEOUT
         while _status(f"http://127.0.0.1:{port}/ready") != 200:
             if server.poll() is not None:
-                raise WalkError(f"the server ended with status {server.returncode}")
+                raise WalkError(f"the server ended with status {server.returncode}:\n{self._last_lines()}")
             if time.monotonic() > deadline:
-                raise WalkError(f"no server answers at port {port}")
+                raise WalkError(f"no server answers at port {port}:\n{self._last_lines()}")
             time.sleep(0.5)
+
+    def _last_lines(self) -> str:
+        """The end of what installing and the servers have printed."""
+        return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-50:])
 
     def _check_server(self, line: str, port: int) -> None:
         """A server with keys refuses requests without one, and answers those with one."""
@@ -190,7 +201,9 @@ def walk(folder: Path) -> None:
     newcomer = Newcomer(folder)
     first, *others = blocks((newcomer.clone / "README.md").read_text("utf-8"))
     print(f"$ {first.text.strip()}", flush=True)
+    started = time.monotonic()
     with newcomer.serving(first.text.strip()):
+        print(f"(ready, {time.monotonic() - started:.0f} s)", flush=True)
         for block in others:
             print("\n".join(f"$ {line}" for line in block.text.splitlines()), flush=True)
             if block.text.startswith("curl ") and shutil.which("curl") is None:

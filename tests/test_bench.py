@@ -69,7 +69,7 @@ def test_limits_are_measured() -> None:
 def test_the_command_shows_a_table_and_keeps_the_figures(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "model")
     path = tmp_path / "results" / "bench.json"
-    arguments = ["bench", str(folder), "--scheme", "int4", "--at-once", "2", "--kv-cache-memory", "16MiB"]
+    arguments = ["bench", str(folder), "--scheme", "int4", "--concurrency", "2", "--kv-cache-memory", "16MiB"]
     result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "tokens/s" in result.output

@@ -186,24 +186,25 @@ class EngineConfig(Settings):
     """What runs and with how much memory."""
 
     model: str = Field(BUILT_IN_MODEL, description="Built-in name, local folder or .gguf file, or Hugging Face id.")
-    revision: str | None = Field(None, description="Branch, tag or commit of the repository.")
+    revision: str | None = Field(None, description="Branch, tag or commit of the model's repository.")
     engine: Literal["real", "mock"] = Field("real", description="'mock' answers deterministic text without a model.")
     load: Literal["eager", "lazy"] = Field("eager", description="'lazy' loads the model when the first request comes.")
     device: Device = Field("auto", description="auto, cpu, mps, cuda or cuda:N.")
     dtype: DType = Field("auto", description="auto takes the checkpoint's type where the device computes it well.")
     model_impl: ModelImplementation = Field(
-        "auto", description="vlmserve: our own; transformers: that library's, slower; auto: ours if there is one."
+        "auto",
+        description="vlmserve: our own; transformers: that library's, slower; auto: our own if there is one.",
     )
     chat_template: str | None = Field(
         None, description="A file with a Jinja template, or the template itself; default: the checkpoint's own."
     )
     kernels: str = Field(
         "auto",
-        description="auto, torch, native or an instruction set; auto asks VLMSERVE_KERNELS, then takes the best.",
+        description="auto, torch, native or an instruction set; auto chooses the fastest for this machine.",
     )
-    quantize: Scheme = Field("none", description="Weights in 8 or 4 bits: int8, int4.")
-    quantize_group_size: Literal[32, 64, 128] = Field(32, description="int4: inputs that share a scale.")
-    quantize_symmetric: bool = Field(False, description="int4: zero in the middle of each range.")
+    quantize: Scheme = Field("none", description="Quantize weights at load to 8 or 4 bits.")
+    quantize_group_size: Literal[32, 64, 128] = Field(32, description="int4: size of the groups that share a scale.")
+    quantize_symmetric: bool = Field(False, description="int4: symmetric quantization, without zero points.")
     quantize_vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
     quantize_overrides: tuple[str, ...] = Field(
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
@@ -212,36 +213,45 @@ class EngineConfig(Settings):
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
     swap_memory: ByteSize = Field(0, description="Host memory for evicted KV blocks, like 4GiB; 0: none.")
-    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
-    memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of the free memory of a GPU to use in all.")
-    max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time.")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Token budget of one step.")
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts with a common prefix.")
+    memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="Share of the free GPU memory to use for weights and caches."
+    )
+    max_num_seqs: int = Field(256, ge=1, description="Largest number of requests in a batch.")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Largest number of tokens in one step.")
     max_encoded_images: int | None = Field(
         None, ge=1, description="Pictures that one step may encode; default: 16 on a GPU, 4 on a CPU."
     )
-    encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for embeddings of pictures seen before.")
-    max_waiting: int = Field(4096, ge=1, description="Requests that may wait for their turn.")
-    max_logprobs: int = Field(20, ge=0, description="Alternatives that a request may be told beside each token.")
-    max_grammar_bytes: ByteSize = Field(128 * 1024, description="Size of a schema, regular expression or grammar.")
-    grammar_cache: int = Field(64, ge=1, description="Compiled grammars to keep.")
+    encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
+    max_waiting: int = Field(4096, ge=1, description="Largest number of requests in the waiting queue.")
+    max_logprobs: int = Field(20, ge=0, description="Largest number of top logprobs that a request may ask for.")
+    max_grammar_bytes: ByteSize = Field(
+        128 * 1024, description="Largest size of a schema, regular expression or grammar."
+    )
+    grammar_cache: int = Field(64, ge=1, description="Number of compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
         "auto", description="How the model writes tool calls: hermes, llama3_json, mistral; auto looks at its template."
     )
-    seed: int = Field(0, ge=0, description="Where the seeds of requests without one come from.")
+    seed: int = Field(0, ge=0, description="Seed from which requests without a seed get theirs.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the engine; default: by the number of cores."
     )
     mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
     mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")
 
+    @field_validator("quantize_overrides")
+    @classmethod
+    def _check_overrides(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
+        for override in overrides:
+            pattern, _, scheme = override.rpartition("=")
+            if not pattern or scheme not in get_args(Scheme):
+                raise ValueError(f"write PATTERN=SCHEME with the scheme {', '.join(get_args(Scheme))}, not {override}")
+        return overrides
+
     @property
     def quantization(self) -> QuantizationConfig:
         """What the fields about quantization say together. Raises ConfigurationError for a wrong override."""
         overrides = dict(override.rpartition("=")[::2] for override in self.quantize_overrides)
-        if "" in overrides:
-            raise ConfigurationError(
-                f"--quantize-overrides {overrides['']}: write PATTERN=SCHEME, like 'language_model.layers.0.*=int8'"
-            )
         values = {
             "scheme": self.quantize,
             "group_size": self.quantize_group_size,
@@ -267,43 +277,44 @@ class ProcessorOverrides(Settings):
 class MediaConfig(Settings):
     """Limits on pictures and videos."""
 
-    max_images: int = Field(16, ge=0, description="Pictures in one request.")
-    max_image_bytes: ByteSize = Field(20 * 1024**2, description="Size of one picture's file.")
-    max_image_pixels: int = Field(64_000_000, ge=1, description="Width times height of one picture.")
+    max_images: int = Field(16, ge=0, description="Largest number of images in a request.")
+    max_image_bytes: ByteSize = Field(20 * 1024**2, description="Largest size of an image file.")
+    max_image_pixels: int = Field(64_000_000, ge=1, description="Largest number of pixels of an image.")
     decode_memory: ByteSize = Field(
         2 * 1024**3, description="Memory for images that are decoded at once; others wait for their turn."
     )
     decode_timeout: float = Field(30.0, gt=0, description="Seconds that decoding one image may take.")
-    max_videos: int = Field(4, ge=0, description="Videos in one request.")
+    max_videos: int = Field(4, ge=0, description="Largest number of videos in a request.")
     max_video_bytes: ByteSize = Field(
-        128 * 1024**2, description="Size of one video's file, or of the files of all its frames."
+        128 * 1024**2, description="Largest size of a video file, or of the files of all its frames."
     )
     max_video_frames: int = Field(
-        768, ge=1, description="Frames that a model gets of one video; of a file with more, so many are taken evenly."
+        768, ge=1, description="Largest number of frames per video; longer videos are sampled evenly."
     )
     max_video_pixels: int = Field(
-        100_000_000, ge=1, description="Width times height of all frames of one video together, once they are resized."
+        100_000_000, ge=1, description="Largest number of pixels of a video: all its frames together, after resizing."
     )
-    max_decoded_frames: int = Field(20_000, ge=1, description="Frames in one video's file.")
+    max_decoded_frames: int = Field(20_000, ge=1, description="Largest number of frames in a video file.")
     mm_processor_kwargs: Annotated[ProcessorOverrides, BeforeValidator(parse_json)] = Field(
         ProcessorOverrides(),
-        description="Instead of the checkpoint's own bounds of pictures, as JSON with min_pixels, max_pixels and fps.",
+        description="Overrides for the checkpoint's processor, as JSON with min_pixels, max_pixels and fps.",
     )
     fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, or one video and its frames.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture or video.")
     allowed_media_domains: tuple[str, ...] = Field(
-        (), description="The only hosts, beside allowed_media_hosts, to fetch pictures from; default: all public ones."
+        (),
+        description="If set, fetch images only from these hosts and allowed_media_hosts; default: all public hosts.",
     )
     allowed_media_hosts: tuple[str, ...] = Field(
-        (), description="Hosts that pictures may be fetched from although their addresses are not public."
+        (), description="Hosts with private addresses from which images may be fetched."
     )
     allowed_media_path: str | None = Field(
-        None, description="A folder whose files requests may name as file:// URLs; default: none may."
+        None, description="A folder whose files requests may use as file:// URLs; default: none."
     )
-    picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for prepared pictures seen before.")
-    exact_pixels: bool = Field(False, description="Decode large JPEGs in full although few of their pixels are used.")
+    picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of preprocessed images.")
+    exact_pixels: bool = Field(False, description="Decode large JPEGs at full resolution before resizing.")
     num_workers: int | None = Field(
-        None, ge=1, description="Threads that decode and resize pictures; default: 2 to 8, by the number of cores."
+        None, ge=1, description="Threads for image preprocessing; default: 2 to 8, by the number of cores."
     )
 
     @property
@@ -329,10 +340,10 @@ class ServerConfig(Settings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     served_model_name: tuple[str, ...] = Field(
-        (), description="Names that clients use, the first one in answers; default: the model's."
+        (), description="Model names that clients may use; answers have the first. Default: the model's."
     )
-    max_body_bytes: ByteSize = Field(64 * 1024**2, description="Size of a request's body.")
-    body_memory: ByteSize = Field(1024**3, description="Memory for the bodies of requests until they are prepared.")
+    max_body_bytes: ByteSize = Field(64 * 1024**2, description="Largest size of a request's body.")
+    body_memory: ByteSize = Field(1024**3, description="Memory for request bodies until they are preprocessed.")
     max_body_values: int = Field(1_000_000, ge=1, description="JSON values in a request's body.")
     max_messages: int = Field(10_000, ge=1, description="Messages, items or tools of a request, with all their parts.")
     max_stop_strings: int = Field(16, ge=0, le=MAX_STOP_STRINGS, description="Stop strings of a request.")
@@ -340,23 +351,23 @@ class ServerConfig(Settings):
     default_max_tokens: int | None = Field(
         None, ge=1, description="Longest answer if a request sets no limit; default: a fifth of the context."
     )
-    stats_interval: float = Field(10.0, ge=0, description="Seconds between log lines while busy; 0: none.")
-    access_log: bool = Field(
-        True, description="A line in the log for each request but those for health, metrics and the live view."
-    )
-    log_format: LogFormat = Field("text", description="How the log is written: text, or json, an object a line.")
+    stats_interval: float = Field(10.0, ge=0, description="Seconds between statistics in the log while busy; 0: none.")
+    access_log: bool = Field(True, description="Log each request, except those for health, metrics and the live view.")
+    log_format: LogFormat = Field("text", description="Format of the log: text, or json with one object per line.")
     otlp_traces_endpoint: str | None = Field(
         None, description="Send OpenTelemetry traces of requests to this URL, like http://localhost:4318/v1/traces."
     )
     enable_page: bool = Field(True, description="Serve the chat page and the live view at /.")
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
-    api_key: tuple[str, ...] = Field((), repr=False, description="Keys of which requests must have one, as they are.")
+    api_key: tuple[str, ...] = Field(
+        (), repr=False, description="Accepted API keys (plain text); default: none is asked for."
+    )
     api_keys_file: str | None = Field(
         None,
-        description="Keys with names and limits, from 'vlmserve keys add'; read again when it changes.",
+        description="File with API keys from 'vlmserve keys add'; read again when it changes.",
     )
-    protect_metrics: bool = Field(False, description="Ask for a key at /metrics and /live as well.")
+    protect_metrics: bool = Field(False, description="Require a key for /metrics and /live as well.")
     cors_origins: tuple[str, ...] = Field(
         (), description="Origins whose web pages may use the server, like https://chat.example.com; * allows all."
     )
@@ -370,13 +381,13 @@ class ServerConfig(Settings):
         description="Origins, beside its own and those of cors_origins, whose requests are answered; * allows all. "
         "Default: none on a server without keys, all on one with keys.",
     )
-    log_prompts: bool = Field(False, description="Write what requests say, without their pictures, into the log.")
+    log_prompts: bool = Field(False, description="Log the text of prompts, without images.")
     max_output_tokens: int | None = Field(
         None, ge=1, description="Longest answer that a request may ask for; default: up to the end of the context."
     )
-    max_wait: float = Field(600.0, ge=0, description="Seconds after which a request that waits is refused; 0: never.")
-    max_header_bytes: ByteSize = Field(64 * 1024, description="Size of the head of a request.")
-    head_timeout: float = Field(20.0, gt=0, description="Seconds that the head of a request may take to arrive.")
+    max_wait: float = Field(600.0, ge=0, description="Seconds after which a waiting request is refused; 0: never.")
+    max_header_bytes: ByteSize = Field(64 * 1024, description="Largest size of the headers of a request.")
+    head_timeout: float = Field(20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
     body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may pause while it sends a body.")
     engine_silence: float = Field(
         10.0, gt=0, description="Seconds without a heartbeat of the engine after which /ready answers 503."
@@ -388,33 +399,33 @@ class ServerConfig(Settings):
         900.0, ge=0, description="Seconds that one step of the engine may take before it is restarted; 0: any number."
     )
     max_restarts: int = Field(
-        5, ge=0, description="Times in a row that a crashed engine is restarted before the server gives up."
+        5, ge=0, description="Number of consecutive restarts of a crashed engine before the server gives up."
     )
     restart_backoff: float = Field(
-        1.0, ge=0, description="Seconds before the first restart of the engine; they double each time, up to 60."
+        1.0, ge=0, description="Seconds before the first restart of the engine; doubled each time, up to 60."
     )
     restart_window: float = Field(
-        300.0, ge=0, description="Seconds that a restarted engine must run, or answer a request, to count as sound."
+        300.0, ge=0, description="Seconds after which a restarted engine that runs counts as healthy."
     )
     storage_url: str | None = Field(
         None,
         repr=False,  # there may be a password in it
-        description="Where responses, conversations and files are kept: a URL as SQLAlchemy writes it, like "
-        "postgresql://user:password@host/name; memory; none. Default: a file of SQLite's.",
+        description="Database for responses, conversations and files: a SQLAlchemy URL, like "
+        "postgresql://user:password@host/name; memory; none. Default: an SQLite file.",
     )
     storage_path: str | None = Field(
-        None, description="That file. Default: vlmserve/history.db in XDG_DATA_HOME or ~/.local/share."
+        None, description="Path of the SQLite file. Default: vlmserve/history.db in XDG_DATA_HOME or ~/.local/share."
     )
     storage_max_age: float = Field(
-        30 * 86400.0, ge=0, description="Seconds since their last use after which they are deleted; 0: never."
+        30 * 86400.0, ge=0, description="Seconds after its last use when stored data is deleted; 0: never."
     )
     storage_max_bytes: ByteSize = Field(
-        8 * 1024**3, description="Size of all that is kept, beyond which the oldest is deleted; 0: no bound."
+        8 * 1024**3, description="Largest size of stored data, beyond which the oldest is deleted; 0: unlimited."
     )
     storage_sweep_interval: float = Field(
-        300.0, gt=0, le=86400, description="Seconds between looks for what is too old or too much."
+        300.0, gt=0, le=86400, description="Seconds between checks of the age and size of stored data."
     )
     max_stored_bytes: ByteSize = Field(
-        10 * 1024**3, description="Size of all files and pictures kept, beyond which more are refused."
+        10 * 1024**3, description="Largest size of all stored files and images; more are refused."
     )
-    max_file_bytes: ByteSize = Field(128 * 1024**2, description="Size of one file that is uploaded.")
+    max_file_bytes: ByteSize = Field(128 * 1024**2, description="Largest size of an uploaded file.")

@@ -1,6 +1,6 @@
-"""How well a model foretells a text, which is what quantizing it may cost: perplexity, e to the mean loss of a token.
+"""The perplexity of a model on a text: e to the mean loss of a token.
 
-The text is cut into windows, and each token is foretold from those before it in its window.
+The text is cut into windows, and each token is predicted from those before it in its window.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 256
 
 
 class Perplexity(msgspec.Struct, frozen=True):
-    """What came of a text: tokens that were foretold, and the mean of -log(probability)."""
+    """What came of a text: tokens that were predicted, and the mean of -log(probability)."""
 
     num_tokens: int
     loss: float
@@ -53,7 +53,7 @@ def perplexity(
     """
     window = min(window, model.max_position)
     if len(token_ids) < 2:
-        raise InvalidRequestError("a text of less than two tokens leaves nothing to foretell")
+        raise InvalidRequestError("the text needs at least two tokens")
     decoder = model.language_model
     num_blocks = -(-window // BLOCK_SIZE)
     caches = decoder.allocate_cache(num_blocks, BLOCK_SIZE)

@@ -61,4 +61,6 @@ def did_you_mean(name: str, known: Collection[str], describe: Callable[[str], st
 
 def value_text(value: Any) -> str:
     """A value as a person wrote it; in quotes if it could otherwise not be told apart from what is around it."""
+    if isinstance(value, list | tuple) and value:
+        return ", ".join(map(value_text, value))
     return value if isinstance(value, str) and value and not set(value) & set(" \n\t'\":;,") else repr(value)

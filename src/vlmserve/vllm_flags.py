@@ -221,7 +221,7 @@ _PROXY = "Put a reverse proxy in front of the server, such as nginx or Caddy."
 _TOKENIZER = "A tokenizer belongs to its checkpoint; put its files into a copy of the model's folder."
 _HUB = "HF_HOME says where downloads go and HF_TOKEN is the token, as everywhere; --revision names the version."
 _CONFIG = "Change config.json in a copy of the model's folder."
-_SPECULATION = "Tokens are not foretold by another model."
+_SPECULATION = "Speculative decoding is not supported."
 _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--trust-remote-code",): Missing(
         "Code from a checkpoint is never run, so leave it out: models that need it elsewhere may be served all the "

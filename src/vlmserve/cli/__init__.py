@@ -9,7 +9,7 @@ import typer
 
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
-from vlmserve.cli.options import command
+from vlmserve.cli.options import command, note
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Scheme, ServerConfig
@@ -54,7 +54,7 @@ def _schemes(names: list[str] | None) -> tuple[str, ...]:
 
 Url = Annotated[str | None, typer.Option(help="Ask the server at this URL instead of loading a model.")]
 MaxTokens = Annotated[
-    int | None, typer.Option(metavar="INT", min=1, help="Longest answer; default: as long as it gets.")
+    int | None, typer.Option(metavar="INT", min=1, help="Largest number of tokens in the answer; default: no limit.")
 ]
 Temperature = Annotated[float, typer.Option(metavar="FLOAT", min=0, help="0: always take the likeliest token.")]
 
@@ -69,8 +69,8 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible API.
 
-    Every flag is also an environment variable, --max-model-len is VLMSERVE_MAX_MODEL_LEN, and a key in the file that
-    --config names; `vlmserve config` shows what counts. Flags may have the names that they have in vLLM.
+    Every flag is also an environment variable (VLMSERVE_MAX_MODEL_LEN for --max-model-len) and a key in the file that
+    --config names; `vlmserve config` shows the resulting settings. vLLM's names of flags are accepted as well.
     """
     from vlmserve.server import run
 
@@ -85,11 +85,11 @@ def config(
     server: ServerConfig,
     origins: Origins,
     model: Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))] = BUILT_IN_MODEL,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, with where each comes from.")] = False,
-    as_toml: Annotated[bool, typer.Option("--toml", help="As a complete file for --config.")] = False,
-    reference: Annotated[bool, typer.Option("--reference", help="All there is to set, as a page of Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the source of each setting.")] = False,
+    as_toml: Annotated[bool, typer.Option("--toml", help="Print a complete file for --config.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Print all settings as a page of Markdown.")] = False,
 ) -> None:
-    """Show the settings that serve would have with the same flags, and where each comes from."""
+    """Show the settings of serve with the same flags, and where each comes from."""
     from vlmserve.cli import effective
     from vlmserve.cli.reference import reference_page
 
@@ -148,7 +148,7 @@ def chat(
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
 ) -> None:
-    """Talk in the terminal; /image PATH shows a picture."""
+    """Chat in the terminal; /image PATH sends an image."""
     import contextlib
 
     from rich.console import Console
@@ -174,15 +174,22 @@ def bench(
     scheme: Annotated[
         list[str] | None, typer.Option(metavar="none|int8|int4", help="May be repeated; default: all of them.")
     ] = None,
-    at_once: Annotated[
-        list[int] | None, typer.Option(metavar="INT", min=1, help="Requests at once. Default: 1, 16 and 64.")
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--concurrency", metavar="INT", min=1, help="Concurrent requests; may be repeated. Default: 1, 16 and 64."
+        ),
     ] = None,
+    at_once: Annotated[list[int] | None, typer.Option("--at-once", min=1, hidden=True)] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
 ) -> None:
-    """Measure prefill, decode and vision, beside what this machine can do."""
+    """Measure prefill, decode and vision throughput, and compare it with this machine's limits."""
     from vlmserve.cli.bench import run_bench
 
-    run_bench(engine, _schemes(scheme), tuple(at_once or (1, 16, 64)), json)
+    if at_once:
+        note("--at-once is now called --concurrency; the old name goes away with the next release")
+    concurrencies = (*(concurrency or ()), *(at_once or ())) or (1, 16, 64)
+    run_bench(engine, _schemes(scheme), concurrencies, json)
 
 
 @app.command(cls=SettingsCommand)
@@ -199,7 +206,7 @@ def loadtest(
             "--output", "-o", metavar="FILE", help="A file for the report: .json, .md, .html; may be repeated."
         ),
     ] = None,
-    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Every request in the JSON as well.")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Include every request in the JSON.")] = False,
 ) -> None:
     """Measure a server under load.
 
@@ -219,13 +226,13 @@ def verify(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],
     pictures: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A folder with pictures; default: some drawn ones.")
+        Path | None, typer.Option(metavar="FOLDER", help="A folder with images; default: drawn ones.")
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Of each answer.")] = 32,
+    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Number of tokens of each answer.")] = 32,
 ) -> None:
-    """Compare a checkpoint's logits and greedy tokens with transformers', which loads it as well.
+    """Compare logits and greedy tokens of a checkpoint with those of transformers.
 
-    Both compute in float32 unless --dtype says otherwise. Ends with status 1 if they differ.
+    Both compute in float32 unless --dtype says otherwise. The exit status is 1 if they differ.
     """
     from vlmserve.cli.verify import run_verify
 
@@ -263,9 +270,9 @@ def version() -> None:
 @app.command(cls=HelpfulCommand)
 @command()
 def models(
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="As it stands in the documentation.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
 ) -> None:
-    """List the families that can be served, and what each of them takes."""
+    """List supported model families and what input each takes."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -298,7 +305,7 @@ def eval_pixie(
     mistakes: Annotated[int, typer.Option(metavar="INT", min=0, help="Wrong answers to show of each task.")] = 0,
     write: Annotated[bool, typer.Option("--write", help="Write the table into the model's card, README.md.")] = False,
 ) -> None:
-    """Exact-match accuracy of pixie, or of a model like it, on pictures that it was not trained on."""
+    """Measure the exact-match accuracy of pixie, or of a model like it, on held-out images."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -344,12 +351,12 @@ def eval_perplexity(
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text file; default: the manual inside Python.")
+        Path | None, typer.Option(metavar="FILE", help="A text file; default: the manual that comes with Python.")
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="INT", min=2, help="How many of its tokens.")] = 32768,
-    window: Annotated[int, typer.Option(metavar="INT", min=2, help="Tokens that are read at a time.")] = 1024,
+    tokens: Annotated[int, typer.Option(metavar="INT", min=2, help="Number of tokens of the text to use.")] = 32768,
+    window: Annotated[int, typer.Option(metavar="INT", min=2, help="Size of the context window in tokens.")] = 1024,
 ) -> None:
-    """How well a model foretells a text, and what quantizing it costs."""
+    """Measure perplexity on a text, and what quantization costs."""
     from vlmserve.cli.perplexity import run_perplexity
 
     run_perplexity(engine, _schemes(scheme), text, tokens, window)

@@ -36,7 +36,7 @@ def show(report: Report, console: Console) -> None:
         f"multiplies at {limits.flops_per_s / 1e9:.0f} GFLOP/s.",
         highlight=False,
     )
-    table = Table("weights", "what", "at once", "rate", "ms", "bandwidth", "FLOP/s")
+    table = Table("weights", "what", "concurrency", "rate", "ms", "bandwidth", "FLOP/s")
     for figure in report.figures:
         table.add_row(
             "plain" if figure.weights == "none" else figure.weights,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 HELP = """\
-/image PATH  show a picture with the next message (also a URL; may be repeated)
+/image PATH  send an image with the next message (also a URL; may be repeated)
 /clear       start a new conversation
 /help        show this
 /quit        leave (Ctrl-D does too; Ctrl-C stops an answer)"""
@@ -34,7 +34,7 @@ class TerminalChat:
 
     def run(self) -> None:
         """Until /quit, the end of the input, or Ctrl-C at the prompt."""
-        self._say("Ask something; /image PATH shows a picture, /help lists all commands.", "dim")
+        self._say("Ask something; /image PATH sends an image, /help lists all commands.", "dim")
         while True:
             try:
                 line = self._read_line("> ").strip()
@@ -58,7 +58,7 @@ class TerminalChat:
         elif word != "/image":
             self._say(f"There is no command {word}; /help lists them all.", "red")
         elif not rest.strip():
-            self._say("Which picture? Write /image PATH.", "red")
+            self._say("Write a path or a URL: /image PATH.", "red")
         else:
             self._attach(rest.strip())
 

@@ -99,7 +99,8 @@ class HelpfulCommand(typer.core.TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write usage, arguments and flags by group; those of settings only if all are asked for."""
-        params: list[Any] = self.get_params(ctx)
+        visible: Iterable[Any] = self.get_params(ctx)
+        params = [param for param in visible if not getattr(param, "hidden", False)]
         page = _Page(" ".join((ctx.command_path, "[OPTIONS]", *_arguments(params))))
         page.paragraphs(self.help or "")
         shows_all = SHOW_ALL in ctx.meta or all(param.name != HELP_ALL for param in params)

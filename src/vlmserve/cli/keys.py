@@ -10,7 +10,7 @@ import typer
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.options import command
 
-keys = group(help="Make, list and remove the API keys of a server.")
+keys = group(help="Add, list and remove API keys.")
 
 KeysFile = Annotated[
     Path,
@@ -18,11 +18,11 @@ KeysFile = Annotated[
         "--api-keys-file",
         metavar="FILE",
         envvar="VLMSERVE_API_KEYS_FILE",
-        help="Where the hashes of keys are kept; give the server the same file.",
+        help="File with the hashes of the keys; start the server with the same file.",
     ),
 ]
-Name = Annotated[str, typer.Argument(help="Whose key it is, as logs and limits will call it.")]
-Limit = Annotated[int | None, typer.Option(min=1, metavar="INT", help="Default: no limit.")]
+Name = Annotated[str, typer.Argument(help="Name of the key's owner, for logs and limits.")]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="INT", help="Rate limit; default: no limit.")]
 
 DEFAULT_FILE = Path("api-keys.jsonl")
 
@@ -33,17 +33,18 @@ def add(
     name: Name,
     api_keys_file: KeysFile = DEFAULT_FILE,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, metavar="INT", help="Requests at once. Default: no limit.")
+        int | None, typer.Option(min=1, metavar="INT", help="Largest number of concurrent requests; default: no limit.")
     ] = None,
     requests_per_minute: Limit = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, metavar="INT", help="Of prompts and answers. Default: no limit.")
+        int | None,
+        typer.Option(min=1, metavar="INT", help="Rate limit, of prompts and answers together; default: no limit."),
     ] = None,
     cache_salt: Annotated[
-        str | None, typer.Option(help="Keys with the same one share what is cached for them. Default: none does.")
+        str | None, typer.Option(help="Keys with the same salt share cached prompts; default: keys share nothing.")
     ] = None,
 ) -> None:
-    """Print a new key, once: only its hash is kept."""
+    """Add a key and print it; only its hash is stored."""
     from vlmserve.server.keys import add_key
 
     key = add_key(
@@ -68,7 +69,7 @@ def list_all(api_keys_file: KeysFile = DEFAULT_FILE) -> None:
 
     from vlmserve.server.keys import read_keys
 
-    table = Table("name", "created", "at once", "requests/min", "tokens/min", "cache salt", box=SIMPLE_HEAD)
+    table = Table("name", "created", "concurrency", "requests/min", "tokens/min", "cache salt", box=SIMPLE_HEAD)
     for key in read_keys(api_keys_file):
         limits = (key.max_concurrency, key.requests_per_minute, key.tokens_per_minute)
         shown = ("-" if limit is None else str(limit) for limit in limits)
@@ -79,7 +80,7 @@ def list_all(api_keys_file: KeysFile = DEFAULT_FILE) -> None:
 @keys.command("remove", cls=HelpfulCommand)
 @command()
 def remove(name: Name, api_keys_file: KeysFile = DEFAULT_FILE) -> None:
-    """Take a key away from its owner; a running server notices within a second of its next request."""
+    """Remove a key; a running server applies it within a second."""
     from vlmserve.server.keys import remove_key
 
     remove_key(api_keys_file, name)

@@ -228,7 +228,7 @@ _SETTINGS_FILE = inspect.Parameter(
     default=None,
     annotation=Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help=f"A TOML file with settings; default: what {CONFIG} names."),
+        typer.Option("--config", metavar="FILE", help=f"A TOML file with settings; default: {CONFIG}."),
     ],
 )
 _WORKER = inspect.Parameter(
@@ -237,14 +237,12 @@ _WORKER = inspect.Parameter(
     default=None,
     annotation=Annotated[
         str | None,
-        typer.Option(
-            "--worker", metavar="NAME", help=f"Whose section of that file counts, too; default: what {WORKER} names."
-        ),
+        typer.Option("--worker", metavar="NAME", help=f"Worker section to apply; default: {WORKER}."),
     ],
 )
 _DEBUG = inspect.Parameter(
     "debug",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")],
+    annotation=Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
 )

@@ -20,8 +20,7 @@ INTRODUCTION = """\
 
 Made by `vlmserve config --reference`; change `src/vlmserve/config.py` instead of this page.
 
-A setting is a flag, an environment variable, or a key in a file, the first of which wins over the others, and else its
-default:
+A setting is a flag, an environment variable or a key in a file, in this order of precedence:
 
     vlmserve serve --port 8001
     VLMSERVE_PORT=8001 vlmserve serve
@@ -100,7 +99,7 @@ def reference_page() -> str:
         parts.append(f"## [{section}]\n\n{meaning}\n")
         parts.append(_settings(kind.model_fields))
     others = ([f"`{name}`", meaning] for name, meaning in OTHER_VARIABLES.items())
-    parts += ["## Variables that are no settings\n", _table(("variable", "what it does"), others), VLLM, *_vllm()]
+    parts += ["## Other environment variables\n", _table(("variable", "what it does"), others), VLLM, *_vllm()]
     return "\n".join(parts)
 
 

@@ -24,8 +24,8 @@ from vlmserve.errors import ConfigurationError
 CONFIG = "VLMSERVE_CONFIG"
 WORKER = "VLMSERVE_WORKER"
 OTHER_VARIABLES: Mapping[str, str] = {
-    CONFIG: "The file with settings, as `--config` names it.",
-    WORKER: "Which of the file's workers this is, as `--worker` names it.",
+    CONFIG: "Path of the file with settings, like `--config`.",
+    WORKER: "Worker section to apply, like `--worker`.",
     "VLMSERVE_SANITIZE": "Builds the native kernels with AddressSanitizer and UBSan.",
 }
 """Variables that are no settings, by what they are for."""
@@ -59,7 +59,7 @@ class Found(NamedTuple):
 def read_sources(path: Path | None, worker: str | None, environ: Mapping[str, str]) -> dict[str, Found]:
     """Settings from the environment and from the file at `path`, or that `CONFIG` names, by their fields' names.
 
-    worker: whose section of the file counts, too; None: the one that `WORKER` names, if any.
+    worker: whose section of the file is applied; None: the one that `WORKER` names, if any.
     Raises ConfigurationError for a file that cannot be read, for variables and keys that are no settings, and for a
     worker that the file does not describe.
     """

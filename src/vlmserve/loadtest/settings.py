@@ -30,19 +30,21 @@ class TargetConfig(Settings):
     """What is tested."""
 
     model: str | None = Field(None, description="Model to ask for; default: the first that the server lists.")
-    endpoint: str = Field("/v1/chat/completions", description="Or /v1/completions.", pattern="^/.*completions$")
-    api_key: str | None = Field(
-        None, repr=False, description="Sent as bearer token; default: VLMSERVE_API_KEY or OPENAI_API_KEY."
+    endpoint: str = Field(
+        "/v1/chat/completions",
+        description="Path of the API: /v1/chat/completions or /v1/completions.",
+        pattern="^/.*completions$",
     )
+    api_key: str | None = Field(None, repr=False, description="API key; default: VLMSERVE_API_KEY or OPENAI_API_KEY.")
     header: tuple[str, ...] = Field((), description="A further header, as 'Name: value'; may be repeated.")
     extra_body: Annotated[dict[str, Any], BeforeValidator(parse_json)] = Field(
         {}, description='Further fields of every request, as JSON: {"top_p": 0.9}.'
     )
-    temperature: float | None = Field(0.0, ge=0, description="Of every request.")
-    stream: bool = Field(True, description="Ask for streams; without, only whole requests are timed.")
-    ignore_eos: bool = Field(True, description="Ask for answers of exactly their length, if the server knows how.")
+    temperature: float | None = Field(0.0, ge=0, description="Temperature of every request.")
+    stream: bool = Field(True, description="Use streaming; without it, only whole requests are timed.")
+    ignore_eos: bool = Field(True, description="Ask for answers of exactly their length, where the server supports it.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds after which a request has failed.")
-    insecure: bool = Field(False, description="Accept any certificate.")
+    insecure: bool = Field(False, description="Do not verify TLS certificates.")
 
 
 class WorkloadConfig(Settings):
@@ -57,15 +59,15 @@ class WorkloadConfig(Settings):
     random_range_ratio: float = Field(
         0.0, ge=0, le=1, description="Spread of both: 0.2 draws lengths from 80% to 120%."
     )
-    random_prefix_len: int = Field(0, ge=0, description="Tokens at the head of prompts, the same in all of them.")
-    num_prefixes: int = Field(1, ge=1, description="Different ones of these heads, which take turns.")
-    images: int = Field(0, ge=0, le=1000, description="Random pictures in each request, or first turn.")
+    random_prefix_len: int = Field(0, ge=0, description="Length of the common prefix of prompts in tokens.")
+    num_prefixes: int = Field(1, ge=1, description="Number of different prefixes, used in turn.")
+    images: int = Field(0, ge=0, le=1000, description="Number of random images in each request, or in the first turn.")
     image_size: tuple[str, ...] = Field(
-        ("512x512",), description="Width and height of pictures; several take turns at random."
+        ("512x512",), description="Width and height of images, like 640x480; of several, one is drawn at random."
     )
-    image_format: Literal["jpeg", "png"] = Field("jpeg", description="How they are encoded.")
-    image_reuse: float = Field(0.0, ge=0, le=1, description="Share of pictures that were sent before.")
-    turns: int = Field(1, ge=1, le=1000, description="Questions in each conversation, which remembers the answers.")
+    image_format: Literal["jpeg", "png"] = Field("jpeg", description="File format of images.")
+    image_reuse: float = Field(0.0, ge=0, le=1, description="Share of images that repeat earlier ones.")
+    turns: int = Field(1, ge=1, le=1000, description="Number of turns in each conversation.")
     think_time: float = Field(0.0, ge=0, description="Seconds between an answer and the next question.")
     dataset_path: str | None = Field(
         None, description="A JSONL file instead of random texts, with prompt or messages, and max_tokens, images."
@@ -76,24 +78,29 @@ class LoadConfig(Settings):
     """How fast requests are sent."""
 
     max_concurrency: int | None = Field(
-        None, ge=1, le=100_000, description="Requests at once; default: 8 without a rate, else no limit."
+        None,
+        ge=1,
+        le=100_000,
+        description="Concurrent requests; default: 8 without a rate, else no limit.",
     )
     request_rate: float | None = Field(
-        None, gt=0, description="Requests a second, whether answers come or not; inf: all at once."
+        None, gt=0, description="Requests per second, sent without waiting for answers; inf: all at once."
     )
     burstiness: float = Field(
-        1.0, gt=0, description="1: a Poisson process; smaller comes in bursts, larger is more even; inf: a metronome."
+        1.0,
+        gt=0,
+        description="1: a Poisson process; smaller is burstier, larger is more even; inf: constant.",
     )
     ramp_up_strategy: Literal["linear", "exponential"] | None = Field(
         None, description="How the rate rises over the test, from start to end."
     )
-    ramp_up_start_rps: float | None = Field(None, gt=0, description="Requests a second at the start.")
-    ramp_up_end_rps: float | None = Field(None, gt=0, description="Requests a second at the end.")
+    ramp_up_start_rps: float | None = Field(None, gt=0, description="Requests per second at the start.")
+    ramp_up_end_rps: float | None = Field(None, gt=0, description="Requests per second at the end.")
     duration: float | None = Field(
-        None, gt=0, description="Seconds after which nothing more is sent; with --find-rate, of each trial (15)."
+        None, gt=0, description="Seconds after which no more requests are sent; with --find-rate, of each trial (15)."
     )
     num_warmups: int | None = Field(
-        None, ge=0, description="Requests before the clock starts; default: as many as may run at once, at most 8."
+        None, ge=0, description="Requests before the measurement; default: the concurrency, at most 8."
     )
 
 
@@ -101,14 +108,12 @@ class GoalConfig(Settings):
     """What is demanded."""
 
     slo: tuple[str, ...] = Field(
-        (), description="Objectives of ttft, tpot, itl, e2el, like ttft=500ms,tpot=50ms; counts who keeps all of them."
+        (), description="Latency objectives for ttft, tpot, itl and e2el, like ttft=500ms,tpot=50ms."
     )
-    goodput: tuple[str, ...] = Field((), description="The same as vLLM writes it: ttft:500 tpot:50.")
-    slo_share: float = Field(0.99, gt=0, le=1, description="Share of requests that must keep the objectives.")
-    find_rate: bool = Field(False, description="Search the highest request rate at which they are kept.")
-    find_rate_precision: float = Field(
-        0.05, gt=0, lt=1, description="How far apart a rate that passes and one that fails may be, as a share."
-    )
+    goodput: tuple[str, ...] = Field((), description="The same in vLLM's notation: ttft:500 tpot:50.")
+    slo_share: float = Field(0.99, gt=0, le=1, description="Share of requests that must meet the objectives.")
+    find_rate: bool = Field(False, description="Search for the highest request rate that meets the objectives.")
+    find_rate_precision: float = Field(0.05, gt=0, lt=1, description="Relative precision of that rate.")
 
     @property
     def objectives(self) -> dict[str, float]:

@@ -138,7 +138,7 @@ def end_token_ids(header: Header) -> frozenset[int]:
 def _check_options(metadata: Metadata) -> None:
     for key, meaning in (
         ("expert_count", "mixtures of experts"),
-        ("nextn_predict_layers", "layers that foretell several tokens"),
+        ("nextn_predict_layers", "layers for multi-token prediction"),
     ):
         if metadata.get(key, 0):
             raise UnsupportedModelError(f"{metadata.header.path}: {meaning} ({key}) are not supported")
