@@ -134,7 +134,6 @@ _RENAMED: Mapping[str, Renamed] = {
         ("stats_interval",), _always("stats_interval", "0"), is_switch=True, note="the same as 0"
     ),
     "--allowed-local-media-path": Renamed(("allowed_media_path",)),
-    "--allowed-origins": Renamed(("cors_origins",)),
     "--h11-max-incomplete-event-size": Renamed(("max_header_bytes",)),
     "--enable-log-requests": Renamed(
         ("log_prompts",), _always("log_prompts", "true"), is_switch=True, note="the same as `--log-prompts`"

@@ -41,7 +41,6 @@ EXAMPLES = [
     ("./mine --allowed-media-domains a.com b.com", {"allowed_media_domains": ("a.com", "b.com")}),
     ("--disable-uvicorn-access-log", {"access_log": False}),
     ("./mine --allowed-local-media-path /tmp", {"allowed_media_path": "/tmp"}),
-    ('--allowed-origins ["https://a.com"]', {"cors_origins": ("https://a.com",)}),
     ("--h11-max-incomplete-event-size 65536", {"max_header_bytes": 65536}),
     ("--enable-log-requests", {"log_prompts": True}),
     ("--disable-log-requests", {"log_prompts": False}),
