@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import tracemalloc
 
 import numpy as np
@@ -28,10 +29,39 @@ def test_other_formats_are_not_pictures() -> None:
         decode_picture(encoded(noise(4, 4), "PPM"), LIMITS)
 
 
-def test_an_animation_is_its_first_frame() -> None:
-    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
-    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert decode_picture(data, LIMITS).image.convert("RGB").getpixel((4, 4)) == (255, 0, 0)
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ("TIFF", "the TIFF file has 3 pages; send each page"),
+        ("GIF", "the GIF file is an animation; send the frame"),
+        ("WEBP", "the WEBP file is an animation of 3 frames"),
+        ("PNG", "the PNG file is an animation of 3 frames"),
+    ],
+)
+def test_pages_and_frames_behind_the_first_are_not_left_out_silently(format: str, message: str) -> None:
+    frames = [noise(40, 30, seed=seed) for seed in range(3)]
+    data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
+    with pytest.raises(InvalidImageError, match=message):
+        decode_picture(data, LIMITS)
+
+
+def test_a_smaller_version_behind_a_page_is_no_page() -> None:
+    page, thumbnail = noise(40, 30), noise(20, 15)
+    thumbnail.encoderinfo = {"tiffinfo": {254: 1}}
+    data = encoded(page, "TIFF", save_all=True, append_images=[thumbnail])
+    with Image.open(io.BytesIO(data)) as written:
+        written.seek(1)
+        assert written.tag_v2[254] == 1
+    assert decode_picture(data, LIMITS).image.tobytes() == page.tobytes()
+
+
+def test_a_broken_page_behind_the_first_is_no_page() -> None:
+    page = noise(40, 30)
+    data = bytearray(encoded(page, "TIFF"))
+    start = int.from_bytes(data[4:8], "little")
+    following = start + 2 + 12 * int.from_bytes(data[start : start + 2], "little")
+    data[following : following + 4] = (len(data) - 3).to_bytes(4, "little")
+    assert decode_picture(bytes(data), LIMITS).image.tobytes() == page.tobytes()
 
 
 def test_pictures_are_turned_upright() -> None:

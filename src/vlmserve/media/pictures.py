@@ -19,6 +19,7 @@ from vlmserve.errors import (
     VLMServeError,
 )
 from vlmserve.media.decoding import LimitedFile, check_scans
+from vlmserve.media.pages import check_single
 from vlmserve.types import MediaKind
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -88,11 +89,12 @@ class Picture:
 def decode_picture(
     data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float] | None = None
 ) -> Picture:
-    """The picture in a PNG, JPEG, WebP, GIF (first frame), BMP or TIFF file, upright as its EXIF orientation says.
+    """The picture in a PNG, JPEG, WebP, GIF, BMP or TIFF file, upright as its EXIF orientation says.
 
     reduction: how many pixels of a picture of that width and height become one. A JPEG of which few are left is
     decoded at a fraction of its size, which takes a fraction of the time; without it every pixel is decoded.
-    Raises InvalidImageError if `data` is empty, broken, truncated or no picture, or takes too long to decode;
+    Raises InvalidImageError if `data` is empty, broken, truncated or no picture, has several pages or is an animation,
+    or takes too long to decode;
     ImageTooLargeError if it has more bytes, pixels or scans than allowed, which is looked at before anything is
     decoded; CancelledWorkError.
     """
@@ -128,6 +130,7 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
         raise InvalidImageError(f"the picture is broken: {error}") from error
     check_num_pixels(image, limits)
     check_scans(data, image, limits)
+    check_single(image)
     return image
 
 

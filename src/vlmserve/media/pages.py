@@ -1,0 +1,53 @@
+"""Files that hold more than one image, of which a model would see the first one only."""
+
+from __future__ import annotations
+
+from PIL import Image
+
+from vlmserve.errors import InvalidImageError, VLMServeError
+
+_MOST_COUNTED = 1000
+"""Pages that a message counts."""
+_SUBFILE_TYPE = 254
+_NO_PAGE = 0b101
+"""Bits of a TIFF's NewSubfileType: a smaller version of another page, or a mask of one (TIFF 6.0, page 36)."""
+
+
+def check_single(image: Image.Image) -> None:
+    """Raises InvalidImageError for an opened file with several pages, or an animation. Only headers are read."""
+    if image.format == "TIFF":
+        count = _count_pages(image)
+        if count > 1:
+            number = f"more than {_MOST_COUNTED:,}" if count > _MOST_COUNTED else count
+            raise InvalidImageError(
+                f"the TIFF file has {number} pages; send each page that the model is to see as an image of its own"
+            )
+    elif getattr(image, "is_animated", False):
+        # Of a GIF, counting them takes a pass over the file.
+        frames = "" if image.format == "GIF" else f" of {getattr(image, 'n_frames', 0):,} frames"
+        raise InvalidImageError(
+            f"the {image.format} file is an animation{frames}; send the frame that the model is to see as an image, or "
+            "several as the frames of a video"
+        )
+
+
+def _count_pages(image: Image.Image) -> int:
+    """Pages of a TIFF, up to one more than `_MOST_COUNTED`. Smaller versions of a page and masks are none."""
+    count = frame = 1
+    while count <= _MOST_COUNTED and frame < 2 * _MOST_COUNTED and _goes_to(image, frame):
+        count += not int(image.tag_v2.get(_SUBFILE_TYPE, 0)) & _NO_PAGE  # type: ignore[attr-defined]
+        frame += 1
+    if not _goes_to(image, 0):
+        raise InvalidImageError("the picture is broken: its first page cannot be read again")
+    return count
+
+
+def _goes_to(image: Image.Image, frame: int) -> bool:
+    """Whether there is such a page that can be read."""
+    try:
+        image.seek(frame)
+    except VLMServeError:
+        raise
+    except Exception:  # Pillow's readers raise anything on broken headers
+        return False
+    return True
