@@ -35,6 +35,7 @@ from rich.table import Table
 import vlmserve
 from benchmarks.command import keep
 from benchmarks.worker import Worker, serve, start_workers
+from vlmserve.cores import SPIN_VARIABLE
 
 GGUF_TYPES = {"f16": "F16", "q8_0": "Q8_0"}
 
@@ -307,6 +308,8 @@ def convert_gguf(source: Path, target: Path, kind: str) -> None:
 def serve_system(name: str, files: Files) -> None:
     """A system's own process."""
     system = SYSTEMS[name]()
+    if not isinstance(system, Vlmserve):
+        os.environ.pop(SPIN_VARIABLE, None)  # importing vlmserve has set it; the others run as they come
 
     def load() -> None:
         system.load(files)

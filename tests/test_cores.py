@@ -1,7 +1,10 @@
-"""Cores that may be used, and who gets them."""
+"""Cores that may be used, who gets them, and how long threads that wait keep theirs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from vlmserve import cores
 from vlmserve.config import EngineConfig, MediaConfig
-from vlmserve.cores import engine_threads, media_threads, usable_cores
+from vlmserve.cores import bound_spinning, engine_threads, media_threads, spinning_is_bounded, usable_cores
 from vlmserve.engine.engine import load
 
 
@@ -83,5 +86,58 @@ def test_the_engine_takes_what_it_is_told_or_fewer_than_there_are(monkeypatch: p
         assert torch.get_num_threads() == 6, "the environment's number stays"
         load(EngineConfig(num_threads=2))
         assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [
+        ({}, "2000"),
+        ({"GOMP_SPINCOUNT": ""}, "2000"),
+        ({"GOMP_SPINCOUNT": "300000"}, "2000"),
+        ({"GOMP_SPINCOUNT": "30k"}, "2000"),
+        ({"GOMP_SPINCOUNT": "infinite"}, "2000"),
+        ({"GOMP_SPINCOUNT": " 100 "}, " 100 "),
+        ({"GOMP_SPINCOUNT": "0"}, "0"),
+        ({"OMP_WAIT_POLICY": "active"}, "2000"),
+        ({"OMP_WAIT_POLICY": "Passive"}, None),
+        ({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "9999"}, "2000"),
+    ],
+)
+def test_spinning_is_bounded_whatever_the_environment_says(given: dict[str, str], spins: str | None) -> None:
+    environment = dict(given)
+    bound_spinning(environment)
+    assert environment.get("GOMP_SPINCOUNT") == spins
+    assert spinning_is_bounded(environment)
+
+
+def test_what_the_caller_computes_with_spins_little() -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    asking = {"OMP_DISPLAY_ENV": "verbose", "GOMP_SPINCOUNT": "infinite", "OMP_WAIT_POLICY": "active"}
+    command = [sys.executable, "-c", "import vlmserve\nimport torch"]
+    log = subprocess.run(
+        command, env={**kept, **asking}, stderr=subprocess.PIPE, text=True, timeout=120, check=True
+    ).stderr
+    if "GOMP_SPINCOUNT" not in log:
+        pytest.skip("torch does not use GNU OpenMP here")
+    assert "GOMP_SPINCOUNT = '2000'" in log
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings another OpenMP along")
+def test_a_torch_that_was_there_first_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    before = torch.get_num_threads()
+    try:
+        load(EngineConfig(num_threads=1))
+        assert caplog.text.count("imported before vlmserve") == 0, "one thread waits for nobody"
+        load(EngineConfig(num_threads=2))
+        assert caplog.text.count("imported before vlmserve") == 1
+        monkeypatch.setenv("GOMP_SPINCOUNT", "2000")
+        load(EngineConfig(num_threads=2))
+        assert caplog.text.count("imported before vlmserve") == 1
     finally:
         torch.set_num_threads(before)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from vlmserve.cores import bound_spinning
 
 if TYPE_CHECKING:
     from vlmserve.llm import LLM
     from vlmserve.outputs import CompletionOutput, Logprob, RequestOutput
     from vlmserve.sampling_params import Grammar, SamplingParams
+
+if "torch" not in sys.modules:  # else it is too late: the engine warns
+    bound_spinning(os.environ)
 
 __version__ = "0.1.0"
 

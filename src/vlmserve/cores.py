@@ -1,18 +1,43 @@
-"""How many CPU cores there are to use, and who gets them.
+"""How many CPU cores there are to use, who gets them, and how long a thread that waits keeps its own.
 
 The engine's threads work in step: each product waits for the slowest of them, so one that shares its core with a
 picture's decoder holds up all. On a small machine everything shares; on a large one the engine leaves some cores to the
 server's process.
+
+A thread that waits for the others of its team spins before it sleeps, which is faster than waking up. OpenMP spins for
+milliseconds: as soon as anything else computes on the same cores, the threads that spin hold up the ones that they wait
+for, and a product takes thirty times as long. Spinning for some 20 microseconds is as fast on an idle machine.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 SHARED_BY_ALL = 4
 """Up to so many cores, leaving one free costs more than sharing it."""
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+MAX_SPINS = 2000
+"""How often a waiting thread looks before it sleeps, at most. GNU OpenMP's default is 300,000."""
+
+
+def bound_spinning(environment: MutableMapping[str, str]) -> None:
+    """Let threads of GNU OpenMP spin no longer than `MAX_SPINS`, whatever the environment says.
+
+    It reads its environment once, when it is loaded: this has to come before the first import of torch.
+    """
+    if not spinning_is_bounded(environment):
+        environment[SPIN_VARIABLE] = str(MAX_SPINS)
+
+
+def spinning_is_bounded(environment: Mapping[str, str]) -> bool:
+    """Whether GNU OpenMP, loaded in this environment, spins no longer than `MAX_SPINS`."""
+    spins = environment.get(SPIN_VARIABLE, "").strip()
+    if not spins:
+        return environment.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
+    return spins.isdecimal() and int(spins) <= MAX_SPINS  # not "infinite", "30k"
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:

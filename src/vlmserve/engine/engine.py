@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
-from vlmserve.cores import engine_threads
+from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
 from vlmserve.engine.admission import check_request
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError, PromptTooLongError
@@ -43,6 +45,8 @@ from vlmserve.types import (
     RequestTimings,
     TokenLogprobs,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -365,6 +369,11 @@ def _set_threads(wanted: int | None) -> None:
         torch.set_num_threads(wanted)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), engine_threads()))
+    if torch.get_num_threads() > 1 and sys.platform == "linux" and not spinning_is_bounded(os.environ):
+        logger.warning(
+            "torch was imported before vlmserve: on a machine that computes anything else, vlmserve may be thirty times"
+            " slower. Import vlmserve first, or start Python with %s=%d in the environment.", SPIN_VARIABLE, MAX_SPINS
+        )  # fmt: skip
 
 
 def choose_device(name: str) -> torch.device:

@@ -56,9 +56,6 @@ _MAX_MESSAGES_PER_STEP = 512
 _LINGER_MS = 30_000
 """Time for the last message to get out: a parent that still loads its own libraries has yet to listen."""
 _STDERR = 2
-_WAITING = {"GOMP_SPINCOUNT": "2000"}
-"""How often a thread looks whether the others of a product are done before it sleeps. OpenMP's own number is a hundred
-times higher, and whenever anything else wants a core, a thread that looks on holds up the one that it looks for."""
 _LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Torch asks for memory in pages of 2 MiB where it needs that much. Touching fresh memory for the first time, page by
 page, was a fifth of what loading a model of 2 GB took."""
@@ -266,7 +263,7 @@ def _endpoint(directory: Path) -> str:
 def _environment() -> dict[str, str]:
     """The child's environment: it must find this very package, wherever the parent has it from, and stay bounded."""
     root = str(Path(__file__).parents[2])
-    environment = {**_WAITING, **_LARGE_PAGES, **_PRODUCT_CACHES, **os.environ}
+    environment = {**_LARGE_PAGES, **_PRODUCT_CACHES, **os.environ}
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         paths = [root, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
