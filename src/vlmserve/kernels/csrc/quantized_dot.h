@@ -116,11 +116,13 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
             for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
+                u8v bytes[WIDTH];
+                for (int i = 0; i < WIDTH; ++i) bytes[i] = load_bytes(weights + i * LANES * 4);
 #pragma GCC unroll 2
                 for (int part = 0; part < 2; ++part, x += ROWS) {
                     u8v w[WIDTH];
 #pragma GCC unroll 8
-                    for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(load_bytes(weights + i * LANES * 4), part);
+                    for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(bytes[i], part);
 #pragma GCC unroll 6
                     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
@@ -155,11 +157,13 @@ INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const fl
             for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
+                u8v bytes[WIDTH];
+                for (int i = 0; i < WIDTH; ++i) bytes[i] = load_bytes(weights + i * LANES * 4);
 #pragma GCC unroll 2
                 for (int part = 0; part < 2; ++part, x += ROWS) {
                     u8v w[WIDTH];
 #pragma GCC unroll 8
-                    for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(load_bytes(weights + i * LANES * 4), part);
+                    for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(bytes[i], part);
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
