@@ -11,7 +11,8 @@ import pytest
 
 from tests.postgres import Postgres, running_postgres
 from vlmserve.cache.costs import CostModel
-from vlmserve.kernels.extension import VARIABLE, supported_isas
+from vlmserve.kernels.choice import VARIABLE
+from vlmserve.kernels.extension import supported_isas
 
 # What whoever runs the tests has set for a server of their own is not for those of the tests.
 for name in [name for name in os.environ if name.startswith("VLMSERVE_") and name != VARIABLE]:

@@ -13,6 +13,7 @@ from tests.checkpoints import make_llama, make_llava
 from vlmserve.bench import bench, memory_bandwidth, product_rate
 from vlmserve.cli import app
 from vlmserve.config import EngineConfig
+from vlmserve.kernels.extension import supported_isas
 
 
 def test_every_way_of_quantizing_is_measured_at_every_number_of_requests(tmp_path: Path) -> None:
@@ -25,6 +26,16 @@ def test_every_way_of_quantizing_is_measured_at_every_number_of_requests(tmp_pat
     ]
     for figure in report.figures:
         assert min(figure.rate, figure.milliseconds, figure.of_bandwidth, figure.of_flops) > 0
+
+
+def test_kernels_are_compared_in_the_same_type(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, dtype=torch.bfloat16)
+    config = EngineConfig(model=str(folder), device="cpu", kv_cache_memory="16MiB")
+    kernels = (*supported_isas(), "torch")
+    sizes = {"at_once": (1,), "prompt_len": 9, "long_prompt_len": 40, "steps": 2}
+    report = bench(config, folder, schemes=("none",), kernels=kernels, **sizes)
+    assert [figure.kernels for figure in report.figures] == [name for name in kernels for _ in range(2)]
+    assert report.dtype == bench(config, folder, schemes=("none",), **sizes).dtype
 
 
 def test_figures_count_what_is_moved_and_multiplied(tmp_path: Path) -> None:
@@ -73,4 +84,5 @@ def test_the_command_shows_a_table_and_keeps_the_figures(tmp_path: Path) -> None
     result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "tokens/s" in result.output
-    assert [figure["what"] for figure in json.loads(path.read_text())["figures"]] == ["prefill", "decode"]
+    assert [figure["what"] for figure in json.loads(path.read_text())["figures"]] == ["prefill", "decode"] * 2
+    assert [figure["kernels"] for figure in json.loads(path.read_text())["figures"]][2:] == ["torch"] * 2

@@ -6,6 +6,7 @@ tensor reads a second, and what a large product of the model's type computes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -20,6 +21,7 @@ from torch import nn
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.engine import Engine, load
 from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.extension import selected_isa
 from vlmserve.layers.linear import Embedding, Weight
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel
@@ -40,12 +42,12 @@ class Limits(msgspec.Struct, frozen=True):
 class Figure(msgspec.Struct, frozen=True):
     """One measurement.
 
-    what: "prefill", "decode" or "vision". rate: tokens or pictures a second. of_bandwidth, of_flops: the share of the
-    limits that moving the weights and keys and values, and multiplying, make up at that rate; in a vision tower,
-    attention's own products are not counted.
-    """
+    kernels: "torch" or an instruction set. what: "prefill", "decode" or "vision". rate: tokens or images a second.
+    of_bandwidth, of_flops: the share of the limits that moving the weights and keys and values, and multiplying, make
+    up at that rate; in a vision tower, attention's own products are not counted."""
 
     weights: str
+    kernels: str
     what: str
     at_once: int
     rate: float
@@ -93,37 +95,42 @@ def bench(
     folder: Path,
     *,
     schemes: Sequence[str] = ("none", "int8", "int4"),
+    kernels: Sequence[str] = (),
     at_once: Sequence[int] = (1, 16, 64),
     prompt_len: int = 200,
     long_prompt_len: int = 2000,
     steps: int = 16,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Measure a checkpoint with each way of quantizing it.
+    """Measure a checkpoint with each way of quantizing it, by each kind of kernels.
 
-    prompt_len: tokens in the cache of each request that decodes. long_prompt_len: of the prompt that is prefilled, at
-    most what the context holds. steps: how many are measured of each kind; medians are reported.
+    kernels: torch and instruction sets; default: what the settings choose. prompt_len: tokens in the cache of each
+    request that decodes. long_prompt_len: of the prompt that is prefilled, at most what the context holds. steps: how
+    many are measured of each kind; medians are reported. Raises ConfigurationError for what cannot be measured.
     """
     figures: list[Figure] = []
     limits = info = None
-    for scheme in schemes:
+    for scheme, kind in itertools.product(schemes, kernels or (config.kernels,)):
         progress(f"{scheme}: loading")
-        settings = config.model_copy(update={"quantize": scheme, "enable_prefix_caching": False})
+        settings = config.model_copy(update={"quantize": scheme, "kernels": kind, "enable_prefix_caching": False})
         model = load(settings, folder)
         if model.cross is not None:
-            raise ConfigurationError("bench measures models that read their pictures as part of the prompt")
+            raise ConfigurationError("bench measures models that read their images as part of the prompt")
+        # So that all compute in the same type, whatever each would choose.
+        config = config.model_copy(update={"dtype": str(model.dtype).removeprefix("torch.")})
         limits = limits or Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
         engine = Engine.from_model(settings, model)
         info = engine.info
-        rounds = Rounds(engine, model, limits, scheme, steps)
+        label = f"{scheme}, {kind}"
+        rounds = Rounds(engine, model, limits, scheme, selected_isa() if model.native else "torch", steps)
         longest = min(long_prompt_len, info.max_prompt_len - 1)
-        progress(f"{scheme}: a prompt of {longest} tokens")
+        progress(f"{label}: a prompt of {longest} tokens")
         figures.append(rounds.prefill(longest))
         for count in at_once:
-            progress(f"{scheme}: {count} at once")
+            progress(f"{label}: {count} at once")
             figures.append(rounds.decode(count, min(prompt_len, longest - steps - WARM_UP_STEPS)))
         if model.vision is not None:
-            progress(f"{scheme}: a picture")
+            progress(f"{label}: an image")
             figures.append(rounds.vision(noise_picture(folder)))
     if limits is None or info is None:
         raise ValueError("nothing to measure: no schemes")
@@ -136,9 +143,13 @@ def bench(
 class Rounds:
     """Rounds of requests through one engine."""
 
-    def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str, steps: int) -> None:
-        """scheme: how the weights are quantized, for the figures. steps: how many are measured of each kind."""
-        self._engine, self._model, self._limits, self._scheme, self._steps = engine, model, limits, scheme, steps
+    def __init__(
+        self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str, kernels: str, steps: int
+    ) -> None:
+        """scheme, kernels: how the weights are quantized and what multiplies them, for the figures. steps: how many
+        are measured of each kind."""
+        self._engine, self._model, self._limits, self._steps = engine, model, limits, steps
+        self._scheme, self._kernels = scheme, kernels
         self._random = random.Random(0)
         language_model = model.language_model
         assert isinstance(language_model, Decoder)
@@ -194,7 +205,7 @@ class Rounds:
         seconds_each = statistics.median(seconds)
         tokens = picture.num_embeddings
         return Figure(
-            self._scheme, "vision", 1, 1 / seconds_each, 1e3 * seconds_each,
+            self._scheme, self._kernels, "vision", 1, 1 / seconds_each, 1e3 * seconds_each,
             num_bytes / seconds_each / self._limits.bytes_per_s,
             2 * products * tokens / seconds_each / self._limits.flops_per_s,
         )  # fmt: skip
@@ -217,7 +228,8 @@ class Rounds:
         """pairs: of queries and keys that meet."""
         products = self._layer_products * tokens + self._head_products * at_once + self._pair_products * pairs
         return Figure(
-            self._scheme, what, at_once, units / seconds, 1e3 * seconds, moved / seconds / self._limits.bytes_per_s,
+            self._scheme, self._kernels, what, at_once, units / seconds, 1e3 * seconds,
+            moved / seconds / self._limits.bytes_per_s,
             2 * products / seconds / self._limits.flops_per_s,
         )  # fmt: skip
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vlmserve.kernels.extension import choose_kernels, supported_isas
+from vlmserve.kernels.choice import choose_kernels
+from vlmserve.kernels.extension import supported_isas
 
 
 @pytest.fixture(params=supported_isas() or ("none",))

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from tests.native import built
 from vlmserve.errors import ConfigurationError
-from vlmserve.kernels import extension
+from vlmserve.kernels import choice, extension
+from vlmserve.kernels.choice import choose_kernels
 from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear
-from vlmserve.kernels.extension import choose_kernels, supported_isas
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.activation import ACTIVATIONS
 
@@ -262,14 +263,14 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("isa", supported_isas())
 def test_each_instruction_set_can_be_chosen(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels(isa, CPU, torch.float32)
-    monkeypatch.setenv(extension.VARIABLE, isa)
+    monkeypatch.setenv(choice.VARIABLE, isa)
     assert choose_kernels("auto", CPU, torch.bfloat16)
     choose_kernels(supported_isas()[0], CPU, torch.float32)
 
 
 def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not choose_kernels("torch", CPU, torch.float32)
-    monkeypatch.setenv(extension.VARIABLE, "torch")
+    monkeypatch.setenv(choice.VARIABLE, "torch")
     assert not choose_kernels("auto", CPU, torch.float32)
 
 
@@ -277,7 +278,7 @@ def test_without_the_extension_torch_serves_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(extension, "_native", None)
-    monkeypatch.delenv(extension.VARIABLE, raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
     with caplog.at_level(logging.INFO):
         assert not choose_kernels("auto", CPU, torch.float32)
     assert [record.message for record in caplog.records] == [
@@ -285,6 +286,36 @@ def test_without_the_extension_torch_serves_and_one_line_says_so(
     ]
     with pytest.raises(ConfigurationError, match="not built"):
         choose_kernels("native", CPU, torch.float32)
+
+
+@built
+@pytest.mark.parametrize("faster", [True, False])
+def test_unmeasured_kernels_run_only_where_they_are_not_slower_than_torch(
+    faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def faster_than_torch(isa: str, dtype: torch.dtype) -> bool:
+        tried.append(isa)
+        return faster
+
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(choice, "MEASURED", frozenset())
+    monkeypatch.setattr(choice, "_faster_than_torch", faster_than_torch)
+    assert choose_kernels("auto", CPU, torch.float32) == faster
+    assert tried == list(supported_isas()[:1] if faster else supported_isas())
+    assert choose_kernels("native", CPU, torch.float32)
+    assert len(tried) in (1, len(supported_isas())), "what is asked for is not measured"
+    choose_kernels(supported_isas()[0], CPU, torch.float32)
+
+
+@built
+def test_a_trial_sees_which_product_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 2.0, 1.0, 0.5])
+    monkeypatch.setattr(choice, "_seconds", lambda product, x: next(seconds))
+    assert not choice._faster_than_torch.__wrapped__("avx2", torch.float32), "many rows are slower"
+    seconds = iter([1.0, 1.0, 1.0, 1.0])
+    assert choice._faster_than_torch.__wrapped__("avx2", torch.float32)
 
 
 def test_kernels_that_this_machine_lacks_are_refused() -> None:

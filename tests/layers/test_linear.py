@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.layers import linear as layers
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, TiedEmbedding, can_reorder
 
 CPU = torch.device("cpu")
@@ -121,3 +122,22 @@ def test_merged_projections_equal_single_ones() -> None:
 def test_only_what_onednn_computes_is_packed() -> None:
     assert not can_reorder(torch.float64, CPU)
     assert not can_reorder(torch.float32, torch.device("meta"))
+
+
+@pytest.mark.parametrize("rows", [1, layers.FEW_ROWS, layers.FEW_ROWS + 1, 100])
+def test_bfloat16_products_are_the_same_with_and_without_instructions_for_them(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+    product = torch.nn.functional.linear
+    monkeypatch.setattr(layers, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(layers.F, "linear", lambda x, *rest: (computed.append(x.dtype), product(x, *rest))[1])
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(rows, 48, generator=generator), torch.randn(20, 48, generator=generator)
+    bias = torch.randn(20, generator=generator)
+    x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+    output = layers.product(x, weight, bias)
+    assert computed == [torch.bfloat16 if rows <= layers.FEW_ROWS else torch.float32]
+    assert output.dtype == torch.bfloat16
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.05)

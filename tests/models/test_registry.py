@@ -12,6 +12,7 @@ import torch
 
 from tests.checkpoints import change_config, make_llama, make_llava
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.choice import multiplies_bfloat16
 from vlmserve.models import registry
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
@@ -116,9 +117,10 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, fields: dict
         load_model(folder, device=CPU, dtype=None, implementation="vlmserve")
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["CPU with bfloat16", "CPU without"])
+@pytest.mark.parametrize("hardware", [True, False], ids=["CPU with bfloat16", "CPU without"])
+@pytest.mark.parametrize("native", [True, False], ids=["native kernels", "torch"])
 @pytest.mark.parametrize(
-    ("stored", "asked", "with_native", "without"),
+    ("stored", "asked", "good", "poor"),
     [
         (torch.float32, None, torch.float32, torch.float32),
         (torch.bfloat16, None, torch.bfloat16, torch.float32),
@@ -129,17 +131,19 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, fields: dict
     ],
 )
 def test_a_cpu_computes_in_a_type_that_it_is_good_at(
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    hardware: bool,
     native: bool,
     stored: torch.dtype,
     asked: torch.dtype | None,
-    with_native: torch.dtype,
-    without: torch.dtype,
+    good: torch.dtype,
+    poor: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(registry, "_cpu_has_bfloat16", lambda: native)
-    folder = make_llama(tmp_path, dtype=stored)
-    assert load(folder, asked).dtype == (with_native if native else without)
+    monkeypatch.setattr(registry, "multiplies_bfloat16", lambda: hardware)
+    monkeypatch.setattr(registry, "choose_kernels", lambda *_: native)
+    chosen, kernels = registry._choose_dtype(asked or stored, "auto", torch.device("cpu"), automatic=asked is None)
+    assert chosen == (good if native or hardware else poor)
+    assert kernels == native
 
 
 def test_a_changed_type_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,4 +161,4 @@ def test_the_stored_type_is_found_however_it_is_told(tmp_path: Path, spelling: s
     assert registry._stated_dtype(registry.read_json(folder / "config.json"), {}) == (
         torch.bfloat16 if spelling else None
     )
-    assert load(folder).dtype in (torch.bfloat16, torch.float32 if not registry._cpu_has_bfloat16() else torch.bfloat16)
+    assert load(folder).dtype in (torch.bfloat16, torch.bfloat16 if multiplies_bfloat16() else torch.float32)

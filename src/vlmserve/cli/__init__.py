@@ -181,15 +181,19 @@ def bench(
         ),
     ] = None,
     at_once: Annotated[list[int] | None, typer.Option("--at-once", min=1, hidden=True)] = None,
+    all_kernels: Annotated[
+        bool, typer.Option("--all-kernels", help="Measure every instruction set that this machine has, and torch.")
+    ] = False,
+    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Measure torch's kernels as well.")] = True,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
 ) -> None:
-    """Measure prefill, decode and vision throughput, and compare it with this machine's limits."""
+    """Measure prefill, decode and vision throughput, and compare it with this machine's limits and with torch."""
     from vlmserve.cli.bench import run_bench
 
     if at_once:
         note("--at-once is now called --concurrency; the old name goes away with the next release")
     concurrencies = (*(concurrency or ()), *(at_once or ())) or (1, 16, 64)
-    run_bench(engine, _schemes(scheme), concurrencies, json)
+    run_bench(engine, _schemes(scheme), concurrencies, json, every=all_kernels, compare=compare)
 
 
 @app.command(cls=SettingsCommand)

@@ -5,22 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from vlmserve.bench import Report, bench
+from vlmserve.bench import Figure, Report, bench
 from vlmserve.config import EngineConfig
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.models.hub import resolve_model
 
-UNITS = {"prefill": "tokens/s", "decode": "tokens/s", "vision": "pictures/s"}
 
+def run_bench(
+    config: EngineConfig,
+    schemes: tuple[str, ...],
+    at_once: tuple[int, ...],
+    path: Path | None,
+    *,
+    every: bool,
+    compare: bool,
+) -> None:
+    """Measure, show a table, and write the figures to `path` as JSON if there is one.
 
-def run_bench(config: EngineConfig, schemes: tuple[str, ...], at_once: tuple[int, ...], path: Path | None) -> None:
-    """Measure, show a table, and write the figures to `path` as JSON if there is one."""
+    every: every instruction set. compare: torch as well.
+    """
     console = Console()
     folder = resolve_model(config.model, config.revision)
+    chosen = supported_isas() if every else (config.kernels,)
+    kernels = (*chosen, "torch") if compare and "torch" not in chosen else chosen
     with Console(stderr=True).status("") as status:
-        report = bench(config, folder, schemes=schemes, at_once=at_once, progress=status.update)
+        report = bench(config, folder, schemes=schemes, kernels=kernels, at_once=at_once, progress=status.update)
     show(report, console)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +41,7 @@ def run_bench(config: EngineConfig, schemes: tuple[str, ...], at_once: tuple[int
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the figures, with their shares of what the machine can do."""
+    """Print the figures, with their shares of what the machine can do and their ratios to torch's."""
     limits = report.limits
     console.print(
         f"[bold]{report.model}[/]: {report.num_parameters / 1e6:.1f} M parameters, {report.dtype}, {report.device}, "
@@ -36,15 +49,26 @@ def show(report: Report, console: Console) -> None:
         f"multiplies at {limits.flops_per_s / 1e9:.0f} GFLOP/s.",
         highlight=False,
     )
-    table = Table("weights", "what", "concurrency", "rate", "ms", "bandwidth", "FLOP/s")
+    by_torch = {_kind(figure): figure.rate for figure in report.figures if figure.kernels == "torch"}
+    caption = "rate: tokens/s, of vision images/s; memory, FLOP/s: share of what the machine can do"
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), caption=caption)
+    for name in ("weights", "kernels", "what", "at", "rate", "ms", "memory", "FLOP/s", "x torch"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("weights", "kernels", "what") else "right")
     for figure in report.figures:
+        theirs = by_torch.get(_kind(figure))
         table.add_row(
             "plain" if figure.weights == "none" else figure.weights,
+            figure.kernels,
             figure.what,
             str(figure.at_once),
-            f"{figure.rate:.1f} {UNITS[figure.what]}",
+            f"{figure.rate:.1f}",
             f"{figure.milliseconds:.1f}",
             f"{figure.of_bandwidth:.0%}",
             f"{figure.of_flops:.0%}",
+            "" if theirs is None or figure.kernels == "torch" else f"{figure.rate / theirs:.2f}",
         )
     console.print(table)
+
+
+def _kind(figure: Figure) -> tuple[str, str, int]:
+    return figure.weights, figure.what, figure.at_once

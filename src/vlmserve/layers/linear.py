@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.kernels import cpu_native
+from vlmserve.kernels.choice import multiplies_bfloat16
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.activation import activation
@@ -22,6 +23,9 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 
 # Any number of rows from here on gives the arrangement that is fastest for few and for many rows.
 PACKING_ROWS = 64
+
+FEW_ROWS = 8
+"""Up to so many rows, a product of bfloat16 takes no longer than reading its weight, whatever computes it."""
 
 
 class Weight(nn.Module):
@@ -102,7 +106,7 @@ class Linear(Weight):
         if self._reordered is not None:
             output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
             return output
-        return F.linear(x, self._matrix, self.bias)
+        return product(x, self._matrix, self.bias)
 
     def _activated(self, x: Tensor) -> Tensor:
         return x if self._activation is None else self._activation(x)
@@ -138,7 +142,19 @@ def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN takes rearranged weights here: on a CPU, in a torch that has it, in a type that it computes."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``[..., in_features]`` times the transpose of ``[out_features, in_features]``, plus ``[out_features]``.
+
+    Many rows of bfloat16 on a CPU without instructions for it are multiplied in float32: torch would take several times
+    as long. Few rows are not, because they cost no more than reading the weight does.
+    """
+    rows = x.numel() // x.shape[-1]
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or rows <= FEW_ROWS or multiplies_bfloat16():
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
 
 
 class MergedLinear(Linear):
@@ -245,7 +261,7 @@ class TiedEmbedding(Weight):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, size]`` to float32 ``[rows, count]``; out: contiguous memory that the result may take."""
-        return F.linear(hidden, self._matrix).float() if self._native is None else self._native(hidden, out=out)
+        return product(hidden, self._matrix).float() if self._native is None else self._native(hidden, out=out)
 
     def pack(self, *, native: bool) -> None:
         """As `Linear.pack`. oneDNN cannot give back single rows, so that for it the table stays as it is."""

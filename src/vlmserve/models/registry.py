@@ -20,8 +20,8 @@ from torch import nn
 from vlmserve.config import ModelImplementation, QuantizationConfig
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
+from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
 from vlmserve.kernels.cpu_attention import CpuAttention, unserved
-from vlmserve.kernels.extension import choose_kernels
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, TiedEmbedding
@@ -64,7 +64,7 @@ def load_model(
 
     implementation: "vlmserve" is our own, "transformers" takes that library's, and "auto" does for what ours lacks.
     dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
-    bfloat16 if it has instructions for it, else float32. kernels: see `choose_kernels`.
+    bfloat16 if it has instructions for it or the native kernels run, else float32. kernels: see `choose_kernels`.
     quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is; what
     a GGUF file has in 4 bits does where native kernels compute with it, unless float32 is asked for, which is exact.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
@@ -104,8 +104,8 @@ def _load(
     with description.errors():
         spec = description.spec(checkpoint)
         layouts = stored_layouts(packed) if packed else []
-        wanted = _choose_dtype(dtype or _stated_dtype(config, text_config) or checkpoint.dtype(), device, dtype is None)
-        native = choose_kernels(kernels, device, wanted)
+        stated = dtype or _stated_dtype(config, text_config) or checkpoint.dtype()
+        wanted, native = _choose_dtype(stated, kernels, device, automatic=dtype is None)
         ahead = spec.sees_ahead is not None
         backend = _attention_backend(spec.attention, wanted, device, sees_ahead=ahead) if native else TorchReference()
         model, decoder, vision, cross = description.build(spec, backend, dtype=wanted, device=device)
@@ -250,8 +250,8 @@ def _load_with_transformers(
         raise ConfigurationError("--quantize is for our own implementations; this model runs by transformers'")
     checkpoint = TransformersCheckpoint(folder)
     config = checkpoint.config
-    wanted = _choose_dtype(dtype or config.dtype or Checkpoint(folder, str).dtype(), device, dtype is None)
-    native = choose_kernels(kernels, device, wanted)
+    stated = dtype or config.dtype or Checkpoint(folder, str).dtype()
+    wanted, native = _choose_dtype(stated, kernels, device, automatic=dtype is None)
 
     def choose(layers: Sequence[AttentionSpec], *, sees_ahead: bool) -> AttentionBackend:
         return _attention_backend(layers, wanted, device, sees_ahead=sees_ahead) if native else TorchReference()
@@ -351,23 +351,24 @@ def _stated_dtype(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> 
     return None
 
 
-def _choose_dtype(dtype: torch.dtype, device: torch.device, automatic: bool) -> torch.dtype:
-    if device.type != "cpu" or dtype == torch.float32:
-        return dtype
-    native = _cpu_has_bfloat16()
-    if dtype == torch.float16 or (automatic and dtype == torch.bfloat16 and not native):
-        chosen = torch.bfloat16 if native else torch.float32
-        logger.info("this CPU computes %s poorly: the model runs in %s", dtype, chosen)
-        return chosen
-    return dtype
+def _choose_dtype(
+    stated: torch.dtype, kernels: str, device: torch.device, *, automatic: bool
+) -> tuple[torch.dtype, bool]:
+    """The type that a model runs in, and whether by native kernels. automatic: whether nobody asked for `stated`.
 
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX on x86, BF16 on Arm)."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # older releases cannot tell
-        return False
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    The native kernels read bfloat16 weights and compute in float32 where the processor has no bfloat16 products, which
+    costs prompts little and makes answers faster. torch's products of bfloat16 take several times as long there.
+    """
+    if device.type != "cpu" or stated == torch.float32:
+        return stated, choose_kernels(kernels, device, stated)
+    native = choose_kernels(kernels, device, torch.bfloat16)
+    computes_well = native or multiplies_bfloat16()
+    wanted = torch.float32 if not computes_well and (automatic or stated == torch.float16) else torch.bfloat16
+    if wanted != stated:
+        logger.info("this CPU computes %s slowly: the model runs in %s", stated, wanted)
+    elif not computes_well:
+        logger.info("this CPU computes %s slowly: products of many rows run in float32", stated)
+    return wanted, native
 
 
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:

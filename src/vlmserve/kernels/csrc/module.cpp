@@ -89,6 +89,8 @@ PyObject* supported_isas(PyObject*, PyObject*) {
     return names;
 }
 
+PyObject* selected_isa(PyObject*, PyObject*) { return PyUnicode_FromString(selected->isa); }
+
 PyObject* select_isa(PyObject*, PyObject* name) {
     PyObject* bytes = PyUnicode_AsUTF8String(name);
     if (!bytes) return nullptr;
@@ -281,6 +283,7 @@ PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count
 
 PyMethodDef methods[] = {
     {"supported_isas", supported_isas, METH_NOARGS, "Instruction sets that this processor runs, the best first."},
+    {"selected_isa", selected_isa, METH_NOARGS, "The instruction set whose kernels are used."},
     {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
     FAST(pack, "weight, packed, out, in, dtype, gated"),
     FAST(pack_quantized, "weight, scales, shifts, packed, out, in, bits, group, gated"),

@@ -1,0 +1,91 @@
+"""Which kernels run: the compiled ones for an instruction set, or torch's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.cpu_native import PackedLinear
+from vlmserve.kernels.extension import DTYPES, extension, supported_isas
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "VLMSERVE_KERNELS"
+CHOICES = ("auto", "torch", "native")
+MEASURED = frozenset(("avx512_bf16", "avx512_vnni", "avx512", "avx2"))
+"""Instruction sets whose kernels were measured to be at least as fast as torch (docs/performance.md)."""
+
+TRIAL_SIZE = 1024
+"""Input and output features of the product with which other instruction sets are tried."""
+TRIAL_ROWS = (1, 256)
+TRIAL_REPEATS = 5
+
+
+def choose_kernels(choice: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether to run native kernels, and which.
+
+    choice: "torch", "native", one of `supported_isas`, or "auto", which asks the environment (``VLMSERVE_KERNELS``) and
+    else takes the best instruction set whose kernels are not slower than torch. Raises ConfigurationError for kernels
+    that this machine does not have.
+    """
+    if choice == "auto":
+        choice = os.environ.get(VARIABLE) or "auto"
+    isas = supported_isas()
+    if choice not in (*CHOICES, *isas):
+        known = ", ".join((*CHOICES, *isas))
+        raise ConfigurationError(f"--kernels {choice}: not available on this machine; choose one of {known}")
+    if choice == "native" and not isas:
+        raise ConfigurationError("the native kernels were not built: install vlmserve where there is a C++ compiler")
+    if choice == "torch" or device.type != "cpu" or dtype not in DTYPES:
+        return False
+    if not isas:
+        logger.info("kernels: torch (no native ones: vlmserve was installed without a C++ compiler)")
+        return False
+    for isa in (choice,) if choice in isas else isas:
+        extension().select_isa(isa)
+        if choice != "auto" or isa in MEASURED or _faster_than_torch(isa, dtype):
+            logger.info("kernels: native, %s", isa)
+            return True
+    logger.info("kernels: torch (measured to be faster here than the native ones)")
+    return False
+
+
+@cache
+def _faster_than_torch(isa: str, dtype: torch.dtype) -> bool:
+    """Whether products by the selected kernels are at least as fast as torch's, with few rows and with many. Takes some
+    milliseconds, once for each instruction set and type."""
+    weight = torch.ones(TRIAL_SIZE, TRIAL_SIZE, dtype=dtype)
+    packed = PackedLinear(weight)
+    for rows in TRIAL_ROWS:
+        x = torch.ones(rows, TRIAL_SIZE, dtype=dtype)
+        if _seconds(packed, x) > _seconds(lambda x: F.linear(x, weight), x):
+            return False
+    return True
+
+
+def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    times = []
+    product(x)
+    for _ in range(TRIAL_REPEATS):
+        started = time.perf_counter()
+        product(x)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX on x86, BF16 on Arm)."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # older releases cannot tell
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
