@@ -228,6 +228,9 @@ class EngineConfig(Settings):
     max_grammar_bytes: ByteSize = Field(
         128 * 1024, description="Largest size of a schema, regular expression or grammar."
     )
+    max_grammar_seconds: float = Field(
+        2.0, gt=0, description="Largest processor time to compile a schema, regular expression or grammar."
+    )
     grammar_cache: int = Field(64, ge=1, description="Number of compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
         "auto", description="How the model writes tool calls: hermes, llama3_json, mistral; auto looks at its template."

@@ -89,7 +89,7 @@ class LLM:
         from vlmserve.engine import create_engine
 
         engine = create_engine(self.config, self._folder)
-        self._preparer.max_prompt_len = engine.info.max_prompt_len
+        self._preparer.fit(engine.info)
         return engine
 
     @overload

@@ -223,6 +223,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
     error: what went wrong, with finish_reason "error". cached_tokens: prompt tokens that did not have to be computed
     when the request first ran. images_encoded: pictures that went through the vision tower for its sake so far.
     timings: with the first token, for those who abort it before its end, and with the last output.
+    error_param: the field of the request whose fault an error is, if it is one's.
     """
 
     request_id: str
@@ -235,6 +236,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
     timings: RequestTimings | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error_param: str | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -255,6 +257,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Tokens that end an answer."""
     gpu_uuid: str | None = None
     """Which GPU it runs on, as NVML knows it."""
+    image_token_bytes: int = 0
+    """What an embedding of an image takes in the encoder cache."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from tests.prompt.tokenizers_for_tests import (
     sentencepiece,
     write_checkpoint,
 )
-from vlmserve.config import MediaConfig
+from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import (
     ConfigurationError,
     ImageFetchError,
@@ -34,7 +34,7 @@ from vlmserve.errors import (
     TooManyImagesError,
 )
 from vlmserve.frontend.requests import RequestPreparer
-from vlmserve.types import Prompt, SamplingParams
+from vlmserve.types import ModelInfo, Prompt, SamplingParams
 
 PICTURES = [noise(40, 30), noise(20, 50, seed=1), noise(28, 28, seed=2)]
 PLACEHOLDERS = 4
@@ -404,3 +404,15 @@ def test_the_detokenizer_knows_the_stop_strings(preparer: RequestPreparer) -> No
     detokenizer = preparer.detokenizer(SamplingParams(stop=("USER:",)))
     assert detokenizer.push(preparer.tokenizer.encode("A cat. USER: hi", add_special_tokens=False)) == "A cat. "
     assert detokenizer.stopped
+
+
+def test_an_encoder_cache_into_which_no_image_fits_is_refused_at_start(tmp_path) -> None:
+    folder = write_checkpoint(tmp_path, byte_level())
+    info = ModelInfo("tiny", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True, image_token_bytes=16 * 1024)
+    RequestPreparer(folder, MediaConfig()).fit(info)
+    small = RequestPreparer(folder, MediaConfig(), engine=EngineConfig(encoder_cache_memory=8 * 1024))
+    with pytest.raises(ConfigurationError, match="--encoder-cache-memory"):
+        small.fit(info)
+    large = RequestPreparer(folder, MediaConfig(), engine=EngineConfig(encoder_cache_memory=32 * 1024**2))
+    large.fit(info)
+    assert large.max_prompt_len == 127

@@ -161,7 +161,7 @@ def test_a_redirect_is_resolved_and_checked_again(site: Site, monkeypatch: pytes
     inside = site.url("/metadata", send(), "inside.example")
     url = site.url("/hop", send(b"", 307, Location=inside), "allowed.example")
     asked = len(site.asked)
-    with pytest.raises(ImageFetchError, match=r"inside\.example is not a public address"):
+    with pytest.raises(ImageFetchError, match=r"inside\.example was not found or is not a public"):
         fetch_file(url, MediaConfig(allowed_media_hosts=("allowed.example",)))
     assert site.asked[asked:] == ["/hop"]
 
@@ -292,3 +292,19 @@ def test_messages_do_not_repeat_the_query_of_a_url(site: Site) -> None:
     with pytest.raises(ImageFetchError) as caught:
         fetch_file(site.url("/private?token=hunter2", send(b"", 404)), limits())
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_redirect_to_a_malformed_url_is_refused(site: Site) -> None:
+    url = site.url("/malformed", send(b"", 302, Location="http://[::1"))
+    with pytest.raises(ImageFetchError, match="malformed"):
+        fetch_file(url, limits())
+
+
+def test_a_name_that_is_not_found_and_one_that_is_inside_give_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = []
+    for addresses in ([], ["10.0.0.1"]):
+        monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout, found=addresses: found)
+        with pytest.raises(ImageFetchError) as caught:
+            fetch_file("http://db.corp.example/", MediaConfig())
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]

@@ -293,3 +293,35 @@ def test_an_answer_may_end_only_where_it_is_complete(byte_grammars, byte_tokeniz
     assert np.flatnonzero(empty.allowed(END, may_end=False)).tolist() == [2]
     assert not empty.allowed(frozenset(), may_end=True).any()
     assert empty.finished
+
+
+def chain_of_references(length: int) -> Grammar:
+    definitions: dict[str, Any] = {
+        f"d{n}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(length)
+    }
+    return Grammar.json({"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "integer"}}})
+
+
+def chain_of_rules(length: int, name: str) -> Grammar:
+    rules = [f'{name}{n}: "a" {name}{n + 1}' for n in range(length)]
+    return Grammar.lark("\n".join([f"start: {name}0", *rules, f'{name}{length}: "z"']))
+
+
+@pytest.mark.parametrize("grammar", [chain_of_references(1650), chain_of_rules(4500, "r"), chain_of_rules(4500, "R")])
+def test_long_chains_of_references_do_not_end_the_process(tmp_path: Path, grammar: Grammar) -> None:
+    tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path, byte_level()))
+    compiler = GrammarCompiler(lambda: tokenizer, max_bytes=128 * 1024, cache_size=2)
+    matcher = compiler.matcher(grammar)
+    for _ in range(5):
+        allowed = np.flatnonzero(matcher.allowed(END, may_end=True))
+        if not len(allowed):
+            break
+        matcher.advance(int(allowed[0]))
+
+
+def test_a_grammar_that_takes_long_to_compile_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path, byte_level()))
+    compiler = GrammarCompiler(lambda: tokenizer, max_bytes=128 * 1024, cache_size=2, max_seconds=1e-9)
+    with pytest.raises(InvalidRequestError, match="to compile") as caught:
+        compiler.matcher(Grammar.regex("[a-z]+"))
+    assert caught.value.param == "grammar"

@@ -56,7 +56,9 @@ class LiveServer:
             self.url = web.url
             web.start()
             self.client = await EngineClient.start(self._engine, self._folder)
-            self.service.open(self.client, RequestPreparer(self._folder, self._media), default_sampling(self._folder))
+            preparer = RequestPreparer(self._folder, self._media)
+            preparer.fit(self.client.info)
+            self.service.open(self.client, preparer, default_sampling(self._folder))
         except BaseException as error:
             self._error = error
             raise

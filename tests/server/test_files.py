@@ -133,6 +133,10 @@ def test_wrong_forms_are_refused_kindly(keeping):
         (415, None, {"json": {"purpose": "vision"}}),
         (400, None, {"content": b"nonsense", "headers": {"content-type": "multipart/form-data"}}),
         (400, None, {"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}),
+        *(
+            (400, None, {"content": b"--x--", "headers": {"content-type": f"multipart/form-data; boundary=x; {codec}"}})
+            for codec in ("charset=unicode_escape", "charset=base64", "charset=utf-16", "charset=nonsense")
+        ),
     ):
         found, error = post(keeping, **form)
         assert (found, error["param"]) == (status, param), error

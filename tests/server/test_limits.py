@@ -354,3 +354,29 @@ def test_small_files_that_unfold_are_refused_before_they_do(bounded, name):
     assert len(data) < 40_000
     response = bounded.post(with_pictures(data_url(data)))
     refused(response, 400, "picture", param="messages[0].content[0].image_url.url", code=code)
+
+
+def test_http_without_headers_is_refused(bounded):
+    status, _, error = parsed(exchange(bounded, b"GET /health\r\n\r\n"))
+    assert (status, error["code"]) == (505, "http_version_not_supported")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_sends_no_more_reads_its_answer(bounded, version):
+    body = json.dumps({"messages": QUESTION, "max_tokens": 2}).encode()
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    host, port = urlsplit(bounded.url).netloc.split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        connection.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    final = received.replace(b"HTTP/1.1 102 Processing\r\n\r\n", b"")
+    assert (b"102 Processing" in received) <= (version == "1.1")
+    head, _, answer = final.decode().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 OK")
+    assert json.loads(answer)["choices"][0]["message"]["content"]
+
+
+def test_a_bias_of_many_digits_is_refused_in_our_words(bounded):
+    for key in ("0" * 5000, "9" * 5000):
+        refused(bounded.ask(logit_bias={key: 1}), 400, "token ids", param="logit_bias")

@@ -66,7 +66,6 @@ class Engine:
 
     def __init__(self) -> None:
         self.alive, self.num_unfinished, self.stats, self.death = True, 0, EngineStats(), "it was killed"
-        self.info = SimpleNamespace(max_prompt_len=100)
         self.asked = 0
         self.answer: asyncio.Future[BlockMap] = asyncio.get_running_loop().create_future()
 

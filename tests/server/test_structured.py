@@ -167,3 +167,12 @@ def test_log_probabilities_come_with_every_token_and_the_answer_still_fits(real)
 def test_biases_and_penalties_do_not_make_possible_what_a_grammar_forbids(real):
     fields = {"guided_regex": "[ab]{20}", "logit_bias": {"60": 100}, "frequency_penalty": 2, "repetition_penalty": 1.5}
     assert re.fullmatch("[ab]{20}", text_of(real, **fields))
+
+
+def test_a_grammar_that_becomes_too_large_on_its_way_is_the_clients_fault(either):
+    rules = [f'r{n}: "a{n}" r{(n + 1) % 1500}?' for n in range(1500)]
+    grammar = "\n".join(["start: " + " | ".join(f"r{n}" for n in range(1500)), *rules])
+    response = either.ask(guided_grammar=grammar, max_tokens=20)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "guided_grammar")

@@ -140,6 +140,7 @@ class Engine:
             sees_images=model.vision is not None,
             end_token_ids=sorted(model.end_token_ids),
             gpu_uuid=gpu_uuid(model.device),
+            image_token_bytes=self._image_token_bytes,
         )
 
     @property

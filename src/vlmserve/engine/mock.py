@@ -127,7 +127,12 @@ class _Answer:
         possible = np.flatnonzero(allowed)
         if matcher.error is not None:
             return EngineOutput(
-                self.request.request_id, [], "error", error=matcher.error, images_encoded=self.num_images
+                self.request.request_id,
+                [],
+                "error",
+                error=matcher.error,
+                images_encoded=self.num_images,
+                error_param=None if params.grammar is None else params.grammar.source,
             )
         end = next((id_ for id_ in sorted(ends) if id_ < len(allowed) and allowed[id_]), None)
         token = next(self.tokens)

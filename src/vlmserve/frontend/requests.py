@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import EngineConfig, MediaConfig, ModelImplementation
 from vlmserve.errors import (
@@ -24,6 +26,7 @@ from vlmserve.frontend.tools import ToolUse, choose_form, for_template
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import PictureCache
 from vlmserve.media.crops import CropProcessor
+from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import ImageProcessor, PictureProcessor, implied_settings
 from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
@@ -37,7 +40,11 @@ from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_templ
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
 from vlmserve.sampling.grammar import GrammarCompiler
-from vlmserve.types import Grammar, ImageInput, Prompt, SamplingParams
+from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParams
+
+_SMALL_IMAGE = (64, 64)
+_LARGE_ENCODER_CACHE = 64 * 1024**2
+"""Bytes in which a small image fits with every model, so that nobody has to try."""
 
 
 class RequestPreparer:
@@ -82,14 +89,33 @@ class RequestPreparer:
             else None
         )
         engine = engine or EngineConfig.model_validate({})
+        self._encoder_cache_memory = engine.encoder_cache_memory
         self.grammars = GrammarCompiler(
-            lambda: self.tokenizer, max_bytes=engine.max_grammar_bytes, cache_size=engine.grammar_cache
+            lambda: self.tokenizer,
+            max_bytes=engine.max_grammar_bytes,
+            cache_size=engine.grammar_cache,
+            max_seconds=engine.max_grammar_seconds,
         )
         self.tool_form = choose_form(self._template, self.tokenizer, engine.tool_call_parser)
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
         sees_videos = self.tokenizer.video_token_id is not None
         self._video_processor = _video_processor(folder, media) if sees_videos else None
+
+    def fit(self, info: ModelInfo) -> None:
+        """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
+        cache."""
+        self.max_prompt_len = info.max_prompt_len
+        if self._processor is None or self._encoder_cache_memory >= _LARGE_ENCODER_CACHE:
+            return
+        _, placeholders = self._processor.prepare(Picture.whole(Image.new("RGB", _SMALL_IMAGE)))
+        needed = placeholders.num_tokens * info.image_token_bytes
+        if needed > self._encoder_cache_memory:
+            raise ConfigurationError(
+                f"--encoder-cache-memory {self._encoder_cache_memory}: an image of {_SMALL_IMAGE[0]} x "
+                f"{_SMALL_IMAGE[1]} pixels takes {needed:,} bytes, so that every request with an image would be "
+                "refused; raise it"
+            )
 
     @property
     def sees_images(self) -> bool:

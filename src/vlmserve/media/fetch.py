@@ -55,8 +55,15 @@ def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> by
                 raise _failed(url, str(error)) from error
             if isinstance(target, bytes):
                 return target
-            url = urljoin(url, target)
+            url = _redirected(url, target)
     raise _failed(url, f"it redirects more than {limits.max_redirects} times")
+
+
+def _redirected(url: str, target: str) -> str:
+    try:
+        return urljoin(url, target)
+    except ValueError as error:
+        raise _failed(url, f"it redirects to a malformed URL ({error})") from error
 
 
 def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig, kind: MediaKind) -> bytes | str:
@@ -123,12 +130,13 @@ class _GuardedBackend(httpcore.NetworkBackend):
         if self._domains and not allowed and host.lower() not in self._domains:
             raise _ForbiddenAddressError(f"{host} is none of the hosts that the operator allows")
         addresses = _resolve(host, port, _remaining(self._deadline))
-        if not allowed:
-            for address in addresses:
-                if not is_public(address):
-                    raise _ForbiddenAddressError(
-                        f"{host} is not a public address; the operator can allow it with --allowed-media-hosts"
-                    )
+        # One message for both, so that nobody learns which names there are inside the network.
+        if not allowed and not (addresses and all(map(is_public, addresses))):
+            raise _ForbiddenAddressError(
+                f"{host} was not found or is not a public address; the operator can allow it with --allowed-media-hosts"
+            )
+        if not addresses:
+            raise httpcore.ConnectError(f"the host {host} was not found")
         for address in addresses[:-1]:
             try:
                 return self._connect(address, port, local_address, socket_options)
@@ -192,6 +200,7 @@ def is_public(address: str) -> bool:
 
 
 def _resolve(host: str, port: int, timeout: float) -> list[str]:
+    """The addresses of a host; none for one that is not found."""
     # getaddrinfo knows no timeout, so it waits in a thread of its own.
     pending = _resolver().submit(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
     try:
@@ -199,8 +208,8 @@ def _resolve(host: str, port: int, timeout: float) -> list[str]:
     except TimeoutError as error:
         pending.cancel()
         raise httpcore.ConnectTimeout(str(error)) from error
-    except (OSError, UnicodeError) as error:
-        raise httpcore.ConnectError(f"the host {host} was not found") from error
+    except (OSError, UnicodeError):
+        return []
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 

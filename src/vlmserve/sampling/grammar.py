@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +39,14 @@ _LIMITS: dict[str, Any] = {
 }
 _LONGEST_MESSAGE = 600
 """Characters of llguidance's that an error repeats."""
+
+_STACK_PER_BYTE = 4096
+"""Bytes of stack for each byte of a grammar; measured are up to 700."""
+_LEAST_STACK = 16 * 1024**2
+_PAGE = 65536
+_STACK_LOCK = threading.Lock()
+"""The size of stacks is that of the whole process."""
+Result = TypeVar("Result")
 
 Allowed = npt.NDArray[np.bool_]
 
@@ -173,14 +183,22 @@ class Matcher:
 class GrammarCompiler:
     """Makes matchers, and keeps the `cache_size` grammars used last. Thread-safe; reads the tokenizer when first used.
 
-    vocab_size: of the model; None: of the tokenizer. max_bytes: of a grammar's text.
+    vocab_size: of the model; None: of the tokenizer. max_bytes: of a grammar's text. max_seconds: of processor time to
+    compile it; None: any.
     """
 
     def __init__(
-        self, tokenizer: Callable[[], Tokenizer], *, max_bytes: int, cache_size: int, vocab_size: int | None = None
+        self,
+        tokenizer: Callable[[], Tokenizer],
+        *,
+        max_bytes: int,
+        cache_size: int,
+        vocab_size: int | None = None,
+        max_seconds: float | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
         self._cache_size = cache_size
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
@@ -209,26 +227,64 @@ class GrammarCompiler:
         return Vocabulary.of(tokenizer, self._vocab_size or tokenizer.vocab_size)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
         try:
             vocabulary = self._vocabulary
-            text = source_text(grammar)
-            limits = LLParserLimits(**_LIMITS)
-            compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
-            if not compiled.is_error():
-                # What is too complex from the beginning on shows only here.
-                probe = compiled.deep_copy()
-                probe.compute_bitmask()
-                compiled = probe if probe.is_error() else compiled
         except InvalidRequestError as error:
             error.param = grammar.source
             raise
-        except ValueError as error:
-            raise InvalidRequestError(f"{grammar.source}: {_message(str(error))}", param=grammar.source) from None
-        if compiled.is_error():
-            raise InvalidRequestError(f"{grammar.source}: {_message(compiled.get_error())}", param=grammar.source)
+        # llguidance follows references by recursion, and a stack that overflows ends the process.
+        compiled, seconds = _in_deep_stack(lambda: _compiled(grammar, vocabulary), _STACK_PER_BYTE * self._max_bytes)
+        if self._max_seconds is not None and seconds > self._max_seconds:
+            raise InvalidRequestError(
+                f"{grammar.source} took {seconds:.1f} s to compile; at most {self._max_seconds:g} s are allowed, "
+                "make it simpler",
+                param=grammar.source,
+            )
         return compiled
+
+
+def _in_deep_stack(work: Callable[[], Result], num_bytes: int) -> tuple[Result, float]:
+    """What `work` returns, in a thread with a stack of that size, of which only what is used takes memory, and the
+    processor time that it took. Raises what it does."""
+    outcome: Future[tuple[Result, float]] = Future()
+
+    def run() -> None:
+        began = time.thread_time()
+        try:
+            outcome.set_result((work(), time.thread_time() - began))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    with _STACK_LOCK:
+        usual = threading.stack_size(max(_LEAST_STACK, num_bytes // _PAGE * _PAGE))
+        try:
+            thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    try:
+        return outcome.result()
+    finally:
+        thread.join()
+
+
+def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        text = source_text(grammar)
+        limits = LLParserLimits(**_LIMITS)
+        compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+        if not compiled.is_error():
+            # What is too complex from the beginning on shows only here.
+            probe = compiled.deep_copy()
+            probe.compute_bitmask()
+            compiled = probe if probe.is_error() else compiled
+    except ValueError as error:
+        raise InvalidRequestError(f"{grammar.source}: {_message(str(error))}", param=grammar.source) from None
+    if compiled.is_error():
+        raise InvalidRequestError(f"{grammar.source}: {_message(compiled.get_error())}", param=grammar.source)
+    return compiled
 
 
 def source_text(grammar: Grammar) -> str:

@@ -370,11 +370,12 @@ class Scheduler:
     def _append(self, sequence: Sequence, token: int | None) -> EngineOutput:
         new: list[int] = []
         reason: FinishReason | None = None
-        end, error = None, None
+        end, error, error_param = None, None, None
         matcher = sequence.matcher
         if token is None and matcher is not None and (matcher.finished or matcher.error):
             reason = "stop" if matcher.finished else "error"
             error = matcher.error and f"the grammar cannot be followed any further: {matcher.error}"
+            error_param = None if sequence.params.grammar is None else sequence.params.grammar.source
         elif token is None:
             self._spoil(sequence)
             reason, error = "error", "the model's output is not a number; try another dtype (--dtype float32)"
@@ -388,7 +389,14 @@ class Scheduler:
                 matcher.advance(token)
                 reason = "stop" if matcher.finished else reason
         return EngineOutput(
-            sequence.request_id, new, reason, end, error, sequence.num_cached or 0, sequence.num_encoded
+            sequence.request_id,
+            new,
+            reason,
+            end,
+            error,
+            sequence.num_cached or 0,
+            sequence.num_encoded,
+            error_param=error_param if error else None,
         )
 
     def _spoil(self, sequence: Sequence) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from vlmserve.errors import VLMServeError
+from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.beams import BeamSearch, first_request_id, start_beam_search
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolUse
@@ -101,7 +101,10 @@ class Answer:
             async for output in self._stream:
                 self._record.output(output)
                 if output.finish_reason in ("abort", "error"):
-                    raise VLMServeError(output.error or "The engine gave up on this request")
+                    message = output.error or "The engine gave up on this request"
+                    if output.error_param is not None:
+                        raise InvalidRequestError(message, param=output.error_param)
+                    raise VLMServeError(message)
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
                 text = self._push(output)

@@ -25,6 +25,7 @@ FIGURES_PATHS = frozenset({"/metrics", "/live"})
 """Paths that need one if the settings say so."""
 _PROBES = frozenset({"/health", "/ready", "/version"})
 """Paths that load balancers ask under any name."""
+_VERSIONS = ("1.0", "1.1")
 _ACCOUNT = "vlmserve.account"
 
 
@@ -74,7 +75,11 @@ class Guard:
             await self._app(scope, receive, send_with_headers)
 
     def _check_head(self, scope: Scope) -> None:
-        """Raises RefusedError (431) for a head over the limit, which the protocol takes if it comes in one piece."""
+        """Raises RefusedError for a version of HTTP without headers (505), and for a head over the limit (431), which
+        the protocol takes if it comes in one piece."""
+        if scope["http_version"] not in _VERSIONS:
+            message = f"HTTP/{scope['http_version']} is not supported; use HTTP/1.1"
+            raise RefusedError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, message, "http_version_not_supported")
         size = len(scope["raw_path"]) + len(scope["query_string"])
         if size + sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"]) > self._max_head:
             raise head_too_large(self._max_head)

@@ -29,6 +29,7 @@ from vlmserve.types import ModelInfo
 
 if TYPE_CHECKING:
     from vlmserve.frontend.client import EngineClient
+    from vlmserve.frontend.requests import RequestPreparer
     from vlmserve.server.service import Preparer, Service
     from vlmserve.server.web import WebServer
 
@@ -182,7 +183,7 @@ async def _load(wanted: asyncio.Event, launcher: _Launcher, media: MediaConfig) 
 
     engine = launcher.engine
 
-    def make_preparer() -> Preparer:
+    def make_preparer() -> RequestPreparer:
         from vlmserve.frontend.requests import RequestPreparer
 
         return RequestPreparer(launcher.folder, media, engine.model_impl, engine.chat_template, engine=engine)
@@ -190,11 +191,17 @@ async def _load(wanted: asyncio.Event, launcher: _Launcher, media: MediaConfig) 
     starting = asyncio.ensure_future(EngineClient.start(engine, process=launcher.take()))
     try:
         preparer = await asyncio.to_thread(make_preparer)
-        return await starting, preparer, time.monotonic() - began
+        client = await starting
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
+    try:
+        preparer.fit(client.info)
+    except BaseException:
+        await client.close()
+        raise
+    return client, preparer, time.monotonic() - began
 
 
 async def _drain(service: Service) -> None:

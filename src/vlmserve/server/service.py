@@ -54,7 +54,6 @@ class Preparer(Protocol):
     """Makes prompts; see `vlmserve.frontend.requests.RequestPreparer`. Called from worker threads."""
 
     picture_cache: PictureCache
-    max_prompt_len: int | None
 
     tool_form: ToolForm
 
@@ -145,10 +144,10 @@ class Service:
         self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
-        """Begin to serve. defaults: what requests that say nothing about sampling get."""
+        """Begin to serve. preparer: knows the engine's limits. defaults: what requests that say nothing about sampling
+        get."""
         self.replace(client)
         self._preparer = preparer
-        preparer.max_prompt_len = client.info.max_prompt_len
         self.defaults = defaults or self.defaults
         self._opened.set()
 

@@ -22,6 +22,11 @@ _KEEP_ALIVE = 75
 _LAST_BYTES = 3
 """Seconds for the ends of answers to reach slow clients."""
 
+_FIRST_PROBE, _NEXT_PROBE = 0.1, 5.0
+"""Seconds between looks whether a client that sends no more still reads."""
+_OLD_GRACE = 1.0
+"""Seconds that one with HTTP/1.0 gets, since there is no way to look."""
+
 
 class WebServer:
     """Serves `service` over HTTP on a bound socket."""
@@ -99,6 +104,32 @@ class _Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_body = False
         super().on_message_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether its connection stays open, since it may read its answer all the same.
+
+        One that has left looks the same until something is written to it, which `_probe` does.
+        """
+        cycle: RequestResponseCycle | None = self.cycle
+        # An answer that has begun may be silent for long, and nothing can be written in between to look.
+        if self._in_body or cycle is None or cycle.response_started:
+            return False
+        cycle.keep_alive = False
+        if cycle.scope["http_version"] == "1.1":
+            self._probe(cycle, _FIRST_PROBE)
+        else:  # knows no interim responses
+            self.loop.call_later(_OLD_GRACE, self._close_unanswered, cycle)
+        return True
+
+    def _probe(self, cycle: RequestResponseCycle, pause: float) -> None:
+        """Write interim responses until the answer begins: to a client that has left the second one fails."""
+        if not cycle.response_started and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+            self.loop.call_later(pause, self._probe, cycle, _NEXT_PROBE)
+
+    def _close_unanswered(self, cycle: RequestResponseCycle) -> None:
+        if not cycle.response_started:
+            self.transport.close()
 
     def _expect_head(self) -> None:
         if self._deadline is None and not self.transport.is_closing():

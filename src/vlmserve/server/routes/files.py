@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from urllib.parse import quote
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -27,6 +28,7 @@ from vlmserve.storage.files import File
 _FORM_BYTES = 64 * 1024
 """Of a form around its file."""
 _CHUNK_BYTES = 256 * 1024
+_CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 _COPIES = 3
 """Of a file that are in memory while its form is taken apart."""
 
@@ -126,6 +128,7 @@ async def _read_form(request: Request, max_bytes: int, share: BodyShare) -> tupl
     kind = content_type(request)
     if kind != "multipart/form-data":
         raise wrong_content_type("multipart/form-data", kind)
+    _check_charset(request)
     service: Service = request.app.state.service
     body = await read_body(request, max_bytes + _FORM_BYTES, share, service.config.body_timeout)
     share.need((_COPIES - 1) * len(body))
@@ -146,6 +149,14 @@ async def _read_form(request: Request, max_bytes: int, share: BodyShare) -> tupl
         raise InvalidRequestError(f"The file has {len(data):,} bytes; at most {max_bytes:,} are allowed", param="file")
     filename = (file.filename or "").replace("\0", "")[-MAX_NAME:] or "file"
     return data, filename, validate(FileRequest, fields)
+
+
+def _check_charset(request: Request) -> None:
+    """Raises InvalidRequestError for any other encoding of names than UTF-8: Python has codecs that are none."""
+    _, parameters = parse_options_header(request.headers.get("content-type", ""))
+    charset = parameters.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in _CHARSETS:
+        raise InvalidRequestError(f"The form's charset should be utf-8, not {charset!r:.100}")
 
 
 def _shown(file: File) -> FileObject:
