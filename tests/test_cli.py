@@ -238,7 +238,7 @@ def test_chat_shows_a_picture_with_the_next_message(folder, picture, write):
 
 
 def test_chat_goes_on_after_mistakes(folder, tmp_path):
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     shown = chat(folder, "/jump", "/image", "/image nowhere.png", f"/image {tmp_path / 'text.png'}", "What?", "Hello?")
     for mistake in ("no command /jump", "Write a path or a URL", "nowhere.png"):
         assert mistake in shown

@@ -177,7 +177,7 @@ def test_a_prompt_of_another_form_is_an_error_that_says_why(llm, prompt, message
             r"^conversations\[2\], messages\[0\].content\[0\].image: there is no file /no/such/file.png$",
             False,
         ),
-        (ask("hi", b"no picture"), InvalidImageError, r"^conversations\[2\]: ", True),
+        (ask("hi", b"no image"), InvalidImageError, r"^conversations\[2\]: ", True),
         (ask("hi", *[Image.new("RGB", (9, 9))] * 17), TooManyImagesError, r"^conversations\[2\]: ", True),
         (ask("too long " * 600), PromptTooLongError, r"^conversations\[2\]: ", True),
     ],
@@ -210,7 +210,7 @@ def test_all_bad_inputs_are_reported_with_their_files_and_places(llm, picture, b
         llm.chat(conversations, GREEDY, use_tqdm=False)
     first, second, third = map(str, raised.value.errors)
     assert first.startswith(
-        f"conversations[1], messages[0].content[0].image, {broken}: the picture is truncated or broken"
+        f"conversations[1], messages[0].content[0].image, {broken}: the image is truncated or broken"
     )
     assert second.startswith(f"conversations[1], messages[0].content[2].image: the file at {url} was not fetched")
     assert third.startswith("conversations[3]: the prompt has")

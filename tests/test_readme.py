@@ -87,6 +87,20 @@ def test_links_to_files_lead_somewhere(path):
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_headings_lead_somewhere(path):
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(((?:[^)#:\s]+\.md)?)#([^)]+)\)", text)
+    assert [(file, to) for file, to in links if to not in anchors(path.parent / file if file else path)] == []
+
+
 def test_the_newcomers_walk_checks_every_block_of_the_readme():
     walk = runpy.run_path(str(ROOT / ".ci" / "walk.py"))
     blocks = walk["blocks"]((ROOT / "README.md").read_text(encoding="utf-8"))

@@ -220,7 +220,7 @@ class EngineConfig(Settings):
     max_num_seqs: int = Field(256, ge=1, description="Largest number of requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Largest number of tokens in one step.")
     max_encoded_images: int | None = Field(
-        None, ge=1, description="Pictures that one step may encode; default: 16 on a GPU, 4 on a CPU."
+        None, ge=1, description="Images that one step may encode; default: 16 on a GPU, 4 on a CPU."
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
     max_waiting: int = Field(4096, ge=1, description="Largest number of requests in the waiting queue.")
@@ -302,8 +302,8 @@ class MediaConfig(Settings):
         ProcessorOverrides(),
         description="Overrides for the checkpoint's processor, as JSON with min_pixels, max_pixels and fps.",
     )
-    fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one picture, or one video and its frames.")
-    max_redirects: int = Field(3, ge=0, description="Redirects to follow for one picture or video.")
+    fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one image, or one video and its frames.")
+    max_redirects: int = Field(3, ge=0, description="Redirects to follow for one image or video.")
     allowed_media_domains: tuple[str, ...] = Field(
         (),
         description="If set, fetch images only from these hosts and allowed_media_hosts; default: all public hosts.",

@@ -127,7 +127,7 @@ class Theirs:
         self._device = device
         self._template = getattr(self._processor, "chat_template", None)
         if sees and self._template is None:
-            raise UnsupportedModelError("without a chat template there is no common way to ask about a picture")
+            raise UnsupportedModelError("without a chat template there is no common way to ask about an image")
 
     @torch.inference_mode()
     def answer(self, conversation: Conversation, num_tokens: int) -> Answer:

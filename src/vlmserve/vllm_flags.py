@@ -205,7 +205,7 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
         otherwise="the checkpoint's generation_config.json counts; requests may say otherwise",
     ),
     ("--prefix-caching-hash-algo",): Unused("Blocks are known by blake3 digests of their content."),
-    ("--mm-processor-cache-type",): Unused("Prepared pictures are kept in the server's memory."),
+    ("--mm-processor-cache-type",): Unused("Prepared images are kept in the server's memory."),
     ("--skip-mm-profiling",): Unused("Nothing is profiled when the server starts.", is_switch=True),
     ("--collect-detailed-traces",): Unused("Traces always have all that there is."),
     ("--show-hidden-metrics-for-version",): Unused("No metrics are hidden."),
@@ -245,7 +245,7 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--media-io-kwargs",): Missing("--mm-processor-kwargs takes fps, and --max-video-frames bounds the frames."),
     ("--interleave-mm-strings", "--enable-mm-embeds", "--enable-prompt-embeds", "--mm-encoder-tp-mode",
      "--mm-encoder-attn-backend", "--mm-encoder-only", "--video-pruning-rate", "--io-processor-plugin",
-     "--limit-mm-data-per-prompt"): Missing("Pictures and videos have settings of their own: --max-images and others."),
+     "--limit-mm-data-per-prompt"): Missing("Images and videos have settings of their own: --max-images and others."),
     ("--logprobs-mode", "--return-tokens-as-token-ids"): Missing(
         "Logprobs have one form; --max-logprobs bounds how many."
     ),

@@ -137,13 +137,13 @@ def test_what_does_not_fit_is_refused(oracle: BlipOracle) -> None:
         with pytest.raises(error, match=match):
             engine.add(EngineRequest("a", prompt, SamplingParams()))
 
-    refuse(Prompt(good.token_ids), InvalidRequestError, "one picture with each request")
+    refuse(Prompt(good.token_ids), InvalidRequestError, "one image with each request")
     small = ImageInput(good.cross.image.key, good.cross.image.pixels[..., 1:], 10)
     refuse(Prompt([5], cross=CrossInput(small, good.cross.token_ids)), InvalidImageError, "24")
     few = ImageInput(good.cross.image.key, good.cross.image.pixels, 9)
     refuse(Prompt([5], cross=CrossInput(few, good.cross.token_ids)), InvalidImageError, "10 features")
     if oracle.kind == "caption":
-        refuse(Prompt([5], cross=CrossInput(good.cross.image, [5])), InvalidRequestError, "pictures alone")
+        refuse(Prompt([5], cross=CrossInput(good.cross.image, [5])), InvalidRequestError, "images alone")
     else:
         refuse(Prompt([5], cross=CrossInput(good.cross.image)), InvalidRequestError, "ask one")
         refuse(Prompt([5], cross=CrossInput(good.cross.image, [5] * 97)), PromptTooLongError, "97 tokens")

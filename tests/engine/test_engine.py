@@ -107,7 +107,7 @@ def test_pictures_that_do_not_fit_their_prompt_are_refused(llava_folder, spans):
         engine.add(request(tokens=[5] * 8, images=spans))
 
 
-@pytest.mark.parametrize(("size", "num_tokens", "message"), [(28, 9, "takes pictures of"), (42, 4, "9 embeddings")])
+@pytest.mark.parametrize(("size", "num_tokens", "message"), [(28, 9, "takes images of"), (42, 4, "9 embeddings")])
 def test_a_picture_that_the_tower_cannot_take_is_refused_and_the_next_request_runs(
     llava_folder, size, num_tokens, message
 ):
@@ -123,7 +123,7 @@ def test_a_picture_that_the_tower_cannot_take_is_refused_and_the_next_request_ru
 def test_text_inside_a_picture_that_is_not_in_the_prompt_is_refused(llava_folder, text):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     image = ImageInput(b"k" * 32, np.zeros((1, 3, 42, 42), np.float32), 9 + len(text), text=text)
-    with pytest.raises(InvalidRequestError, match="text inside a picture"):
+    with pytest.raises(InvalidRequestError, match="text inside an image"):
         engine.add(request(tokens=[7, 5, 7, 5, *[7] * 8], images=[ImageSpan(image, 0)]))
 
 

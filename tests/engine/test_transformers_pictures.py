@@ -344,7 +344,7 @@ def test_a_picture_that_its_model_cannot_take_ends_its_own_request_alone(
 
 
 def test_models_that_put_no_picture_into_prompts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="no token stands for its pictures"):
+    with pytest.raises(UnsupportedModelError, match="no token stands for its images"):
         LLM(str(make_blip(tmp_path)), model_impl="transformers")
 
 

@@ -79,7 +79,7 @@ def test_other_conversations_are_refused(preparer: RequestPreparer) -> None:
     ):
         with pytest.raises(InvalidRequestError, match="no conversations"):
             preparer.chat(messages, allow_local=True)
-    with pytest.raises(InvalidRequestError, match="one picture with each request, not 0"):
+    with pytest.raises(InvalidRequestError, match="one image with each request, not 0"):
         preparer.chat(user("What?"), allow_local=True)
     with pytest.raises(TooManyImagesError, match="not 2"):
         preparer.chat(user(PICTURE, PICTURE, "What?"), allow_local=True)

@@ -237,7 +237,7 @@ def test_a_refusal_names_the_place(preparer: RequestPreparer, messages: Any, par
     ("data", "error", "message"),
     [
         (b"", InvalidImageError, "empty"),
-        (b"this is text, whatever its name says", InvalidImageError, "not a picture"),
+        (b"this is text, whatever its name says", InvalidImageError, "not an image"),
         (encoded(noise(90, 90))[:3000], InvalidImageError, "truncated"),
         (b"\x89PNG\r\n\x1a\n" + bytes(100), InvalidImageError, "broken"),
         (png_header(30_000, 30_000), ImageTooLargeError, "pixels"),
@@ -260,7 +260,7 @@ def test_urls_inside_the_network_are_refused(preparer: RequestPreparer) -> None:
 def test_too_many_pictures_are_refused_before_any_is_read(tmp_path: Path) -> None:
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level()), MediaConfig(max_images=2))
     assert len(preparer.chat([user(TINY, TINY)]).images) == 2
-    broken = data_url(b"not a picture")
+    broken = data_url(b"not an image")
     with pytest.raises(TooManyImagesError, match=r"3 images; at most 2 are allowed \(--max-images\)"):
         preparer.chat([user(broken), {"role": "assistant", "content": "?"}, user(broken, broken)])
     with pytest.raises(TooManyImagesError, match=r"3 images; at most 2 are allowed \(--max-images\)"):
@@ -279,7 +279,7 @@ def test_a_model_that_cannot_see_refuses_pictures(text_only: RequestPreparer) ->
 def test_a_picture_that_the_template_does_not_show_is_refused(tmp_path: Path) -> None:
     template = CHATML_PARTS.replace("part.type == 'image'", "part.type == 'image' and message.role == 'user'")
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level(), chat_template=template), MediaConfig())
-    with pytest.raises(InvalidRequestError, match="picture"):
+    with pytest.raises(InvalidRequestError, match="image"):
         preparer.chat([{"role": "assistant", "content": [TINY]}, user("<image>")])
 
 

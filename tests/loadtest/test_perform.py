@@ -247,7 +247,7 @@ async def test_a_search_reports_what_it_tried(monkeypatch):
         ({"goal": {"find_rate": True}}, "--slo"),
         ({"goal": {"slo": ("ttft=1",)}, "target": {"stream": False}}, "e2el"),
         ({"target": {"header": ("nothing",)}}, "Name: value"),
-        ({"target": {"endpoint": "/v1/completions"}, "images": 1}, "neither pictures"),
+        ({"target": {"endpoint": "/v1/completions"}, "images": 1}, "neither images"),
     ],
 )
 async def test_settings_that_do_not_go_together_are_refused(options, words):

@@ -120,7 +120,7 @@ def test_a_broken_dataset_says_where(tmp_path, line, words):
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="neither pictures nor turns"):
+    with pytest.raises(ConfigurationError, match="neither images nor turns"):
         make(is_chat=False, images=1)
     with pytest.raises(ConfigurationError, match="640x480"):
         make(images=1, image_size=("large",))

@@ -144,7 +144,7 @@ def test_a_picture_that_fails_fails_for_all_with_errors_of_their_own_and_is_trie
     gate: Gate, waiting: threading.Semaphore
 ) -> None:
     cache = PictureCache(10 * PICTURE_BYTES)
-    gate.failure = InvalidImageError("the picture is broken")
+    gate.failure = InvalidImageError("the image is broken")
     params = iter("abcd")
     found: list[str | None] = []
 
@@ -158,7 +158,7 @@ def test_a_picture_that_fails_fails_for_all_with_errors_of_their_own_and_is_trie
 
     errors = [outcome.exception() for outcome in in_threads(4, prepare, gate, waiting)]
     assert gate.count == 1
-    assert [(type(error), str(error)) for error in errors] == [(InvalidImageError, "the picture is broken")] * 4
+    assert [(type(error), str(error)) for error in errors] == [(InvalidImageError, "the image is broken")] * 4
     assert found == [None] * 4
     assert {error.param for error in errors if isinstance(error, InvalidImageError)} == set("abcd")
     gate.failure = None

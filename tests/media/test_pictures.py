@@ -25,7 +25,7 @@ def test_every_format_is_read(format: str) -> None:
 
 
 def test_other_formats_are_not_pictures() -> None:
-    with pytest.raises(InvalidImageError, match="not a picture in a supported format"):
+    with pytest.raises(InvalidImageError, match="not an image in a supported format"):
         decode_picture(encoded(noise(4, 4), "PPM"), LIMITS)
 
 
@@ -80,7 +80,7 @@ def test_an_empty_file_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [b"this is a text file called picture.png", b"<svg/>", b"%PDF-1.4", b"\0" * 100])
 def test_what_is_no_picture_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidImageError, match="not a picture"):
+    with pytest.raises(InvalidImageError, match="not an image"):
         decode_picture(data, LIMITS)
 
 

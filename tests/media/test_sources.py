@@ -71,7 +71,7 @@ def test_arrays_that_are_no_pictures_are_refused(array: np.ndarray) -> None:
 
 
 def test_other_things_are_no_pictures() -> None:
-    with pytest.raises(InvalidImageError, match="a picture cannot come from a dict"):
+    with pytest.raises(InvalidImageError, match="an image cannot come from a dict"):
         prepare_image({}, PROCESSOR, LIMITS, OFF)  # type: ignore[arg-type]
 
 

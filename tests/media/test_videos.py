@@ -125,7 +125,7 @@ def test_a_video_that_comes_again_is_not_prepared_again() -> None:
         (FRAMES, {"max_video_pixels": 5000}, VideoTooLargeError, "6 frames of 40 x 24 pixels, more than 5,000"),
         (FRAMES, {"max_video_bytes": 5 * 40 * 24 * 3}, VideoTooLargeError, "more than the 14,400 bytes"),
         (FRAMES, {"max_image_pixels": 900}, ImageTooLargeError, "40 x 24"),
-        ([FRAMES[0], b"no picture"], {}, InvalidImageError, "not a picture"),
+        ([FRAMES[0], b"no image"], {}, InvalidImageError, "not an image"),
         (noise(9, 9), {}, InvalidVideoError, "cannot come from a Image"),
         (b"", {}, InvalidVideoError, "not a video in a supported format"),
         ("/nowhere.mp4", {}, InvalidVideoError, "no file /nowhere.mp4"),
@@ -259,7 +259,7 @@ def test_broken_files_are_refused() -> None:
         b"RIFF\x24\0\0\0WAVEfmt " + bytes(40),
         encoded(noise(9, 9)),
     ],
-    ids=["hls", "concat", "dash", "sound", "a picture"],
+    ids=["hls", "concat", "dash", "sound", "an image"],
 )
 def test_lists_of_other_files_are_not_opened(data: bytes) -> None:
     pytest.importorskip("av")

@@ -75,7 +75,7 @@ def test_the_placeholder_lies_between_a_picture_s_beginning_and_its_end(tmp_path
 def test_pixels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     vision = encoder(make_qwen_vl(tmp_path))
     for shape in [(1, 3, 80, 76), (2, 3, 80, 80), (1, 4, 80, 80)]:
-        with pytest.raises(InvalidImageError, match=r"takes pictures of \(3, 80, 80\)"):
+        with pytest.raises(InvalidImageError, match=r"takes images of \(3, 80, 80\)"):
             vision.check(shape, 4)
     with pytest.raises(InvalidImageError, match="makes 4 embeddings and has 5"):
         vision.check((1, 3, 80, 80), 5)

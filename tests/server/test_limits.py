@@ -353,7 +353,7 @@ def test_small_files_that_unfold_are_refused_before_they_do(bounded, name):
     data, code = BOMBS[name]
     assert len(data) < 40_000
     response = bounded.post(with_pictures(data_url(data)))
-    refused(response, 400, "picture", param="messages[0].content[0].image_url.url", code=code)
+    refused(response, 400, "image", param="messages[0].content[0].image_url.url", code=code)
 
 
 def test_http_without_headers_is_refused(bounded):

@@ -101,7 +101,7 @@ def test_an_answer_fits_the_form_that_is_asked_for(real):
          "invalid_request_error", "both output_config.format.schema and guided_regex"),
         ({"model": "other"}, 404, "not_found_error", "other"),
         ({"messages": shown("data:image/png;base64," + base64.b64encode(b"no").decode())}, 400,
-         "invalid_request_error", "picture"),
+         "invalid_request_error", "image"),
     ],
 )  # fmt: skip
 def test_errors_have_anthropics_form(live, client, fields, status, kind, message):

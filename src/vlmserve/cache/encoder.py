@@ -45,7 +45,7 @@ class EncoderCache:
     def add(self, key: bytes, size: int) -> None:
         """Enter a picture of `size` bytes, idle at first. Raises ValueError if it is there or does not fit."""
         if key in self._sizes or self.used_bytes + size > self.capacity_bytes:
-            raise ValueError("the picture is cached already or there is no room for it")
+            raise ValueError("the image is cached already or there is no room for it")
         self._sizes[key] = size
         self._idle[key] = None
         self.used_bytes += size

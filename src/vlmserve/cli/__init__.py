@@ -16,7 +16,7 @@ from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Scheme, S
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
 
-app = group(help="Answer questions about images, for many users at once.")
+app = group(help="Serve vision-language models over an OpenAI-compatible API.")
 evaluations = group(help="Measure how well a model answers.")
 app.add_typer(evaluations, name="eval")
 app.add_typer(keys, name="keys")

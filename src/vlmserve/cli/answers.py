@@ -61,7 +61,7 @@ def picture_part(place: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": place}}
     path = Path(place).expanduser()
     if not path.is_file():
-        raise InvalidImageError(f"there is no picture {place!r}; give the path of a file or a URL")
+        raise InvalidImageError(f"there is no image {place!r}; give the path of a file or a URL")
     return {"type": "image", "image": path}
 
 

@@ -22,15 +22,15 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
         raise InvalidRequestError("the prompt is empty", param="prompt")
     if len(prompt.token_ids) > info.max_prompt_len:
         raise PromptTooLongError(
-            f"the prompt has {len(prompt.token_ids)} tokens, pictures included, and at most {info.max_prompt_len} fit",
+            f"the prompt has {len(prompt.token_ids)} tokens, images included, and at most {info.max_prompt_len} fit",
             param="messages",
         )
     if prompt.num_images and not info.sees_images:
-        raise TooManyImagesError("this model cannot see pictures; send text only", param="messages")
+        raise TooManyImagesError("this model cannot see images; send text only", param="messages")
     end = 0
     for span in prompt.images:
         if span.start < end or span.end > len(prompt.token_ids) or span.image.num_embeddings < 1:
-            raise InvalidRequestError("the prompt's pictures overlap or do not fit into it", param="prompt")
+            raise InvalidRequestError("the prompt's images overlap or do not fit into it", param="prompt")
         _check_text(span, prompt)
         end = span.end
     _check_token_ids(prompt, info.vocab_size)
@@ -70,7 +70,7 @@ def _check_text(span: ImageSpan, prompt: Prompt) -> None:
     before = -1
     for place, token_id in span.image.text:
         if not before < place < span.image.num_tokens or prompt.token_ids[span.start + place] != token_id:
-            raise InvalidRequestError("the text inside a picture is not that of the prompt", param="prompt")
+            raise InvalidRequestError("the text inside an image is not that of the prompt", param="prompt")
         before = place
 
 

@@ -281,10 +281,10 @@ class Engine:
         cross = prompt.cross
         if self._cross is None:
             if cross is not None:
-                raise InvalidRequestError("this model has no cross attention to look at a picture by", param="prompt")
+                raise InvalidRequestError("this model has no cross attention to look at an image by", param="prompt")
             return
         if cross is None:
-            raise InvalidRequestError("this model takes one picture with each request", param="messages")
+            raise InvalidRequestError("this model takes one image with each request", param="messages")
         self._cross.check(cross)
         num_bytes = cross.image.num_embeddings * self._image_token_bytes + cross.num_states * self._state_bytes
         self._check_image(cross.image, num_bytes)
@@ -294,10 +294,10 @@ class Engine:
         if self._vision is not None:
             self._vision.check(image.pixels.shape, image.num_embeddings, image.tiling)
         if len(image.key) != KEY_BYTES:
-            raise InvalidRequestError(f"a picture's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
+            raise InvalidRequestError(f"an image's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
         if num_bytes > self._config.encoder_cache_memory:
             raise InvalidRequestError(
-                f"a picture of {image.num_embeddings} embeddings does not fit into the encoder cache, of which it "
+                f"an image of {image.num_embeddings} embeddings does not fit into the encoder cache, of which it "
                 f"takes {num_bytes:,} bytes; raise --encoder-cache-memory",
                 param="messages",
             )

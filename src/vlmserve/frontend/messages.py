@@ -260,7 +260,7 @@ def _url(part: Mapping[str, Any], kind: str, place: str, allow_local: bool) -> t
 def _image(part: Mapping[str, Any], place: str) -> tuple[str, ImageSource]:
     source = part.get("image")
     if source is None or source == "":
-        raise InvalidRequestError(f"{place}.image must be a picture, a path or a URL", param=f"{place}.image")
+        raise InvalidRequestError(f"{place}.image must be an image, a path or a URL", param=f"{place}.image")
     return f"{place}.image", source
 
 

@@ -184,7 +184,7 @@ class RequestPreparer:
             tools=described,
             settings=template_settings and _quoted_json(template_settings, quotation),
         )
-        _check_shown(text, self.tokenizer.picture_mark, len(pictures), "pictures")
+        _check_shown(text, self.tokenizer.picture_mark, len(pictures), "images")
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
         text = self.tokenizer.write_pictures(text)
         # Like transformers: its processors add what the template leaves out, its tokenizers do not.
@@ -244,7 +244,7 @@ class RequestPreparer:
     def tokens(self, token_ids: Sequence[int]) -> Prompt:
         """The prompt of token ids, without pictures. Raises InvalidRequestError where one would have to be."""
         if self._one_picture is not None:
-            raise InvalidRequestError("this model takes one picture with each request", param="prompt")
+            raise InvalidRequestError("this model takes one image with each request", param="prompt")
         if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids):,} tokens; at most {self.max_prompt_len:,} fit", param="prompt"
@@ -294,10 +294,10 @@ class RequestPreparer:
         assert self._one_picture is not None
         if len(pictures) != 1:
             raise (TooManyImagesError if pictures else InvalidRequestError)(
-                f"this model takes one picture with each request, not {len(pictures)}", param=param
+                f"this model takes one image with each request, not {len(pictures)}", param=param
             )
         if not (text or self._one_picture.describes):
-            raise InvalidRequestError("this model answers questions: ask one about the picture", param=param)
+            raise InvalidRequestError("this model answers questions: ask one about the image", param=param)
         quotation = Quotation(self.tokenizer.control_tokens)
 
         def encode(text: str, framed: bool) -> list[int]:
@@ -312,7 +312,7 @@ class RequestPreparer:
 
     def _check_count(self, count: int, param: str) -> None:
         if count and not self.sees_images:
-            raise TooManyImagesError("this model cannot see pictures; send text only", param=param)
+            raise TooManyImagesError("this model cannot see images; send text only", param=param)
         if count > self._media.max_images:
             raise TooManyImagesError(
                 f"the request has {count} images; at most {self._media.max_images} are allowed (--max-images)",
@@ -321,7 +321,7 @@ class RequestPreparer:
 
     def _check_videos(self, count: int) -> None:
         if count and self._video_processor is None:
-            raise TooManyImagesError("this model cannot see videos; send pictures or text", param="messages")
+            raise TooManyImagesError("this model cannot see videos; send images or text", param="messages")
         if count > self._media.max_videos:
             raise TooManyImagesError(
                 f"the request has {count} videos; at most {self._media.max_videos} are allowed (--max-videos)",
@@ -421,7 +421,7 @@ def _quoted_json(value: Any, quotation: Quotation) -> Any:
 def _transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:
     _refuse_bounds(media)
     if tokenizer.image_token_id is None:
-        raise UnsupportedModelError("no token stands for its pictures, so that it does not run by transformers' code")
+        raise UnsupportedModelError("no token stands for its images, so that it does not run by transformers' code")
     processor = TransformersProcessor(folder, tokenizer.image_token_id)
     tokenizer.mark_pictures(processor.mark)
     return processor
@@ -450,7 +450,7 @@ def _image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> 
 def _refuse_bounds(media: MediaConfig) -> None:
     if media.mm_processor_kwargs.min_pixels or media.mm_processor_kwargs.max_pixels:
         raise ConfigurationError(
-            "--mm-processor-kwargs: this model chooses the sizes of pictures; leave min_pixels and max_pixels out"
+            "--mm-processor-kwargs: this model chooses the sizes of images; leave min_pixels and max_pixels out"
         )
 
 
@@ -460,7 +460,7 @@ def _split_words(tokenizer: Tokenizer) -> SplitWords:
     named = tokenizer.special_tokens
     around = named.get("fake_image_token", "<fake_token_around_image>")
     if tokenizer.token_id(around) is None:
-        raise ModelLoadError(f"the tokenizer has no token {around}, which stands around the tiles of pictures")
+        raise ModelLoadError(f"the tokenizer has no token {around}, which stands around the tiles of images")
     return SplitWords(
         encode=partial(tokenizer.encode, add_special_tokens=False),
         image_token=tokenizer.image_token,

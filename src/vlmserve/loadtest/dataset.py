@@ -74,4 +74,4 @@ def _url(folder: Path, image: str, where: str) -> str:
     try:
         return data_url(file.read_bytes(), kind)
     except OSError as error:
-        raise ConfigurationError(f"{where}: the picture {file} cannot be read: {error.strerror}") from None
+        raise ConfigurationError(f"{where}: the image {file} cannot be read: {error.strerror}") from None

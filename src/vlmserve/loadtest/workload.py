@@ -52,7 +52,7 @@ def make_workload(
     nor pictures with the first. Raises ConfigurationError for what a completion cannot have, and for broken datasets.
     """
     if not is_chat and (config.images or config.turns > 1):
-        raise ConfigurationError("completions have neither pictures nor turns; use --endpoint /v1/chat/completions")
+        raise ConfigurationError("completions have neither images nor turns; use --endpoint /v1/chat/completions")
     if config.dataset_path is not None:
         return _from_dataset(config, is_chat=is_chat, count=count)
     count = count or config.num_prompts or DEFAULT_PROMPTS

@@ -123,7 +123,7 @@ class AnySizeProcessor(PixelProcessor):
         width, height = size
         if max(size) > LARGEST_ASPECT * min(size):
             raise InvalidImageError(
-                f"the picture has {width} x {height} pixels; the model takes none that is more than {LARGEST_ASPECT} "
+                f"the image has {width} x {height} pixels; the model takes none that is more than {LARGEST_ASPECT} "
                 "times as long as wide"
             )
         side, least, most = self._recipe.side, self._recipe.min_pixels, self._recipe.max_pixels

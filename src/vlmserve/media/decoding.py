@@ -104,7 +104,7 @@ class LimitedFile(io.BytesIO):
     def _check(self) -> None:
         check_cancelled()
         if time.monotonic() > self._deadline:
-            raise InvalidImageError(f"the picture takes longer than {self._timeout:g} s to decode; send a smaller one")
+            raise InvalidImageError(f"the image takes longer than {self._timeout:g} s to decode; send a smaller one")
 
 
 def check_scans(data: bytes, image: Image.Image, limits: MediaConfig) -> None:
@@ -127,7 +127,7 @@ def check_scans(data: bytes, image: Image.Image, limits: MediaConfig) -> None:
         scans = _num_scans(data, most)
     if scans > most * pieces:
         raise ImageTooLargeError(
-            f"the picture is a progressive JPEG with more than {most} scans; save it again as an ordinary JPEG"
+            f"the image is a progressive JPEG with more than {most} scans; save it again as an ordinary JPEG"
         )
 
 

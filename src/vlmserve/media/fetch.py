@@ -91,13 +91,13 @@ def _check_url(url: str) -> None:
         parts = urlsplit(url)
         port_is_valid = parts.port is None or parts.port > 0
     except ValueError as error:
-        raise ImageFetchError(f"the picture's URL is malformed: {error}") from error
+        raise ImageFetchError(f"the image's URL is malformed: {error}") from error
     if parts.scheme not in ("http", "https"):
-        raise ImageFetchError(f"pictures are fetched over http and https, not {parts.scheme or 'a local path'!r}")
+        raise ImageFetchError(f"images are fetched over http and https, not {parts.scheme or 'a local path'!r}")
     if not parts.hostname or not port_is_valid or not url.isascii() or any(char <= " " for char in url):
-        raise ImageFetchError("the picture's URL is malformed")
+        raise ImageFetchError("the image's URL is malformed")
     if "@" in parts.netloc:
-        raise ImageFetchError("the picture's URL must not contain a user name or password")
+        raise ImageFetchError("the image's URL must not contain a user name or password")
 
 
 def _failed(url: str, reason: str) -> ImageFetchError:

@@ -38,7 +38,7 @@ def _count_pages(image: Image.Image) -> int:
         count += not int(image.tag_v2.get(_SUBFILE_TYPE, 0)) & _NO_PAGE  # type: ignore[attr-defined]
         frame += 1
     if not _goes_to(image, 0):
-        raise InvalidImageError("the picture is broken: its first page cannot be read again")
+        raise InvalidImageError("the image is broken: its first page cannot be read again")
     return count
 
 

@@ -115,7 +115,7 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     """A picture of which nothing but the header is read. Raises as `decode_picture` does."""
     check_num_bytes(len(data), limits)
     if not data:
-        raise InvalidImageError("the picture is empty (0 bytes)")
+        raise InvalidImageError("the image is empty (0 bytes)")
     if Image.MAX_IMAGE_PIXELS is not None and limits.max_image_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = limits.max_image_pixels  # Pillow's own limit, which it checks before ours
     try:
@@ -125,9 +125,9 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     except UnidentifiedImageError as error:
         raise InvalidImageError(_unreadable(data)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageTooLargeError(f"the picture has more than {limits.max_image_pixels:,} pixels") from error
+        raise ImageTooLargeError(f"the image has more than {limits.max_image_pixels:,} pixels") from error
     except Exception as error:  # Pillow's readers raise anything on broken headers
-        raise InvalidImageError(f"the picture is broken: {error}") from error
+        raise InvalidImageError(f"the image is broken: {error}") from error
     check_num_pixels(image, limits)
     check_scans(data, image, limits)
     check_single(image)
@@ -145,7 +145,7 @@ def load_picture(image: Image.Image, limits: MediaConfig) -> None:
         raise
     except Exception as error:  # Pillow's decoders raise anything on broken data
         kind = "truncated" if "truncated" in str(error).lower() else "broken"
-        raise InvalidImageError(f"the picture is {kind}: {error}") from error
+        raise InvalidImageError(f"the image is {kind}: {error}") from error
 
 
 def upright(image: Image.Image) -> Picture:
@@ -158,10 +158,10 @@ def check_num_pixels(image: Image.Image, limits: MediaConfig) -> None:
     width, height = image.size
     if width * height > limits.max_image_pixels:
         raise ImageTooLargeError(
-            f"the picture has {width:,} x {height:,} pixels; at most {limits.max_image_pixels:,} are allowed"
+            f"the image has {width:,} x {height:,} pixels; at most {limits.max_image_pixels:,} are allowed"
         )
     if width == 0 or height == 0:
-        raise InvalidImageError(f"the picture has no pixels ({width} x {height})")
+        raise InvalidImageError(f"the image has no pixels ({width} x {height})")
 
 
 def orientation(image: Image.Image) -> int:
@@ -232,5 +232,5 @@ def check_num_bytes(size: int, limits: MediaConfig, kind: MediaKind = "picture")
 def _unreadable(data: bytes) -> str:
     for signature, name in _SIGNATURES.items():
         if data.startswith(signature):
-            return f"the picture is truncated or broken: it begins like {name}, but cannot be read ({len(data)} bytes)"
-    return f"the data is not a picture in a supported format ({', '.join(FORMATS)})"
+            return f"the image is truncated or broken: it begins like {name}, but cannot be read ({len(data)} bytes)"
+    return f"the data is not an image in a supported format ({', '.join(FORMATS)})"

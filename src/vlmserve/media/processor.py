@@ -104,7 +104,7 @@ NO_LIMITS = PixelLimits()
 def refuse_limits(limits: PixelLimits) -> None:
     """Raises InvalidRequestError for any bounds, on behalf of models that choose the sizes of pictures themselves."""
     if limits.min_pixels is not None or limits.max_pixels is not None:
-        raise InvalidRequestError("this model chooses the sizes of pictures; leave min_pixels and max_pixels out")
+        raise InvalidRequestError("this model chooses the sizes of images; leave min_pixels and max_pixels out")
 
 
 class PictureProcessor(Protocol):
@@ -213,7 +213,7 @@ class ImageProcessor(PixelProcessor):
             return size["height"], size["width"]
         if self._recipe.pad_color is not None and "shortest_edge" in size:
             return size["shortest_edge"], size["shortest_edge"]
-        raise UnsupportedModelError("the image processor makes pictures of different sizes, which is not supported")
+        raise UnsupportedModelError("the image processor makes images of different sizes, which is not supported")
 
     def _count_tokens(self, config: dict[str, Any]) -> int:
         if isinstance(config.get("visual"), dict):
@@ -228,7 +228,7 @@ class ImageProcessor(PixelProcessor):
         tower = {**_TOWERS[kind], **vision}
         if (self.height, self.width) != (tower["image_size"], tower["image_size"]):
             raise UnsupportedModelError(
-                f"the image processor makes pictures of {self.height} x {self.width} pixels, "
+                f"the image processor makes images of {self.height} x {self.width} pixels, "
                 f"but the vision tower reads {tower['image_size']} x {tower['image_size']}"
             )
         if config.get("model_type") == "gemma3":

@@ -171,7 +171,7 @@ def _existing(source: str | os.PathLike[str], invalid: type[InvalidImageError | 
 
 def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:
     if not isinstance(array, np.ndarray):
-        raise InvalidImageError(f"a picture cannot come from a {type(array).__name__}")
+        raise InvalidImageError(f"an image cannot come from a {type(array).__name__}")
     is_picture = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
     if array.dtype != np.uint8 or not is_picture or array.size == 0:
         raise InvalidImageError(

@@ -61,7 +61,7 @@ class AnyResolutionProcessor(PixelProcessor):
         self._side = math.isqrt(self._tile_processor.num_tokens)
         if (self._tile_processor.height, self._side**2) != (tile, self._tile_processor.num_tokens):
             raise UnsupportedModelError(
-                f"tiles of {tile} pixels become pictures of {self._tile_processor.height} pixels and "
+                f"tiles of {tile} pixels become images of {self._tile_processor.height} pixels and "
                 f"{self._tile_processor.num_tokens} embeddings, which make no square rows"
             )
         self._exact_pixels = exact_pixels

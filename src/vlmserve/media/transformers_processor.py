@@ -39,9 +39,9 @@ class TransformersProcessor(PictureProcessor):
             )
         except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
             reason = " ".join(str(error).split())
-            raise UnsupportedModelError(f"transformers has no processor for its pictures: {reason}") from error
+            raise UnsupportedModelError(f"transformers has no processor for its images: {reason}") from error
         if getattr(self._processor, "image_processor", None) is None:
-            raise UnsupportedModelError(f"{type(self._processor).__name__} takes no pictures")
+            raise UnsupportedModelError(f"{type(self._processor).__name__} takes no images")
         self.mark = str(self._processor.image_token)
         self._bos_token_id: int | None = self._processor.tokenizer.bos_token_id
         digest = blake3(f"transformers {transformers.__version__}".encode())
@@ -97,7 +97,7 @@ class TransformersProcessor(PictureProcessor):
                     add_special_tokens=False,
                 )  # fmt: skip
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
-            raise InvalidImageError(f"the model's processor cannot take this picture: {error}") from error
+            raise InvalidImageError(f"the model's processor cannot take this image: {error}") from error
         return inputs
 
 

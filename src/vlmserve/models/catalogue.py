@@ -41,8 +41,8 @@ def markdown() -> str:
 
 def _takes(family: VisionFamily) -> str:
     if family.image_token_id is None:
-        return "text, one picture"
-    return "text, pictures, videos" if family.videos else "text, pictures"
+        return "text, one image"
+    return "text, images, videos" if family.videos else "text, images"
 
 
 def _options(text_type: str) -> str:

@@ -46,12 +46,12 @@ class PictureReader:
         """Raises InvalidRequestError for an input that lacks a text or has one too many, or one too long, or with token
         ids that there are not."""
         if self._reader is None and cross.token_ids:
-            raise InvalidRequestError("this model looks at pictures alone, not at questions as well", param="messages")
+            raise InvalidRequestError("this model looks at images alone, not at questions as well", param="messages")
         if self._reader is None:
             return
         spec = self._reader.spec
         if not cross.token_ids:
-            raise InvalidRequestError("this model answers questions: ask one about the picture", param="messages")
+            raise InvalidRequestError("this model answers questions: ask one about the image", param="messages")
         if len(cross.token_ids) > spec.max_position:
             raise PromptTooLongError(
                 f"the question has {len(cross.token_ids)} tokens, and at most {spec.max_position} fit", param="messages"

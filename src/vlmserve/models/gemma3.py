@@ -69,9 +69,9 @@ class Gemma3Vision(nn.Module):
         spec = self.vision_tower.spec
         expected = (1, spec.num_channels, spec.image_size, spec.image_size)
         if tuple(shape) != expected:
-            raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(shape)}")
+            raise InvalidImageError(f"the vision tower takes images of {expected}, not of {tuple(shape)}")
         if num_tokens != self.num_tokens:
-            raise InvalidImageError(f"the picture makes {self.num_tokens} embeddings and has {num_tokens} placeholders")
+            raise InvalidImageError(f"the image makes {self.num_tokens} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, in one call.

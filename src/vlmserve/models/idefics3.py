@@ -66,7 +66,7 @@ class Idefics3Vision(nn.Module):
             )
         embeddings = shape[0] * (side // merge) ** 2
         if embeddings != num_tokens:
-            raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
+            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures.

@@ -85,10 +85,10 @@ class LlavaVision(nn.Module):
         spec = self.vision_tower.spec
         expected = (spec.num_channels, spec.image_size, spec.image_size)
         if len(shape) != 4 or shape[1:] != expected:
-            raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(shape[1:])}")
+            raise InvalidImageError(f"the vision tower takes images of {expected}, not of {tuple(shape[1:])}")
         embeddings = self._count(shape[0], tiling)
         if embeddings != num_tokens:
-            raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
+            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures, in one call.
@@ -159,7 +159,7 @@ class LlavaNextVision(LlavaVision):
         if tiling is None and tiles == 1:
             return self._side**2 + 1
         if not isinstance(tiling, Tiling) or tiles != 1 + tiling.rows * tiling.columns:
-            raise InvalidImageError(f"the picture's {tiles} tiles lie in no rows and columns: {tiling}")
+            raise InvalidImageError(f"the image's {tiles} tiles lie in no rows and columns: {tiling}")
         if not 0 <= tiling.height <= tiling.rows * self._side or not 0 <= tiling.width <= tiling.columns * self._side:
-            raise InvalidImageError(f"the picture covers more than its tiles: {tiling}")
+            raise InvalidImageError(f"the image covers more than its tiles: {tiling}")
         return self._side**2 + tiling.height * (tiling.width + 1)

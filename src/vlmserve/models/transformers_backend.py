@@ -320,7 +320,7 @@ class TransformersModel:
             if self._agree(actual, expected):
                 self.sees_ahead = ahead
                 return
-        self._compare(actual, expected, "its pictures are more to it than embeddings in a row")
+        self._compare(actual, expected, "its images are more to it than embeddings in a row")
 
     def _agree(self, actual: Tensor, expected: Tensor) -> bool:
         # An error may be NaN.
@@ -446,7 +446,7 @@ class TransformersCheckpoint:
         names = ("image_token_id", "image_token_index")
         found = next((value for name in names if isinstance(value := getattr(self.config, name, None), int)), None)
         if found is None:
-            raise UnsupportedModelError("its config names no token that stands for pictures (image_token_id)")
+            raise UnsupportedModelError("its config names no token that stands for images (image_token_id)")
         return found
 
     def sample(self, model: Any) -> Sample | None:

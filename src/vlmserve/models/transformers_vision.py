@@ -31,7 +31,7 @@ class TransformersVision:
         """Only the model itself knows what becomes of pixels; pictures must have been made for it."""
         if not isinstance(tiling, FurtherInputs) or tiling.num_embeddings != num_tokens:
             raise InvalidImageError(
-                "this model runs by transformers' code, for which its own processor must prepare pictures: "
+                "this model runs by transformers' code, for which its own processor must prepare images: "
                 "say --model-impl transformers"
             )
 
@@ -54,7 +54,7 @@ class TransformersVision:
                 raise ValueError(f"{len(embeddings)} embeddings, where the processor left room for others")
         except (ValueError, TypeError, RuntimeError, LookupError):
             # Somebody else's code and one odd picture must not end everybody's requests; these logits end its own.
-            logger.exception("no embeddings of a picture of %s", tuple(pixels.shape))
+            logger.exception("no embeddings of an image of %s", tuple(pixels.shape))
             return pixels.new_full((further.num_embeddings, self.width), float("nan"))
         return embeddings
 

@@ -55,11 +55,11 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = dict(files.special_tokens)
         self.image_token_id, self.video_token_id = files.image_token_id, files.video_token_id
-        self.image_token = _ensure_token(backend, files.image_token_id, "the placeholder of pictures")
+        self.image_token = _ensure_token(backend, files.image_token_id, "the placeholder of images")
         self.video_token = _ensure_token(backend, files.video_token_id, "the placeholder of videos")
         self.picture_mark, self._picture = self.image_token, None
         if files.picture_ends is not None:
-            begin, end = (_ensure_token(backend, id_, "a token beside pictures") for id_ in files.picture_ends)
+            begin, end = (_ensure_token(backend, id_, "a token beside images") for id_ in files.picture_ends)
             self.picture_mark, self._picture = begin, f"\n\n{begin}{self.image_token}{end}\n\n"
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)

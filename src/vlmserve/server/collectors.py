@@ -95,12 +95,12 @@ ENGINE_FIGURES: tuple[Figure[EngineStats], ...] = (
         lambda s: s.prefix_cached_tokens,
     ),
     Figure(
-        "counter", "encoder_cache_queries", "Pictures whose embeddings a request needed.", lambda s: s.encoder_queries
+        "counter", "encoder_cache_queries", "Images whose embeddings a request needed.", lambda s: s.encoder_queries
     ),
     Figure(
         "counter",
         "encoder_cache_hits",
-        "Pictures that a request needed and whose embeddings were there or about to be.",
+        "Images that a request needed and whose embeddings were there or about to be.",
         lambda s: s.encoder_hits,
     ),
     Figure("gauge", "encoder_cache_bytes", "Bytes that the encoder cache may take.", lambda s: s.encoder_cache_bytes),
@@ -110,25 +110,25 @@ ENGINE_FIGURES: tuple[Figure[EngineStats], ...] = (
     Figure(
         "gauge",
         "encoder_cache_pinned_pictures",
-        "Pictures whose embeddings a running request needs.",
+        "Images whose embeddings a running request needs.",
         lambda s: s.encoder_cache_pinned,
     ),
-    Figure("counter", "images_encoded", "Pictures that went through the vision tower.", lambda s: s.images_encoded),
+    Figure("counter", "images_encoded", "Images that went through the vision tower.", lambda s: s.images_encoded),
     Figure("counter", "steps", "Batches run.", lambda s: s.steps),
     Figure("counter", "step_seconds", "Seconds that the engine spent in steps.", lambda s: s.step_seconds),
     Figure("counter", "vision_seconds", "Seconds of steps that went to the vision tower.", lambda s: s.vision_seconds),
 )
 PICTURE_CACHE_FIGURES: tuple[Figure[PictureCacheStats], ...] = (
-    Figure("counter", "mm_cache_queries", "Pictures in requests.", lambda s: s.hits + s.misses),
+    Figure("counter", "mm_cache_queries", "Images in requests.", lambda s: s.hits + s.misses),
     Figure(
         "counter",
         "mm_cache_hits",
-        "Pictures in requests that were prepared already or about to be.",
+        "Images in requests that were prepared already or about to be.",
         lambda s: s.hits,
     ),
-    Figure("gauge", "mm_cache_pictures", "Prepared pictures in memory.", lambda s: s.num_pictures),
-    Figure("gauge", "mm_cache_bytes", "Bytes that prepared pictures may take.", lambda s: s.capacity_bytes),
-    Figure("gauge", "mm_cache_used_bytes", "Bytes that prepared pictures take.", lambda s: s.used_bytes),
+    Figure("gauge", "mm_cache_pictures", "Prepared images in memory.", lambda s: s.num_pictures),
+    Figure("gauge", "mm_cache_bytes", "Bytes that prepared images may take.", lambda s: s.capacity_bytes),
+    Figure("gauge", "mm_cache_used_bytes", "Bytes that prepared images take.", lambda s: s.used_bytes),
 )
 
 

@@ -86,7 +86,7 @@ class ServerMetrics:
         )
         self._step_time = self._histogram("step_time_seconds", "Seconds that a step took.")
         self._step_vision = self._histogram(
-            "step_vision_time_seconds", "Seconds in the vision tower of a step that encoded pictures."
+            "step_vision_time_seconds", "Seconds in the vision tower of a step that encoded images."
         )
 
     def _add_latencies(self) -> None:
@@ -101,11 +101,11 @@ class ServerMetrics:
             "e2e_request_latency_seconds", "Seconds from a request's arrival to the answer's end."
         )
         self.media = self._histogram(
-            "request_media_time_seconds", "Seconds to get and prepare a request's pictures and prompt."
+            "request_media_time_seconds", "Seconds to get and prepare a request's images and prompt."
         )
         self.queue = self._histogram("request_queue_time_seconds", "Seconds until the request first ran.")
         self.vision = self._histogram(
-            "request_vision_time_seconds", "Seconds in which steps encoded pictures that it needed."
+            "request_vision_time_seconds", "Seconds in which steps encoded images that it needed."
         )
         self.prefill = self._histogram(
             "request_prefill_time_seconds", "Seconds from when it first ran to its first token, vision included."
@@ -116,9 +116,7 @@ class ServerMetrics:
         )
 
     def _add_sizes(self) -> None:
-        self.prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Tokens of the prompt, pictures included.", _TOKENS
-        )
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of the prompt, images included.", _TOKENS)
         self.computed_tokens = self._histogram(
             "request_prefill_kv_computed_tokens", "Tokens of the prompt that were not cached.", _TOKENS
         )

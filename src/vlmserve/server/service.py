@@ -340,7 +340,7 @@ class Service:
             return await run_in_thread(workers, prepare)
         except MemoryError:
             raise RefusedError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these pictures", "out_of_memory"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
 
     def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream:

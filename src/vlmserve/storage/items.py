@@ -79,7 +79,7 @@ def check_room(connection: Connection, sizes: Mapping[str, int], max_bytes: int)
     new = sum(size for digest, size in sizes.items() if digest not in known)
     if new and new + num_bytes_of(connection, blobs) > max_bytes:
         raise StorageFullError(
-            f"Files and pictures may take {max_bytes:,} bytes here, and these would be more; delete some, or raise "
+            f"Files and images may take {max_bytes:,} bytes here, and these would be more; delete some, or raise "
             "--max-stored-bytes"
         )
 

@@ -62,9 +62,9 @@ class BlipTower(nn.Module):
         """Check that pixels of a shape become that many features; raises InvalidImageError if they do not."""
         expected = (1, 3, self.spec.image_size, self.spec.image_size)
         if tuple(shape) != expected:
-            raise InvalidImageError(f"the vision tower takes pictures of {expected}, not of {tuple(shape)}")
+            raise InvalidImageError(f"the vision tower takes images of {expected}, not of {tuple(shape)}")
         if num_tokens != self.spec.num_patches + 1:
-            raise InvalidImageError(f"the picture makes {self.spec.num_patches + 1} features, not {num_tokens}")
+            raise InvalidImageError(f"the image makes {self.spec.num_patches + 1} features, not {num_tokens}")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Features of pictures, in one call.

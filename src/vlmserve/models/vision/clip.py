@@ -57,7 +57,7 @@ class ClipSpec:
             raise UnsupportedModelError(f"vision tower {kind!r} is not supported; supported is {', '.join(kinds)}")
         config = {**defaults, **config}
         if not isinstance(config["image_size"], int) or not isinstance(config["patch_size"], int):
-            raise UnsupportedModelError("a vision tower for pictures or patches that are not square is not supported")
+            raise UnsupportedModelError("a vision tower for images or patches that are not square is not supported")
         if config["hidden_size"] % config["num_attention_heads"]:
             raise ModelLoadError("config.json: the vision tower's heads do not divide its width")
         return cls(

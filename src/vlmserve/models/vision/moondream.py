@@ -70,12 +70,12 @@ class MoondreamSpec:
         prefix = (own.get("text") or {}).get("prefix_attn", layers.num_patches + 1)
         if prefix != layers.num_patches + 1:
             raise UnsupportedModelError(
-                f"config.json: prefix_attn {prefix} is not supported; a picture and the token before it make "
+                f"config.json: prefix_attn {prefix} is not supported; an image and the token before it make "
                 f"{layers.num_patches + 1}"
             )
         if vision["proj_out_dim"] != hidden_size or layers.image_size % layers.patch_size:
             raise UnsupportedModelError(
-                f"config.json: pictures of {vision['proj_out_dim']} features for a decoder of {hidden_size}, or crops "
+                f"config.json: images of {vision['proj_out_dim']} features for a decoder of {hidden_size}, or crops "
                 f"of {layers.image_size} pixels in patches of {layers.patch_size}, are not supported"
             )
         if layers.image_size // layers.patch_size <= 2 * vision["overlap_margin"]:
@@ -125,11 +125,11 @@ class MoondreamTower(nn.Module):
         fits = min(layout) == 1 or (min(layout) > 1 and layout[0] * layout[1] <= self.spec.max_crops)
         if not fits or self._plane(layout) != tuple(shape[2:]):
             raise InvalidImageError(
-                f"pixels {tuple(shape)} are not a picture with up to {self.spec.max_crops} crops, or one row or column"
+                f"pixels {tuple(shape)} are not an image with up to {self.spec.max_crops} crops, or one row or column"
             )
         if num_tokens != layers.num_patches:
             raise InvalidImageError(
-                f"the picture makes {layers.num_patches} embeddings and has {num_tokens} placeholders"
+                f"the image makes {layers.num_patches} embeddings and has {num_tokens} placeholders"
             )
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:

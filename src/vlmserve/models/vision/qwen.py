@@ -242,10 +242,10 @@ class QwenVisionTower(nn.Module):
             or shape[3] % side
             or not all(shape)
         ):
-            raise InvalidImageError(f"the vision tower takes pictures of whole squares of {side} pixels, not {shape}")
+            raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
         embeddings = -(-shape[0] // self.spec.frames) * (shape[2] // side) * (shape[3] // side)
         if embeddings != num_tokens:
-            raise InvalidImageError(f"the picture makes {embeddings} embeddings and has {num_tokens} placeholders")
+            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Embeddings of pictures or videos, each by itself.

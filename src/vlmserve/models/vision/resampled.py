@@ -183,10 +183,10 @@ class ResampledVision(nn.Module):
         tower = self.spec.tower
         expected = (1, tower.num_channels, tower.image_size, tower.image_size)
         if tuple(shape) != expected:
-            raise InvalidImageError(f"the vision tower takes pictures of {expected[1:]}, not of {tuple(shape[1:])}")
+            raise InvalidImageError(f"the vision tower takes images of {expected[1:]}, not of {tuple(shape[1:])}")
         if num_tokens != self.spec.num_queries:
             raise InvalidImageError(
-                f"the picture makes {self.spec.num_queries} embeddings and has {num_tokens} placeholders"
+                f"the image makes {self.spec.num_queries} embeddings and has {num_tokens} placeholders"
             )
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
