@@ -77,7 +77,7 @@ class Conversations:
             _find(connection, owner, id)
             delete_conversation(connection, id)
 
-        self._database.write(work)
+        self._database.delete(work)
 
     def add(self, owner: str, id: str, new: Sequence[PackedItem]) -> None:
         """Append items, together and in their order. Raises StorageFullError."""
@@ -154,7 +154,7 @@ class Conversations:
             delete_items(connection, mine)
             return _conversation(row)
 
-        return self._database.write(work)
+        return self._database.delete(work)
 
 
 def delete_conversation(connection: Connection, id: str) -> int:

@@ -16,7 +16,8 @@ from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, Ope
 from sqlalchemy.pool import StaticPool
 
 from vlmserve.errors import ConfigurationError, StorageError
-from vlmserve.storage.tables import EMPTY_WAL, SQLITE_SETTINGS, migrate
+from vlmserve.storage.reserve import Reserve
+from vlmserve.storage.tables import EMPTY_WAL, LEAN_SETTINGS, SQLITE_SETTINGS, migrate
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Database:
         """Open or make a database. Raises ConfigurationError if that cannot be done."""
         self._engine = _make_engine(_parse(url), num_connections)
         self.is_sqlite = self._engine.dialect.name == "sqlite"
+        path = self._engine.url.database if self.is_sqlite else None
+        self._reserve = None if path in (None, "", ":memory:") else Reserve(Path(str(path)))
         try:
             self.write(migrate)
         except StorageError as error:
@@ -47,6 +50,8 @@ class Database:
         except BaseException:
             self._engine.dispose()
             raise
+        if self._reserve is not None:
+            self._reserve.take()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Connection]:
@@ -74,6 +79,45 @@ class Database:
                     raise _failed(error) from error
         raise AssertionError("unreachable")
 
+    def delete(self, work: Callable[[Connection], Result]) -> Result:
+        """The same for work that deletes, which succeeds on a full disk, too: in the space that was set aside."""
+        try:
+            return self.write(work)
+        except StorageError as error:
+            if self._reserve is None or not _is_full(error.__cause__):
+                raise
+        logger.warning("The disk of the history is full; deleting in the space that was set aside")
+        self._reserve.give()
+        try:
+            self.shrink()
+            return self._delete_leanly(work)
+        finally:
+            self._reserve.take()
+
+    def _delete_leanly(self, work: Callable[[Connection], Result]) -> Result:
+        """Write little into SQLite's log: pages are given back a few at a time once they are free, without having been
+        overwritten."""
+        try:
+            with self._engine.connect() as connection:
+                cursor: sqlite3.Cursor = connection.connection.cursor()  # type: ignore[assignment]
+                try:
+                    for setting in LEAN_SETTINGS:
+                        cursor.execute(setting)
+                    connection.execution_options(writes=True)
+                    with connection.begin():
+                        result = work(connection)
+                    while cursor.execute("PRAGMA freelist_count").fetchone()[0]:
+                        cursor.execute(EMPTY_WAL).fetchall()
+                        cursor.execute("PRAGMA incremental_vacuum(256)").fetchall()
+                    cursor.execute(EMPTY_WAL).fetchall()
+                finally:
+                    for setting in SQLITE_SETTINGS:
+                        _set_sqlite(cursor, setting)
+                    cursor.close()
+                return result
+        except (SQLAlchemyError, sqlite3.Error) as error:
+            raise _failed(error) from error
+
     def _collided(self, error: SQLAlchemyError) -> bool:
         """Whether another transaction may be why one failed. With SQLite all wait for each other, and where the
         connection broke nobody knows whether it did."""
@@ -93,6 +137,11 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def _is_full(error: BaseException | None) -> bool:
+    reason = getattr(error, "orig", error)
+    return isinstance(reason, sqlite3.OperationalError) and reason.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
 
 
 def _failed(error: Exception) -> StorageError:

@@ -91,7 +91,7 @@ class Files:
             self._find(connection, owner, id)
             delete_file(connection, id)
 
-        self._database.write(work)
+        self._database.delete(work)
 
     def _alive(self) -> ColumnElement[bool]:
         return or_(files.c.expires_at.is_(None), files.c.expires_at > self._clock())

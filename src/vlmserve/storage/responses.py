@@ -106,7 +106,7 @@ class Responses:
             delete_items(connection, mine)
             connection.execute(delete(responses).where(responses.c.id == id))
 
-        self._database.write(work)
+        self._database.delete(work)
 
     def inputs(self, owner: str, id: str, page: Page, max_bytes: int) -> tuple[list[dict[str, Any]], bool]:
         """A page of what was asked, and whether there is more. Raises as `read_page` does."""

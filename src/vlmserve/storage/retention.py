@@ -38,7 +38,7 @@ class Retention:
         StorageError."""
         deleted = 0
         for delete_some in (self._delete_expired, self._delete_old, self._delete_surplus):
-            while count := self._database.write(delete_some):
+            while count := self._database.delete(delete_some):
                 deleted += count
         self._database.shrink()
         return deleted

@@ -165,5 +165,7 @@ SQLITE_SETTINGS = (
 """What every connection to SQLite is told first. A commit is on the disk when it returns, even if the power fails; what
 is deleted is overwritten."""
 
+LEAN_SETTINGS = ("PRAGMA secure_delete = OFF", "PRAGMA auto_vacuum = INCREMENTAL")
+"""With which deleting writes little. Those above are told again afterwards."""
 EMPTY_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
 """Until then, what was deleted is still in SQLite's log of changes, and the file has not shrunk."""
