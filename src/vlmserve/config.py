@@ -231,6 +231,15 @@ class EngineConfig(Settings):
     max_grammar_seconds: float = Field(
         2.0, gt=0, description="Largest processor time to compile a schema, regular expression or grammar."
     )
+    json_max_digits: int = Field(
+        15, ge=0, le=15, description="Digits of a number, before the point, that a JSON schema leaves open; 0: any."
+    )
+    json_max_length: int = Field(
+        4096, ge=0, le=5000, description="Characters of a string that a JSON schema leaves open; 0: any number."
+    )
+    json_max_items: int = Field(
+        1000, ge=0, le=100_000, description="Items of an array that a JSON schema leaves open; 0: any number."
+    )
     grammar_cache: int = Field(64, ge=1, description="Number of compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
         "auto", description="How the model writes tool calls: hermes, llama3_json, mistral; auto looks at its template."

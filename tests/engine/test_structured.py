@@ -200,3 +200,48 @@ def test_the_mock_engine_obeys_and_comes_to_an_end(tmp_path):
 def test_the_large_vocabulary_of_a_padded_model_is_masked_to_its_end(folder):
     [outputs] = run(engine_of(folder), [request_of("a", Grammar.regex("[a-z]{40}"), temperature=100.0)]).values()
     assert outputs[-1].finish_reason == "stop"
+
+
+class Shape(BaseModel):
+    name: str
+    count: int
+    sizes: list[float]
+
+
+def test_answers_with_an_open_schema_are_complete_within_max_tokens(llm):
+    for seed in range(6):
+        params = SamplingParams(temperature=1.5, seed=seed, max_tokens=60, logprobs=0, grammar=Grammar.json(Shape))
+        [result] = llm.generate("A shape", params, use_tqdm=False)
+        [answer] = result.outputs
+        shape = Shape.model_validate_json(answer.text)
+        assert abs(shape.count) < 10**15
+        assert len(answer.token_ids) == len(answer.logprobs) <= 60
+        assert result.parsed == (shape if answer.finish_reason == "stop" else None)
+
+
+class Point(BaseModel):
+    x: int = Field(ge=0, le=9)
+    y: int = Field(ge=0, le=9)
+
+
+def test_results_are_parsed_into_what_the_schema_was(llm):
+    params = {"temperature": 0, "max_tokens": 200}
+    [shape] = llm.generate("A", SamplingParams(grammar=Grammar.json(Point), **params), use_tqdm=False)
+    assert isinstance(shape.parsed, Point)
+    [points] = llm.generate("A", SamplingParams(grammar=Grammar.json(POINTS), **params), use_tqdm=False)
+    assert points.parsed == json.loads(points.text)
+    [text] = llm.generate("A", SamplingParams(grammar=Grammar.regex("[a-z]{3}"), **params), use_tqdm=False)
+    assert text.parsed is None
+
+
+def test_bounds_of_what_a_schema_leaves_open_are_settings(folder):
+    llm = LLM(str(folder), **SETTINGS, json_max_digits=2, json_max_items=1, json_max_length=3)
+    properties = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    for seed in range(6):
+        params = SamplingParams(temperature=1.5, seed=seed, max_tokens=100, grammar=Grammar.json(schema))
+        [result] = llm.generate("A", params, use_tqdm=False)
+        value = json.loads(result.text)
+        assert len(value["a"]) <= 1
+        assert all(abs(number) < 100 for number in value["a"])
+        assert len(value["b"]) <= 3

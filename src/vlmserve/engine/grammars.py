@@ -7,6 +7,7 @@ from pathlib import Path
 from vlmserve.config import EngineConfig
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.sampling.schemas import JSONBounds
 
 
 def grammar_compiler(config: EngineConfig, folder: Path | None, vocab_size: int) -> GrammarCompiler:
@@ -21,5 +22,9 @@ def grammar_compiler(config: EngineConfig, folder: Path | None, vocab_size: int)
         return Tokenizer.from_folder(resolve_model(config.model, config.revision) if folder is None else folder)
 
     return GrammarCompiler(
-        read, vocab_size=vocab_size, max_bytes=config.max_grammar_bytes, cache_size=config.grammar_cache
+        read,
+        vocab_size=vocab_size,
+        max_bytes=config.max_grammar_bytes,
+        cache_size=config.grammar_cache,
+        bounds=JSONBounds.of(config),
     )

@@ -123,7 +123,8 @@ class _Answer:
         """A word of its own where the grammar allows one, else mostly what closes JSON, else any token."""
         params = self.request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens)
+        left = self.room - self.produced
+        allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens, left=left)
         possible = np.flatnonzero(allowed)
         if matcher.error is not None:
             return EngineOutput(
@@ -147,10 +148,13 @@ class _Answer:
                 if closing and chance[3] % 4
                 else int(possible[int.from_bytes(chance[:3], "little") % len(possible)])
             )
+        token = matcher.settle(token)
         matcher.advance(token)
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
-        if matcher.finished:
+        if matcher.cut and matcher.complete:
+            finish_reason = "length"
+        elif matcher.finished:
             finish_reason = "stop"
         return self._output([token], finish_reason)
 

@@ -40,6 +40,7 @@ from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_templ
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
 from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.sampling.schemas import JSONBounds
 from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParams
 
 _SMALL_IMAGE = (64, 64)
@@ -95,8 +96,11 @@ class RequestPreparer:
             max_bytes=engine.max_grammar_bytes,
             cache_size=engine.grammar_cache,
             max_seconds=engine.max_grammar_seconds,
+            bounds=JSONBounds.of(engine),
         )
-        self.tool_form = choose_form(self._template, self.tokenizer, engine.tool_call_parser)
+        self.tool_form = replace(
+            choose_form(self._template, self.tokenizer, engine.tool_call_parser), bounds=JSONBounds.of(engine)
+        )
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
         sees_videos = self.tokenizer.video_token_id is not None

@@ -12,7 +12,7 @@ from vlmserve.config import ToolCallParser
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.template import ChatTemplate, ImagePart, Message, Part, Role, VideoPart
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.sampling.grammar import guided_schema
+from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds, any_object, guided_schema
 from vlmserve.types import Grammar
 
 
@@ -69,7 +69,7 @@ class ToolForm:
     trigger: what the first call begins with; nothing where only an answer's first character tells. opening, closing:
     around all calls, behind the trigger. prefix, suffix: around each. separator: between two. trigger_id: the control
     token that the trigger is. native: whether the chat template describes functions and writes calls itself.
-    call_id_length: of the ids of calls that the template accepts.
+    call_id_length: of the ids of calls that the template accepts. bounds: of what schemas leave open.
     """
 
     name: str
@@ -83,6 +83,7 @@ class ToolForm:
     trigger_id: int | None = None
     native: bool = True
     call_id_length: int | None = None
+    bounds: JSONBounds = UNBOUNDED
 
     def head(self, function: Function) -> str:
         """What stands before a function's arguments."""
@@ -114,7 +115,8 @@ class ToolForm:
         )
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
         for index, function in enumerate(calls):
-            schema = _guided(function.schema, function.strict, "tools")
+            # An agent writes whole files in a string.
+            schema = _guided(function.schema, function.strict, "tools", replace(self.bounds, length=0))
             rules.append(f'call_{index}: {_text(self.head(function))} arguments_{index} "}}"')
             rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
         rules.append(r"TEXT: /(.|\n)*/")
@@ -123,7 +125,7 @@ class ToolForm:
             rules.append(f"trigger: {_text(self.trigger)}{self._trigger_token()}")
             rules.append(f"begun[lazy]: TEXT {_text(self.trigger)}")
         if answer is not None:
-            rules.append(f"answer: {_embedded(answer)}")
+            rules.append(f"answer: {_embedded(answer, self.bounds)}")
         return Grammar("lark", "\n".join(rules), source="tools")
 
     def _trigger_token(self) -> str:
@@ -318,24 +320,24 @@ def _text(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _guided(schema: dict[str, Any], strict: bool, source: str) -> dict[str, Any]:
+def _guided(schema: dict[str, Any], strict: bool, source: str, bounds: JSONBounds) -> dict[str, Any]:
     try:
-        return guided_schema(schema, strict=strict)
+        return guided_schema(schema, strict=strict, bounds=bounds)
     except ValueError as error:
         raise InvalidRequestError(f"{source}: {error}", param=source) from None
 
 
-def _embedded(answer: Grammar) -> str:
+def _embedded(answer: Grammar, bounds: JSONBounds) -> str:
     """A grammar as part of another one."""
     if answer.kind == "json_object":
-        return "%json " + json.dumps(guided_schema({"type": "object"}, strict=True))
+        return "%json " + json.dumps(any_object(bounds))
     if answer.kind == "json_schema":
         try:
             schema = json.loads(answer.text)
         except ValueError as error:
             raise InvalidRequestError(f"{answer.source}: {error}", param=answer.source) from None
         schema = schema if isinstance(schema, dict) else {}
-        return "%json " + json.dumps(_guided(schema, answer.strict, answer.source))
+        return "%json " + json.dumps(_guided(schema, answer.strict, answer.source, bounds))
     if answer.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(answer.text)))
     raise InvalidRequestError(

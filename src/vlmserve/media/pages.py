@@ -35,7 +35,8 @@ def _count_pages(image: Image.Image) -> int:
     """Pages of a TIFF, up to one more than `_MOST_COUNTED`. Smaller versions of a page and masks are none."""
     count = frame = 1
     while count <= _MOST_COUNTED and frame < 2 * _MOST_COUNTED and _goes_to(image, frame):
-        count += not int(image.tag_v2.get(_SUBFILE_TYPE, 0)) & _NO_PAGE  # type: ignore[attr-defined]
+        kind = image.tag_v2.get(_SUBFILE_TYPE)  # type: ignore[attr-defined]
+        count += not (isinstance(kind, int) and kind & _NO_PAGE)
         frame += 1
     if not _goes_to(image, 0):
         raise InvalidImageError("the image is broken: its first page cannot be read again")

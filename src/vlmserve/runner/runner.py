@@ -161,7 +161,10 @@ def _sample(
     """A token for each row, and how likely it was where that is asked for."""
     asking = [number for number, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[asking] if asking else None  # drawing overwrites them
-    tokens = sample(logits, rows, native=native)
+    tokens = [
+        token if token is None or row.matcher is None else row.matcher.settle(token)
+        for token, row in zip(sample(logits, rows, native=native), rows, strict=True)
+    ]
     scores: list[TokenLogprobs | None] = [None] * len(rows)
     if raw is not None:
         chosen = [tokens[number] or 0 for number in asking]
@@ -176,7 +179,9 @@ def _sampling_row(chunk: ScheduledChunk) -> SamplingRow:
     if sequence.matcher is None:
         banned, allowed = _NOTHING_BANNED if sequence.may_end else sequence.end_token_ids, None
     else:
-        banned, allowed = _NOTHING_BANNED, sequence.matcher.allowed(sequence.end_token_ids, may_end=sequence.may_end)
+        left = sequence.max_len - len(sequence.token_ids)
+        allowed = sequence.matcher.allowed(sequence.end_token_ids, may_end=sequence.may_end, left=left)
+        banned = _NOTHING_BANNED
     return SamplingRow(
-        sequence.params, sequence.seed, sequence.num_generated, banned, sequence.adjustment, allowed=allowed
+        sequence.params, sequence.seed, sequence.num_generated, banned, sequence.adjustment, allowed, sequence.matcher
     )

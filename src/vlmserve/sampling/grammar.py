@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,13 +22,13 @@ import numpy.typing as npt
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.detokenize import byte_rule
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.closing import ClosingTokens
+from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds, any_object, guided_schema, read_schema
 from vlmserve.types import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
-"""Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
 _LIMITS: dict[str, Any] = {
     # A mask takes at most some tens of milliseconds with these; where counted repetitions are nested so that they come
     # to millions, it takes a few hundred once and ends the answer. llguidance's own limits allow seconds.
@@ -37,6 +37,11 @@ _LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
+_NEAR = 128
+"""Tokens left, beside four times what an end takes, from which on it is seen to that the answer can be completed."""
+_LOOK_EVERY = 32
+"""Tokens after which it is looked how many an end takes, as long as many are left."""
+_LONGEST_END = 4096
 _LONGEST_MESSAGE = 600
 """Characters of llguidance's that an error repeats."""
 
@@ -64,6 +69,7 @@ class Vocabulary:
     spaced: npt.NDArray[np.int64]
     bare: npt.NDArray[np.int64]
     spaces: npt.NDArray[np.int64]
+    closing: ClosingTokens
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int) -> Vocabulary:
@@ -92,6 +98,7 @@ class Vocabulary:
             spaced=np.asarray(spaced, np.int64),
             bare=np.asarray([ordinary.get(tokens[id_][1:], size) for id_ in spaced], np.int64),
             spaces=np.asarray(spaces, np.int64),
+            closing=ClosingTokens.of(tokens, special, size),
         )
 
 
@@ -119,15 +126,24 @@ class _Tokens:
 class Matcher:
     """Where one answer stands in its grammar.
 
-    finished: nothing can follow. error: why the grammar cannot be followed any further.
+    closes: whether the answer is brought to an end before the tokens that it may have are used up. finished: nothing
+    can follow. error: why the grammar cannot be followed any further. cut: whether it had to be brought to an end.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, closes: bool = False) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._begins = len(vocabulary.spaces) + len(vocabulary.spaced) > 0
         self._over = False
         self.error: str | None = None
+        self.cut = False
+        self._closes = closes
+        self._left = 0
+        self._end: list[int] | None = None
+        """Tokens that complete the answer from here, where few are left."""
+        self._ends: list[int] = []
+        self._longest_end = 0
+        self._unseen = _LOOK_EVERY
 
     @property
     def complete(self) -> bool:
@@ -138,12 +154,21 @@ class Matcher:
     def finished(self) -> bool:
         return self.error is None and (self._over or bool(self._matcher.is_stopped()))
 
-    def allowed(self, end_token_ids: frozenset[int], *, may_end: bool) -> Allowed:
+    def allowed(self, end_token_ids: frozenset[int], *, may_end: bool, left: int | None = None) -> Allowed:
         """``[vocabulary]``: the tokens that may come next; none if that is the end, or there is an `error` from now on.
 
-        end_token_ids: may come only where the answer is complete, and `may_end` or nothing else may come.
+        end_token_ids: may come only where the answer is complete, and `may_end` or nothing else may come. left: tokens
+        that the answer may still have; None: any number.
         """
         vocabulary = self._vocabulary
+        if self._closes and left is not None:
+            self._look_ahead(left)
+            if self._end and len(self._end) >= left:
+                self.cut = True
+            if self.cut and self._end:
+                only = np.zeros(vocabulary.size, np.bool_)
+                only[self._end[0]] = True
+                return only
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(packed, count=vocabulary.size + 1, bitorder="little").view(np.bool_)
         if self._matcher.is_error():
@@ -151,6 +176,7 @@ class Matcher:
             bits[:] = False
             return bits[: vocabulary.size]
         bits[vocabulary.size] = False
+        self._ends = []
         if self._begins:
             bits[vocabulary.spaced] = bits[vocabulary.bare]
             bits[vocabulary.spaces] = True
@@ -160,6 +186,7 @@ class Matcher:
         goes_on = bool(bits.any())
         if self.complete and (may_end or not goes_on):
             bits[ends] = True
+            self._ends = ends
         elif not goes_on:
             # The only way on is by a token that the request wants to end with.
             bits[ends] = wanted
@@ -168,23 +195,57 @@ class Matcher:
             self.error = None if self._over else "no token of the model goes on from here"
         return bits[: vocabulary.size]
 
+    def settle(self, token_id: int) -> int:
+        """A token that was allowed and chosen; if the answer could not be completed behind it with the tokens that are
+        left, the first token of its end instead."""
+        entered = None if self._end is None or self.cut else self._entered(token_id)
+        if self._end is None or entered is None:
+            return token_id
+        after = self._matcher.deep_copy()
+        if not after.consume_token(entered):  # it ends the answer
+            return token_id
+        if self._vocabulary.closing.path(after, self._left - 1) is not None:
+            return token_id
+        if self._end:
+            self.cut = True
+            return self._end[0]
+        return self._ends[0] if self._ends else token_id
+
     def advance(self, token_id: int) -> None:
         """Enter a token that was allowed."""
-        if self._begins:
-            self._begins = False
-            if token_id in self._vocabulary.spaces:
-                return
-            place = np.flatnonzero(self._vocabulary.spaced == token_id)
-            token_id = int(self._vocabulary.bare[place[0]]) if len(place) else token_id
-        if not self._matcher.consume_token(token_id):
+        entered = self._entered(token_id)
+        self._begins = False
+        self._unseen += 1
+        self._end = self._end[1:] if self.cut and self._end else None
+        if entered is not None and not self._matcher.consume_token(entered):
             self.error = _message(self._matcher.get_error())
+
+    def _entered(self, token_id: int) -> int | None:
+        """The token that the grammar sees; None for a first space, which the text does not have."""
+        if not self._begins:
+            return token_id
+        if token_id in self._vocabulary.spaces:
+            return None
+        place = np.flatnonzero(self._vocabulary.spaced == token_id)
+        return int(self._vocabulary.bare[place[0]]) if len(place) else token_id
+
+    def _look_ahead(self, left: int) -> None:
+        """Find the answer's end if few tokens are left; else now and then, to know how many an end takes."""
+        self._left = left
+        near = left <= 4 * self._longest_end + _NEAR
+        if self.cut or not (near or self._unseen >= _LOOK_EVERY):
+            return
+        end = self._vocabulary.closing.path(self._matcher, min(left, _LONGEST_END))
+        self._unseen = 0
+        self._longest_end = max(self._longest_end, len(end or ()))
+        self._end = end if left <= 4 * self._longest_end + _NEAR else None
 
 
 class GrammarCompiler:
     """Makes matchers, and keeps the `cache_size` grammars used last. Thread-safe; reads the tokenizer when first used.
 
     vocab_size: of the model; None: of the tokenizer. max_bytes: of a grammar's text. max_seconds: of processor time to
-    compile it; None: any.
+    compile it; None: any. bounds: of what JSON schemas leave open.
     """
 
     def __init__(
@@ -195,7 +256,9 @@ class GrammarCompiler:
         cache_size: int,
         vocab_size: int | None = None,
         max_seconds: float | None = None,
+        bounds: JSONBounds = UNBOUNDED,
     ) -> None:
+        self._bounds = bounds
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
@@ -219,7 +282,7 @@ class GrammarCompiler:
                 if len(self._compiled) > self._cache_size:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
-            return Matcher(compiled.deep_copy(), self._vocabulary)
+            return Matcher(compiled.deep_copy(), self._vocabulary, closes=grammar.is_json)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -233,7 +296,9 @@ class GrammarCompiler:
             error.param = grammar.source
             raise
         # llguidance follows references by recursion, and a stack that overflows ends the process.
-        compiled, seconds = _in_deep_stack(lambda: _compiled(grammar, vocabulary), _STACK_PER_BYTE * self._max_bytes)
+        compiled, seconds = _in_deep_stack(
+            lambda: _compiled(grammar, vocabulary, self._bounds), _STACK_PER_BYTE * self._max_bytes
+        )
         if self._max_seconds is not None and seconds > self._max_seconds:
             raise InvalidRequestError(
                 f"{grammar.source} took {seconds:.1f} s to compile; at most {self._max_seconds:g} s are allowed, "
@@ -268,11 +333,11 @@ def _in_deep_stack(work: Callable[[], Result], num_bytes: int) -> tuple[Result, 
         thread.join()
 
 
-def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
+def _compiled(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        text = source_text(grammar)
+        text = source_text(grammar, bounds)
         limits = LLParserLimits(**_LIMITS)
         compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
         if not compiled.is_error():
@@ -287,16 +352,17 @@ def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
     return compiled
 
 
-def source_text(grammar: Grammar) -> str:
-    """A grammar as llguidance writes it. Raises ValueError for what is none."""
+def source_text(grammar: Grammar, bounds: JSONBounds) -> str:
+    """A grammar as llguidance writes it. bounds: for JSON schemas. Raises ValueError for what is none."""
     from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
 
     match grammar.kind:
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(guided_schema({"type": "object"}, strict=True))
+            return LLMatcher.grammar_from_json_schema(any_object(bounds))
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(guided_schema(read_schema(grammar.text), strict=grammar.strict))
+            schema = guided_schema(read_schema(grammar.text), strict=grammar.strict, bounds=bounds)
+            return LLMatcher.grammar_from_json_schema(schema)
         case "regex":
             # As in JavaScript and JSON schemas, a digit is one of ten.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
@@ -313,85 +379,6 @@ def source_text(grammar: Grammar) -> str:
             except Exception as error:  # its reader of GBNF has errors of its own, and stumbles over some texts
                 raise ValueError(f"the grammar cannot be read as GBNF: {error}") from None
             return LLMatcher.grammar_from_lark(lark)
-
-
-def guided_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """A JSON schema as llguidance is to follow it. strict: keywords that cannot be followed are refused, not ignored.
-
-    Objects have the properties that the schema names, and others only where it speaks of them: else a model that has
-    said all could go on with properties that it makes up. Schemas that are put together from several for one object
-    mean what they say, since each of them alone knows only some of the properties.
-    Raises ValueError for one that is nested too deeply.
-    """
-    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
-    try:
-        combines = any(map(_combines, _schemas(schema)))
-        return {**(schema if combines else _closed(schema)), "x-guidance": options}
-    except RecursionError:
-        raise ValueError("the schema is nested too deeply") from None
-
-
-_NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
-_LISTED_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames", "if", "then", "else")
-_OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties", "patternProperties")
-_MORE_OF_THE_SAME = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas")
-
-
-def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """A schema and all that are in it."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for name in _NAMED_SCHEMAS:
-        for inner in schema[name].values() if isinstance(schema.get(name), dict) else ():
-            yield from _schemas(inner)
-    for name in _LISTED_SCHEMAS:
-        for inner in schema[name] if isinstance(schema.get(name), list) else ():
-            yield from _schemas(inner)
-    for name in _SCHEMAS:
-        yield from _schemas(schema.get(name))
-
-
-def _combines(schema: Mapping[str, Any]) -> bool:
-    """Whether several schemas speak of one object."""
-    parts = schema.get("allOf")
-    several = isinstance(parts, list) and len(parts) > 1
-    return several or "if" in schema or ("properties" in schema and any(name in schema for name in _MORE_OF_THE_SAME))
-
-
-def _closed(schema: Any) -> Any:
-    """The same without properties that it does not name."""
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    for name in _NAMED_SCHEMAS:
-        if isinstance(schema.get(name), dict):
-            closed[name] = {key: _closed(inner) for key, inner in schema[name].items()}
-    for name in _LISTED_SCHEMAS:
-        if isinstance(schema.get(name), list):
-            closed[name] = [_closed(inner) for inner in schema[name]]
-    for name in _SCHEMAS:
-        if isinstance(schema.get(name), dict):
-            closed[name] = _closed(schema[name])
-    if "properties" in schema and not any(name in schema for name in _OTHER_PROPERTIES):
-        closed["additionalProperties"] = False
-    return closed
-
-
-def read_schema(text: str) -> dict[str, Any]:
-    """The JSON schema that a text is. Raises ValueError for any other text, and for one that nothing fits."""
-    try:
-        schema = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"the schema is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError("the schema is nested too deeply") from None
-    if not isinstance(schema, dict | bool):
-        raise ValueError("a JSON schema is an object or a boolean")
-    if schema is False:
-        raise ValueError("no value fits the schema false")
-    return {} if schema is True else schema
 
 
 def _message(text: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmserve.kernels import cpu_sampling
 from vlmserve.sampling.adjustment import Adjustment
-from vlmserve.sampling.grammar import Allowed
+from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.types import SamplingParams
 
 _CDF_CHUNK = 256
@@ -27,7 +27,8 @@ _TOP_P_CANDIDATES = 256
 
 class SamplingRow(NamedTuple):
     """How to sample one row. num_generated: tokens so far. banned: token ids that must not come now. adjustment: what
-    changes its logits, if anything does. allowed: ``[vocabulary]``, what a grammar leaves; None: all."""
+    changes its logits, if anything does. allowed: ``[vocabulary]``, what a grammar leaves; None: all. matcher: where it
+    stands in that grammar."""
 
     params: SamplingParams
     seed: int
@@ -35,6 +36,7 @@ class SamplingRow(NamedTuple):
     banned: frozenset[int] = frozenset()
     adjustment: Adjustment | None = None
     allowed: Allowed | None = None
+    matcher: Matcher | None = None
 
 
 def uniform(seed: int, index: int) -> float:

@@ -387,7 +387,10 @@ class Scheduler:
             reason = "length" if len(sequence.token_ids) >= sequence.max_len else None
             if matcher is not None:
                 matcher.advance(token)
-                reason = "stop" if matcher.finished else reason
+                if matcher.cut and matcher.complete:
+                    reason = "length"
+                elif matcher.finished:
+                    reason = "stop"
         return EngineOutput(
             sequence.request_id,
             new,

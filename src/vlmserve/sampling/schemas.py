@@ -1,0 +1,176 @@
+"""JSON schemas as llguidance is to follow them: which properties objects have, and bounds of what they leave open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from vlmserve.config import EngineConfig
+
+WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
+"""Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
+_DECIMALS = 9
+"""Digits behind the point of a number that a schema leaves open."""
+
+
+@dataclass(frozen=True)
+class JSONBounds:
+    """Of what a schema leaves open: digits of numbers, characters of strings, items of arrays; 0: no bound."""
+
+    digits: int = 0
+    length: int = 0
+    items: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Those of the settings."""
+        return cls(config.json_max_digits, config.json_max_length, config.json_max_items)
+
+
+UNBOUNDED = JSONBounds()
+
+
+def any_object(bounds: JSONBounds) -> dict[str, Any]:
+    """A schema that every JSON object fits."""
+    value = {"$ref": "#/$defs/value"}
+    kinds: list[dict[str, Any]] = [{"type": kind} for kind in ("string", "number", "boolean", "null")]
+    kinds += [{"type": "array", "items": value}, {"type": "object", "additionalProperties": value}]
+    schema = {"type": "object", "additionalProperties": value, "$defs": {"value": {"anyOf": kinds}}}
+    return guided_schema(schema, strict=True, bounds=bounds)
+
+
+def guided_schema(schema: Mapping[str, Any], *, strict: bool, bounds: JSONBounds) -> dict[str, Any]:
+    """A JSON schema as llguidance is to follow it. strict: keywords that cannot be followed are refused, not ignored.
+    bounds: of what the schema leaves open.
+
+    Objects have the properties that the schema names, and others only where it speaks of them: else a model that has
+    said all could go on with properties that it makes up. Schemas that are put together from several for one object
+    mean what they say, since each of them alone knows only some of the properties.
+    Raises ValueError for one that is nested too deeply.
+    """
+    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
+    try:
+        combines = any(map(_combines, _schemas(schema)))
+        followed = _bounded(schema if combines else _closed(schema), bounds)
+        return {**followed, "x-guidance": options}
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+
+
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+_LISTED_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames", "if", "then", "else")
+_OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+_MORE_OF_THE_SAME = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas")
+
+
+_NUMBER_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """A schema and all that are in it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for name in _NAMED_SCHEMAS:
+        for inner in schema[name].values() if isinstance(schema.get(name), dict) else ():
+            yield from _schemas(inner)
+    for name in _LISTED_SCHEMAS:
+        for inner in schema[name] if isinstance(schema.get(name), list) else ():
+            yield from _schemas(inner)
+    for name in _SCHEMAS:
+        yield from _schemas(schema.get(name))
+
+
+def _combines(schema: Mapping[str, Any]) -> bool:
+    """Whether several schemas speak of one object."""
+    parts = schema.get("allOf")
+    several = isinstance(parts, list) and len(parts) > 1
+    return several or "if" in schema or ("properties" in schema and any(name in schema for name in _MORE_OF_THE_SAME))
+
+
+def _closed(schema: Any) -> Any:
+    """The same without properties that it does not name."""
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for name in _NAMED_SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            closed[name] = {key: _closed(inner) for key, inner in schema[name].items()}
+    for name in _LISTED_SCHEMAS:
+        if isinstance(schema.get(name), list):
+            closed[name] = [_closed(inner) for inner in schema[name]]
+    for name in _SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            closed[name] = _closed(schema[name])
+    if "properties" in schema and not any(name in schema for name in _OTHER_PROPERTIES):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The JSON schema that a text is. Raises ValueError for any other text, and for one that nothing fits."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the schema is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError("a JSON schema is an object or a boolean")
+    if schema is False:
+        raise ValueError("no value fits the schema false")
+    return {} if schema is True else schema
+
+
+def _bounded(schema: Any, bounds: JSONBounds) -> Any:
+    """The same with bounds where it has none. Conditions (``if``, ``contains``) stay as they are."""
+    if not isinstance(schema, dict):
+        return schema
+    bounded = dict(schema)
+    for name in _NAMED_SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            bounded[name] = {key: _bounded(inner, bounds) for key, inner in schema[name].items()}
+    for name in _LISTED_SCHEMAS:
+        if isinstance(schema.get(name), list):
+            bounded[name] = [_bounded(inner, bounds) for inner in schema[name]]
+    for name in ("items", "additionalProperties", "then", "else"):
+        if isinstance(schema.get(name), dict):
+            bounded[name] = _bounded(schema[name], bounds)
+    if any(name in schema for name in ("enum", "const")):
+        return bounded
+    kinds = schema.get("type")
+    if kinds is None and not any(name in schema for name in _MORE_OF_THE_SAME):
+        kinds = ["number", "string", "array"]
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if bounds.digits and ("integer" in kinds or "number" in kinds):
+        bounded |= _number_bounds(schema, bounds.digits, decimals="number" in kinds)
+    shaped = any(name in schema for name in ("maxLength", "pattern", "format"))
+    if bounds.length and "string" in kinds and not shaped and _least(schema, "minLength") <= bounds.length:
+        bounded["maxLength"] = bounds.length
+    least = max(_least(schema, "minItems"), len(schema.get("prefixItems") or ()))
+    if bounds.items and "array" in kinds and "maxItems" not in schema and least <= bounds.items:
+        bounded["maxItems"] = bounds.items
+    return bounded
+
+
+def _number_bounds(schema: Mapping[str, Any], digits: int, *, decimals: bool) -> dict[str, Any]:
+    own = [schema[name] for name in _NUMBER_BOUNDS if isinstance(schema.get(name), int | float)]
+    largest = 10**digits - 1
+    bounds: dict[str, Any] = {}
+    if all(abs(value) <= largest for value in own):
+        if not any(name in schema for name in ("minimum", "exclusiveMinimum")):
+            bounds["minimum"] = -largest
+        if not any(name in schema for name in ("maximum", "exclusiveMaximum")):
+            bounds["maximum"] = largest
+    fine = any(round(value, _DECIMALS) != value or 0 < abs(value) < 0.001 for value in own)
+    if decimals and "multipleOf" not in schema and not fine:
+        bounds["multipleOf"] = 10**-_DECIMALS
+    return bounds
+
+
+def _least(schema: Mapping[str, Any], name: str) -> int:
+    value = schema.get(name)
+    return value if isinstance(value, int) else 0
