@@ -48,12 +48,17 @@ class ClosingTokens:
         in_strings = [ids[text.encode()] for text in (_QUOTE, *_BRACKETS) if text.encode() in ids]
         return cls(preferred, in_strings, lengths, size)
 
-    def path(self, matcher: LLMatcher, longest: int) -> list[int] | None:
+    def path(self, matcher: LLMatcher, longest: int, known: list[int] | None = None) -> list[int] | None:
         """Tokens after which the answer of `matcher` is complete; None if none are found, or no more than `longest`.
 
         Closes what is open as soon as the grammar allows it; where it wants more, what it forces comes, or else a short
         value, or else the longest token. That is not always the shortest end, and finds none for some patterns.
+        known: an end from one token before, which often still is one, as in the middle of a string.
         """
+        if known is not None and len(known) <= longest:
+            after = matcher.deep_copy()
+            if after.validate_tokens(known) == len(known) and after.consume_tokens(known) and after.is_accepting():
+                return known
         for order in self._preferred:
             path = self._follow(matcher.deep_copy(), order, longest)
             if path is not None:

@@ -41,6 +41,8 @@ _NEAR = 128
 """Tokens left, beside four times what an end takes, from which on it is seen to that the answer can be completed."""
 _LOOK_EVERY = 32
 """Tokens after which it is looked how many an end takes, as long as many are left."""
+_LOOK_AGAIN = 8
+"""Tokens after which it is looked again where no end was found."""
 _LONGEST_END = 4096
 _LONGEST_MESSAGE = 600
 """Characters of llguidance's that an error repeats."""
@@ -141,6 +143,9 @@ class Matcher:
         self._left = 0
         self._end: list[int] | None = None
         """Tokens that complete the answer from here, where few are left."""
+        self._has_none = False
+        self._next_end: list[int] | None = None
+        """The same behind the token that was settled."""
         self._ends: list[int] = []
         self._longest_end = 0
         self._unseen = _LOOK_EVERY
@@ -204,7 +209,8 @@ class Matcher:
         after = self._matcher.deep_copy()
         if not after.consume_token(entered):  # it ends the answer
             return token_id
-        if self._vocabulary.closing.path(after, self._left - 1) is not None:
+        self._next_end = self._vocabulary.closing.path(after, self._left - 1, known=self._end)
+        if self._next_end is not None:
             return token_id
         if self._end:
             self.cut = True
@@ -216,7 +222,7 @@ class Matcher:
         entered = self._entered(token_id)
         self._begins = False
         self._unseen += 1
-        self._end = self._end[1:] if self.cut and self._end else None
+        self._end, self._next_end = self._end[1:] if self.cut and self._end else self._next_end, None
         if entered is not None and not self._matcher.consume_token(entered):
             self.error = _message(self._matcher.get_error())
 
@@ -233,10 +239,12 @@ class Matcher:
         """Find the answer's end if few tokens are left; else now and then, to know how many an end takes."""
         self._left = left
         near = left <= 4 * self._longest_end + _NEAR
-        if self.cut or not (near or self._unseen >= _LOOK_EVERY):
+        wait = _LOOK_EVERY if not near else _LOOK_AGAIN if self._has_none else 0
+        if self.cut or self._end is not None or self._unseen < wait:
             return
         end = self._vocabulary.closing.path(self._matcher, min(left, _LONGEST_END))
         self._unseen = 0
+        self._has_none = end is None
         self._longest_end = max(self._longest_end, len(end or ()))
         self._end = end if left <= 4 * self._longest_end + _NEAR else None
 
