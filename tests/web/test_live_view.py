@@ -17,7 +17,7 @@ def test_it_shows_requests_while_they_run_and_the_blocks_that_they_hold(slow, vi
     page = visit(slow, "/#/live")
     running = page.locator(".tiles .panel").filter(has_text="Running").locator("b")
     expect(running).to_have_text("0")
-    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 1000, "n": 3}) as lines:
+    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400, "n": 3}) as lines:
         next(lines)
         expect(running).to_have_text("3")
         rate = page.locator(".tiles .panel").filter(has_text="Generated").locator("b")
@@ -32,7 +32,7 @@ def test_it_shows_requests_while_they_run_and_the_blocks_that_they_hold(slow, vi
 
 def test_the_map_is_painted_in_the_colours_of_its_legend(slow, visit):
     page = visit(slow, "/#/live")
-    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 1000}) as lines:
+    with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
         next(lines)
         page.get_by_role("img", name=re.compile(r"\. [1-9]\d* of [\d,]+ blocks held")).wait_for()
         colours = page.evaluate(
