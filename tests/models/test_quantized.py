@@ -233,7 +233,7 @@ def test_what_cannot_be_loaded_is_an_error_that_says_why(
 def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
     int8 = QuantizationConfig(scheme="int8")
-    with pytest.raises(ConfigurationError, match="not an empty folder"):
+    with pytest.raises(ConfigurationError, match="a new or an empty folder"):
         save_quantized(folder, folder, int8)
     with pytest.raises(ConfigurationError, match="nothing to quantize"):
         save_quantized(folder, tmp_path / "none", QuantizationConfig())
@@ -254,4 +254,4 @@ def test_the_command_writes_what_can_be_loaded(tmp_path: Path) -> None:
     assert torch.equal(logits(out), logits(folder, quantization=QuantizationConfig(scheme="int4")))
     again = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--quantize", "int4"])
     assert again.exit_code == 2
-    assert "not an empty folder" in again.output
+    assert "a new or an empty folder" in again.output

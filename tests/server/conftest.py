@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from tests.mock_checkpoint import make_mock_checkpoint
@@ -9,6 +12,14 @@ from tests.server.live import LiveServer
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    """A folder for what servers keep while they run, with a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield Path(path)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,15 @@ def written(news: Iterable[Event], finish_reason: str = "stop", *, only_text: bo
     """A whole stream, each piece of news on its own."""
     writer = ResponseWriter(
         ResponseObject(
-            id="resp_x", created_at=1, metadata={}, model="tiny", store=False, temperature=1, top_p=1, truncation="auto"
+            id="resp_x",
+            created_at=1,
+            metadata={},
+            model="tiny",
+            reasoning={"effort": None, "summary": None},
+            store=False,
+            temperature=1,
+            top_p=1,
+            truncation="auto",
         )
     )
     parts = [writer.begin(only_text=only_text), *(writer.write([new]) for new in news)]

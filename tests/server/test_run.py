@@ -213,14 +213,13 @@ def test_a_signal_to_the_whole_group_does_not_take_the_engine_away(folder):
         assert asking.lines[-1] == "data: [DONE]"
 
 
-def test_a_killed_server_takes_its_engine_and_its_files_with_it(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_a_killed_server_takes_its_engine_and_its_files_with_it(folder, temporary):
     with serving(folder) as server:
         engine = server.engine()
-        assert list(tmp_path.iterdir())
+        assert list(temporary.iterdir())
         server.process.kill()
         wait_until(lambda: not engine.is_running())
-        assert not list(tmp_path.iterdir())
+        assert not list(temporary.iterdir())
 
 
 def test_what_goes_on_is_logged_while_it_is_busy_and_not_afterwards(folder, capfd):

@@ -74,8 +74,7 @@ def killed_under_load(server: ServerProcess, number: int) -> tuple[list[tuple[in
     return asyncio.run(run())
 
 
-def test_under_load_every_request_ends_and_the_next_one_is_answered(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_under_load_every_request_ends_and_the_next_one_is_answered(folder, temporary):
     with serving(folder, mock_tpot=0.05, max_num_seqs=8, server=QUICK) as server:
         first = server.engine().pid
         ends, seconds = killed_under_load(server, 24)
@@ -85,7 +84,7 @@ def test_under_load_every_request_ends_and_the_next_one_is_answered(folder, tmp_
         assert ask(server).status_code == 200
         assert server.engine().pid != first
         assert restarts(server) == 1
-        assert len(list(tmp_path.iterdir())) == 1, "the folder of the first engine's socket is gone"
+        assert len(list(temporary.iterdir())) == 1, "the folder of the first engine's socket is gone"
 
 
 def test_a_real_engine_comes_back_and_says_the_same(tmp_path):
