@@ -122,7 +122,7 @@ def bench(
         engine = Engine.from_model(settings, model)
         info = engine.info
         label = f"{scheme}, {kind}"
-        rounds = Rounds(engine, model, limits, scheme, selected_isa() if model.native else "torch", steps)
+        rounds = Rounds(engine, model, limits, scheme, steps)
         longest = min(long_prompt_len, info.max_prompt_len - 1)
         progress(f"{label}: a prompt of {longest} tokens")
         figures.append(rounds.prefill(longest))
@@ -143,13 +143,10 @@ def bench(
 class Rounds:
     """Rounds of requests through one engine."""
 
-    def __init__(
-        self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str, kernels: str, steps: int
-    ) -> None:
-        """scheme, kernels: how the weights are quantized and what multiplies them, for the figures. steps: how many
-        are measured of each kind."""
-        self._engine, self._model, self._limits, self._steps = engine, model, limits, steps
-        self._scheme, self._kernels = scheme, kernels
+    def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str, steps: int) -> None:
+        """scheme: how the weights are quantized, for the figures. steps: how many are measured of each kind."""
+        self._engine, self._model, self._limits, self._scheme, self._steps = engine, model, limits, scheme, steps
+        self._kernels = selected_isa() if model.native else "torch"
         self._random = random.Random(0)
         language_model = model.language_model
         assert isinstance(language_model, Decoder)
