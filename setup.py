@@ -16,8 +16,10 @@ SOURCES = Path("src/vlmserve/kernels/csrc")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 VNNI = [*AVX512, "-mavx512vnni"]
+# GCC would load all inputs of a block before the products, and have no registers left for the sums.
+ARM = [] if sys.platform == "darwin" else ["-fno-schedule-insns"]
 # The last of each machine's runs everywhere; one that is too new for the compiler is left out.
-ISAS: dict[str, list[str]] = {
+MACHINES: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "avx512_bf16": [*VNNI, "-mavx512bf16"],
         "avx512_vnni": VNNI,
@@ -28,11 +30,13 @@ ISAS: dict[str, list[str]] = {
         "portable": ["-O1"],
     },
     "aarch64": {
-        "neon_bf16": ["-march=armv8.6-a"],
-        "neon_dot": ["-march=armv8.2-a+dotprod"],
-        "neon": [],
+        "neon_bf16": [*ARM, "-march=armv8.6-a"],
+        "neon_dot": [*ARM, "-march=armv8.2-a+dotprod"],
+        "neon": ARM,
     },
-}.get({"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine()), {"portable": []})
+}
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+ISAS = MACHINES.get(MACHINE, {"portable": []})
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 if os.environ.get("VLMSERVE_SANITIZE"):
     FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1"]

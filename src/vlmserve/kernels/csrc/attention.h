@@ -264,15 +264,15 @@ INLINE void add_values(const Meeting<Format>& with, const typename Format::Input
 }
 
 // Tiles, or as many vectors of columns as tiles have, that are computed at a time with some rows.
-constexpr int tiles_with(int rows) {
+constexpr int tiles_with(int rows, int steps) {
     int tiles = 4;
-    while (tiles > 1 && rows * tiles * TOKEN_VECTORS > SUMS) tiles /= 2;
+    while (tiles > 1 && !sums_fit(rows, tiles * TOKEN_VECTORS, SUMS, 1, steps)) tiles /= 2;
     return tiles;
 }
 
 template <class Format, int ROWS>
 void meet(const Meeting<Format>& with) {
-    constexpr int WIDE = tiles_with(ROWS), WIDTH = WIDE * TOKEN_VECTORS;
+    constexpr int WIDE = tiles_with(ROWS, Format::STEPS), WIDTH = WIDE * TOKEN_VECTORS;
     alignas(64) float scores[ROWS][CHUNK];
     alignas(64) typename Format::Input probabilities[ROWS][CHUNK / Format::PAIR];
     float decays[ROWS];

@@ -17,15 +17,29 @@ constexpr int VECTORS = TILE / LANES, PANEL_VECTORS = PANEL / LANES;
 
 // Sums that stay in registers, beside weights and an input.
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
+// Arm has many short registers, but its instructions take no operands from memory.
+constexpr bool LOADS_APART = LANES == 4 && REGISTERS == 32;
+
 // Rows of a block: with so many, two vectors of a tile (four of the short ones of 32 registers) fill the registers. Where
 // weights take two steps, the compiler needs more registers beside the sums.
-constexpr int rows_of_block(int steps) { return LANES == 16 ? 12 : REGISTERS == 16 && steps > 1 ? 4 : 6; }
+constexpr int rows_of_block(int steps) { return LANES == 16 ? 12 : steps == 1 ? 6 : LOADS_APART ? 5 : 4; }
+
+// Whether the sums of some rows with some vectors stay in registers. per_sum, per_vector: how many registers each sum and
+// each vector of weights takes, where operands are loaded apart; three more hold an input and masks.
+constexpr bool sums_fit(int rows, int vectors, int sums, int per_sum, int per_vector) {
+    return rows * vectors <= sums &&
+           (!LOADS_APART || per_sum * rows * vectors + per_vector * vectors + 3 <= REGISTERS);
+}
 
 // Vectors of a tile that are computed at a time with some rows, a divisor of all.
-constexpr int vectors_with(int rows, int sums = SUMS) {
+constexpr int vectors_with(int rows, int sums, int per_sum, int per_vector) {
     int vectors = VECTORS;
-    while (vectors > 1 && rows * vectors > sums) vectors /= 2;
+    while (vectors > 1 && !sums_fit(rows, vectors, sums, per_sum, per_vector)) vectors /= 2;
     return vectors;
+}
+template <class Format>
+constexpr int vectors_with(int rows) {
+    return vectors_with(rows, SUMS, 1, Format::STEPS);
 }
 
 // Inputs of the rows that stay in a second-level cache while the tiles pass by, and how many rows they are at most.
@@ -55,7 +69,9 @@ struct BFloat16 {
     typedef bf16 Element;
     static constexpr long PAIR = 2;
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    // An instruction multiplies pairs.
+    // An instruction multiplies pairs. Arm's matrix instructions (bfmmla; smmla for bytes) take tiles of two outputs with
+    // four (eight) inputs each: panels would have to be zipped while they are read, and rows to come in twos. For few rows,
+    // where reading weights is what takes time, that gains nothing; for many it was not measured.
     typedef std::uint32_t Input;
     typedef u32v Weights;
     static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
@@ -71,13 +87,13 @@ struct BFloat16 {
     }
     INLINE Weights first_of_pair(const Element* packed) { return weights(packed, 0) & 0xffffu; }
     INLINE void multiply(f32v& sum, const Input& x, Weights w, int) {
-        u32v pair = x - u32v{};
 #if defined(__AVX512BF16__)
+        u32v pair = x - u32v{};
         sum = bit_cast<f32v>(
             _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(pair), bit_cast<__m512bh>(w)));
 #else
-        sum = bit_cast<f32v>(
-            vbfdotq_f32(bit_cast<float32x4_t>(sum), bit_cast<bfloat16x8_t>(w), bit_cast<bfloat16x8_t>(pair)));
+        sum = bit_cast<f32v>(vbfdotq_lane_f32(bit_cast<float32x4_t>(sum), bit_cast<bfloat16x8_t>(w),
+                                              vreinterpret_bf16_u64(vcreate_u64(x)), 0));
 #endif
     }
 #else
@@ -164,7 +180,7 @@ INLINE void multiply_vectors(const typename Format::Input* x, const typename For
 template <class Format, int ROWS>
 INLINE void multiply_tile(const typename Format::Input* x, const typename Format::Element* weights, long panel_size,
                           long units, f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS);
+    constexpr int WIDTH = vectors_with<Format>(ROWS);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v part[ROWS][WIDTH] = {};
         multiply_vectors<Format, ROWS, WIDTH>(x, weights + vector_start<Format>(first, panel_size), panel_size, units, part);
@@ -238,7 +254,7 @@ void run_block(const LinearArgs& args, const typename Format::Input* inputs, lon
 template <class Format, class Out>
 void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, long tile, long first, long last) {
     typedef typename Format::Element Element;
-    constexpr int WIDTH = vectors_with(Format::BLOCK);
+    constexpr int WIDTH = vectors_with<Format>(Format::BLOCK);
     constexpr long CHUNK = CHUNK_BYTES / (Format::PAIR * PANEL * static_cast<long>(sizeof(Element)));
     alignas(64) float kept[CACHED_ROWS][TILE];
     const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;

@@ -29,7 +29,11 @@ INLINE u8v as_multiplied(u8v weights) { return weights; }
 
 // weights: up to 127 where `as_multiplied` changes something.
 INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
+#if !defined(__aarch64__)
     i32v four = inputs - i32v{};
+#else
+    int8x8_t four = vcreate_s8(static_cast<std::uint32_t>(inputs));
+#endif
 #if defined(__AVX512VNNI__)
     if constexpr (LANES == 16)
         return bit_cast<i32v>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), bit_cast<__m512i>(four)));
@@ -39,9 +43,9 @@ INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
     return bit_cast<i32v>(
         _mm256_dpbusd_avx_epi32(bit_cast<__m256i>(sum), bit_cast<__m256i>(weights), bit_cast<__m256i>(four)));
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
-    return bit_cast<i32v>(vusdotq_s32(bit_cast<int32x4_t>(sum), bit_cast<uint8x16_t>(weights), bit_cast<int8x16_t>(four)));
+    return bit_cast<i32v>(vusdotq_lane_s32(bit_cast<int32x4_t>(sum), bit_cast<uint8x16_t>(weights), four, 0));
 #else
-    return bit_cast<i32v>(vdotq_s32(bit_cast<int32x4_t>(sum), bit_cast<int8x16_t>(weights), bit_cast<int8x16_t>(four)));
+    return bit_cast<i32v>(vdotq_lane_s32(bit_cast<int32x4_t>(sum), bit_cast<int8x16_t>(weights), four, 0));
 #endif
 }
 
@@ -71,7 +75,7 @@ float split_row(const T* x, long in, long padded, Quad* quads, float* scales, st
 template <int ROWS>
 INLINE void multiply_int8(const Quad* x, const float* scales, const std::int32_t* input_sums, const u8* tile, long in,
                           f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 2, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH] = {};
         const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
@@ -104,7 +108,7 @@ INLINE void multiply_int8(const Quad* x, const float* scales, const std::int32_t
 template <int ROWS>
 INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8* tile, long in, long group,
                           f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS);
+    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Four* x = inputs;
@@ -145,7 +149,7 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
 template <int ROWS>
 INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const float* input_sums, const u8* tile, long in,
                                long group, f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 3, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Quad* x = inputs;
@@ -182,6 +186,8 @@ INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const fl
                 }
             }
         }
+        // Scales that were read before the loops would take registers from the sums.
+        if (LOADS_APART) asm volatile("" ::: "memory");
         for (int row = 0; row < ROWS; ++row)
             for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i] * scales[row];
     }

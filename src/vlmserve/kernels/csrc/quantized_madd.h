@@ -80,7 +80,7 @@ float split_row(const T* x, long in, long padded, Quad* quads, float* scales, st
 template <int ROWS>
 INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::int32_t* input_sums, const u8* tile, long in,
                           f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 1, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
@@ -122,7 +122,7 @@ INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::in
 template <int ROWS>
 INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8* tile, long in, long group,
                           f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS);
+    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 1, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Four* x = inputs;
@@ -169,7 +169,7 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
 template <int ROWS>
 INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const float* input_sums, const u8* tile, long in,
                                long group, f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS);
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 1, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Quad* x = inputs;
