@@ -1,0 +1,29 @@
+// Compares all kernels of one instruction set with plain float64. A line for each case; the exit code says whether all are
+// right. Without an argument: names the instruction sets that this processor runs, the best first.
+#include "isas.h"
+
+#include "attention_cases.h"
+#include "products.h"
+#include "sampling_cases.h"
+
+int main(int count, char** arguments) {
+    const Kernels* found[MOST_ISAS];
+    int isas = supported(found);
+    for (int i = 0; i < isas; ++i) {
+        if (count < 2) std::printf("%s\n", found[i]->isa);
+        if (count == 2 && std::strcmp(arguments[1], found[i]->isa) == 0) kernels = found[i];
+    }
+    if (count < 2) return 0;
+    if (!kernels) {
+        std::fprintf(stderr, "this processor cannot run %s\n", arguments[1]);
+        return 2;
+    }
+    test_products();
+    for (int dtype : {FLOAT32, BFLOAT16})
+        for (const WeightKind& kind : {PLAIN, INT8}) test_gathered_rows(kind, dtype);
+    test_norms();
+    test_attention();
+    test_sampling();
+    std::printf("%ld cases failed\n", Case::failed());
+    return Case::failed() ? 1 : 0;
+}

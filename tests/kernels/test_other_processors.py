@@ -1,0 +1,111 @@
+"""The native kernels for processors other than this machine's, in `native/main.cpp`, which compares them with float64.
+
+Arm's run in an emulator; those with AVX-VNNI run with the same instructions of AVX-512, in vectors of 8 floats.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlmserve.kernels.extension import supported_isas
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src" / "vlmserve" / "kernels" / "csrc"
+MAIN = Path(__file__).parent / "native" / "main.cpp"
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+ARM_ISAS = ("neon_bf16", "neon_dot", "neon")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    """What setup.py compiles the kernels with."""
+    setuptools = pytest.importorskip("setuptools")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", lambda **_: None)
+        patch.delenv("VLMSERVE_SANITIZE", raising=False)
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def build(compiler: str, folder: Path, flags: list[str], isas: dict[str, list[str]], link: Iterable[str] = ()) -> Path:
+    """The program for some instruction sets, each with flags of its own."""
+    # Optimized a little less than what is installed: that takes half the time.
+    common = [compiler, *flags, "-O2", "-fopenmp", "-c"]
+    commands = {
+        isa: [*common, *own, f"-DVLMSERVE_ISA={isa}", str(SOURCES / "kernels.cpp")] for isa, own in isas.items()
+    }
+    commands["main"] = [*common, *(f"-DVLMSERVE_WITH_{isa}" for isa in isas), f"-I{SOURCES}", str(MAIN)]
+
+    def compiled(name: str) -> str:
+        target = str(folder / f"{name}.o")
+        run([*commands[name], "-o", target])
+        return target
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        objects = list(pool.map(compiled, commands))
+    program = folder / "compare"
+    run([compiler, *objects, "-fopenmp", *link, "-o", str(program)])
+    return program
+
+
+def run(command: list[str]) -> str:
+    # A sanitizer that is loaded into the tests has no place in the compiler or the emulator.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    wrong = [line for line in done.stdout.splitlines() if not line.startswith("ok ")]
+    assert done.returncode == 0, "\n".join((f"{command[0]}: exit code {done.returncode}", *wrong, done.stderr[-4000:]))
+    return done.stdout
+
+
+def compare(command: list[str]) -> None:
+    lines = run(command).splitlines()
+    assert lines[-1] == "0 cases failed"
+    assert len(lines) > 100
+
+
+@pytest.fixture(scope="module")
+def arm_program(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for tool, package in ((ARM_COMPILER, "g++-aarch64-linux-gnu"), (ARM_EMULATOR, "qemu-user")):
+        if not shutil.which(tool):
+            pytest.skip(f"{tool} is not installed (Debian: apt-get install {package})")
+    isas = settings["MACHINES"]["aarch64"]
+    assert tuple(isas) == ARM_ISAS
+    return build(ARM_COMPILER, tmp_path_factory.mktemp("aarch64"), settings["FLAGS"], isas, link=["-static"])
+
+
+@pytest.mark.parametrize("isa", ARM_ISAS)
+def test_kernels_for_arm_are_those_of_float64(isa: str, arm_program: Path) -> None:
+    compare([ARM_EMULATOR, "-cpu", "max", str(arm_program), isa])
+
+
+@pytest.mark.parametrize(
+    ("processor", "isas"), [("max", ARM_ISAS), ("cortex-a76", ("neon_dot", "neon")), ("cortex-a72", ("neon",))]
+)
+def test_arm_processors_get_what_they_can_run(processor: str, isas: tuple[str, ...], arm_program: Path) -> None:
+    assert tuple(run([ARM_EMULATOR, "-cpu", processor, str(arm_program)]).split()) == isas
+
+
+def test_kernels_with_avx_vnni_are_those_of_float64(
+    settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    flags, isas = settings["FLAGS"], settings["MACHINES"]["x86_64"]
+    if "avx2_vnni" in supported_isas():
+        isa, own = "avx2_vnni", isas["avx2_vnni"]
+    elif "avx512_vnni" in supported_isas():
+        isa, own = "avx512_vnni", [*isas["avx512_vnni"], "-DVLMSERVE_LANES=8"]
+    else:
+        pytest.skip("this processor has neither AVX-VNNI nor AVX-512 VNNI")
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed")
+    program = build("g++", tmp_path_factory.mktemp("avx_vnni"), flags, {isa: own})
+    compare([str(program), isa])
