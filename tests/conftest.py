@@ -1,22 +1,55 @@
 """Settings for all tests."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 # Models are tiny here: one thread runs them faster than two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
 
+from tests.lanes import MOST_SECONDS, SLOW
 from tests.postgres import Postgres, running_postgres
 from vlmserve.cache.costs import CostModel
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.kernels.extension import supported_isas
 
+# No test asserts a time, not even that of a generated example on a busy machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 # What whoever runs the tests has set for a server of their own is not for those of the tests.
 for name in [name for name in os.environ if name.startswith("VLMSERVE_") and name != VARIABLE]:
     del os.environ[name]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the files that tests/lanes.py lists")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Slow files are not even imported in the fast lane."""
+    here = Path(__file__).parent
+    if config.getoption("fast") and collection_path.is_relative_to(here):
+        return collection_path.relative_to(here).as_posix() in SLOW or None
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what makes the fast lane slow."""
+    if not config.getoption("fast"):
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    for name, taken in seconds.most_common():
+        if taken > MOST_SECONDS:
+            terminalreporter.write_line(f"{name} took {taken:.0f} s; if the machine was idle, add it to tests/lanes.py")
 
 
 @pytest.fixture(scope="session", autouse=True)
