@@ -15,8 +15,9 @@ namespace {
 constexpr long TILE = 32, PANEL = 16;
 constexpr int VECTORS = TILE / LANES, PANEL_VECTORS = PANEL / LANES;
 
-// Sums that stay in registers, beside weights and an input.
+// Sums that stay in registers, beside weights and an input. Weights that take two steps need more registers beside them.
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
+constexpr int most_sums(int steps) { return REGISTERS == 16 && steps > 1 ? 8 : SUMS; }
 // Arm has many short registers, but its instructions take no operands from memory.
 constexpr bool LOADS_APART = LANES == 4 && REGISTERS == 32;
 
@@ -39,7 +40,7 @@ constexpr int vectors_with(int rows, int sums, int per_sum, int per_vector) {
 }
 template <class Format>
 constexpr int vectors_with(int rows) {
-    return vectors_with(rows, SUMS, 1, Format::STEPS);
+    return vectors_with(rows, most_sums(Format::STEPS), 1, Format::STEPS);
 }
 
 // Inputs of the rows that stay in a second-level cache while the tiles pass by, and how many rows they are at most.
