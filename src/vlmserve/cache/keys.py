@@ -28,9 +28,12 @@ class TouchedImage(NamedTuple):
     length: int
 
 
-def root_key(fingerprint: bytes, *, adapter: str = "", salt: str = "") -> bytes:
-    """The parent of every first block: one for each model, adapter and tenant."""
-    parts = (fingerprint, adapter.encode(), salt.encode())
+def root_key(identity: bytes, *, adapter: str = "", salt: str = "") -> bytes:
+    """The parent of every first block: one for each model, adapter and tenant.
+
+    identity: what `cache_identity` says of the model and of how its keys and values are stored.
+    """
+    parts = (identity, adapter.encode(), salt.encode())
     return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 

@@ -24,6 +24,7 @@ from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is
 from vlmserve.engine.admission import check_request
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError, PromptTooLongError
+from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import free_memory, num_kv_blocks
 from vlmserve.runner.runner import ModelRunner, RunTimings
@@ -91,7 +92,8 @@ class Engine:
         )
         self._config = config
         self._grammars = grammar_compiler(config, folder, language_model.vocab_size)
-        self._fingerprint = f"{config.model} {config.revision} {model.architecture} {model.dtype}".encode()
+        one_block = language_model.allocate_cache(1, config.block_size, model.device)
+        self._identity = cache_identity(model.identity, model.backend, one_block)
         self._vision, self._cross = model.vision, model.cross
         self._end_token_ids = model.end_token_ids
         self._max_position = model.max_position
@@ -158,10 +160,10 @@ class Engine:
         seed, grammar = request.params.seed, request.params.grammar
         first_position = self._first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
-        fingerprint = self._fingerprint + (b" from %d" % first_position if first_position else b"")
+        identity = self._identity + (b" from %d" % first_position if first_position else b"")
         sequence = Sequence(
             request,
-            root_key=root_key(fingerprint, salt=request.cache_salt),
+            root_key=root_key(identity, salt=request.cache_salt),
             seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
             max_len=self._max_len,
             end_token_ids=self._end_token_ids,

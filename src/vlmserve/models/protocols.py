@@ -119,8 +119,8 @@ class LoadedModel:
 
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model sees. max_position: the longest context its positions allow.
-    native: whether native kernels compute what they can. cross: of a decoder that looks at pictures by cross attention,
-    for which their embeddings stand in no prompt.
+    native: whether native kernels compute what they can. identity: the digest of `model_identity`. cross: of a decoder
+    that looks at pictures by cross attention, for which their embeddings stand in no prompt.
     """
 
     architecture: str
@@ -134,4 +134,5 @@ class LoadedModel:
     backend: AttentionBackend
     num_parameters: int
     native: bool
+    identity: bytes
     cross: CrossEncoder | None = None

@@ -31,6 +31,7 @@ from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
 from vlmserve.models.gguf.config import read_config
 from vlmserve.models.gguf.header import read_header
+from vlmserve.models.identity import model_identity
 from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.protocols import CrossEncoder, LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
@@ -131,6 +132,7 @@ def _load(
         backend=backend,
         num_parameters=num_parameters,
         native=native,
+        identity=model_identity(folder, implementation="vlmserve", dtype=wanted, quantization=quantization),
         cross=cross,
     )
 
@@ -272,6 +274,7 @@ def _load_with_transformers(
         backend=model.backend,
         num_parameters=theirs.num_parameters(),
         native=False,
+        identity=model_identity(folder, implementation="transformers", dtype=wanted, quantization=None),
     )
 
 
