@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 
+import grimp
 import pytest
 
 SLOW = ("torch", "transformers", "starlette", "uvicorn", "numpy", "zmq", "PIL", "httpx", "sqlalchemy")
@@ -43,3 +45,13 @@ def test_every_public_name_is_there():
     assert all(getattr(vlmserve, name) for name in vlmserve.__all__)
     with pytest.raises(AttributeError, match="Engines"):
         _ = vlmserve.Engines
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports inside functions and those for types alone count as well."""
+    graph = grimp.build_graph("vlmserve", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from vlmserve import vllm_flags
 from vlmserve.cores import media_threads
 from vlmserve.errors import ConfigurationError
 from vlmserve.logs import LogFormat
@@ -132,8 +133,6 @@ def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Ca
 
 def check_names(names: Iterable[str], kinds: Sequence[type[Settings]]) -> None:
     """Raise ConfigurationError, which says what was probably meant, for names that no field of these settings has."""
-    from vlmserve import vllm_flags
-
     known = {name for kind in kinds for name in kind.model_fields}
     if unknown := [name for name in names if name not in known]:
         problems = [f"there is no option {name}{vllm_flags.hint(name, known, str)}" for name in unknown]

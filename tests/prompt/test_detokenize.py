@@ -9,8 +9,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.prompt.tokenizers_for_tests import byte_level, sentencepiece, word_level
-from vlmserve.prompt.checkpoint import PromptFiles
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
+from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.tokenizer import Tokenizer
 
 NO_FILES = PromptFiles(model_type="", tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)

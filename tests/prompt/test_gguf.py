@@ -22,7 +22,7 @@ from tests.gguf_files import CONTROL, NORMAL, USER_DEFINED
 from tests.prompt.tokenizers_for_tests import CORPUS, byte_level, sentencepiece
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.frontend.defaults import default_sampling
-from vlmserve.prompt.checkpoint import PromptFiles
+from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.types import SamplingParams
 
@@ -332,7 +332,7 @@ def test_what_a_file_says_of_prompts(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    files = PromptFiles.read(path)
+    files = read_prompt_files(path)
     assert files.chat_template == "{{ messages[0].content }}"
     assert files.image_token_id is None
     expected = SamplingParams(temperature=0.25, top_k=20, repetition_penalty=1.25, repeat_last_n=64)

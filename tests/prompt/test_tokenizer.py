@@ -92,7 +92,7 @@ def test_users_cannot_write_control_tokens_that_are_ordinary_words_too(texts: li
 
 
 def _word_level_tokenizer() -> Tokenizer:
-    from vlmserve.prompt.checkpoint import PromptFiles
+    from vlmserve.prompt.files import PromptFiles
 
     files = PromptFiles(
         model_type="llava",

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.prompt.tokenizers_for_tests import byte_level
-from vlmserve.prompt.checkpoint import PromptFiles
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
+from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.server.generation import Answer, Piece
 from vlmserve.types import EngineOutput, TokenLogprobs

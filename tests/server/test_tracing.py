@@ -17,7 +17,7 @@ from tests.server.collector import Collector
 from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
 from tests.server.test_chat import about, data_url
 from vlmserve.errors import ConfigurationError
-from vlmserve.server.spans import open_tracing
+from vlmserve.server.service import open_tracing
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"

@@ -9,7 +9,8 @@ import typer
 
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
-from vlmserve.cli.options import command, note
+from vlmserve.cli.messages import note
+from vlmserve.cli.options import command
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Scheme, ServerConfig

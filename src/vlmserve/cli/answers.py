@@ -40,7 +40,7 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> A
 def describes(engine: EngineConfig) -> bool:
     """Whether the model in this process takes a picture without a question, and says what is in it."""
     from vlmserve.models.hub import resolve_model
-    from vlmserve.prompt.checkpoint import read_json
+    from vlmserve.prompt.files import read_json
     from vlmserve.prompt.one_picture import one_picture_prompts
 
     prompts = one_picture_prompts(read_json(resolve_model(engine.model, engine.revision) / "config.json"))

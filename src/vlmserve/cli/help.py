@@ -18,6 +18,7 @@ import typer
 import typer.core
 from pydantic import ValidationError
 
+from vlmserve.cli.messages import WRONG_USE, report
 from vlmserve.validation import did_you_mean, problem_text, value_text
 
 SHOW_ALL = "vlmserve.show_all"
@@ -33,8 +34,6 @@ _UsageError: Any = typer.BadParameter.__base__
 @contextmanager
 def usage_errors(context: Any) -> Iterator[None]:
     """Report a wrong command line like any other error, with where to look up what is right, and exit."""
-    from vlmserve.cli.options import WRONG_USE, report
-
     try:
         yield
     except _UsageError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -20,16 +19,13 @@ from pydantic.fields import FieldInfo
 
 from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, is_switch, plain_type, size_text
 from vlmserve.cli.help import HELP_ALL_PARAMETER
+from vlmserve.cli.messages import FAILED, WRONG_USE, report
 from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, read_sources
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.config import Settings, is_secret, read_settings
 from vlmserve.errors import ConfigurationError, VLMServeError
-from vlmserve.logs import log_format_in_use
 
 SHORT = {"model": ("-m",)}
-
-FAILED = 1
-WRONG_USE = 2
 
 
 def command(
@@ -99,25 +95,6 @@ def command(
         return run
 
     return decorate
-
-
-def report(message: str) -> None:
-    """One red line on the error stream; of a server whose log is JSON, one more line of that."""
-    if log_format_in_use() == "json":
-        logging.getLogger("vlmserve").critical(message)
-        return
-    _line(f"Error: {message}", "red")
-
-
-def note(message: str) -> None:
-    """One yellow line on the error stream, of something that a person should know."""
-    _line(f"Note: {message}", "yellow")
-
-
-def _line(text: str, style: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def panel(kind: type[Settings]) -> str:

@@ -16,6 +16,7 @@ import typer.core
 
 from vlmserve.cli.fields import flag
 from vlmserve.cli.help import HelpfulCommand
+from vlmserve.cli.messages import WRONG_USE, note, report
 from vlmserve.config import parse_list
 from vlmserve.errors import ConfigurationError
 from vlmserve.vllm_flags import FLAGS, VALUES, Entry, Missing, Renamed, Unused
@@ -188,8 +189,6 @@ class SettingsCommand(HelpfulCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the line. Ends with a message and status 2 for a flag of vLLM's that cannot be taken."""
-        from vlmserve.cli.options import WRONG_USE, note, report
-
         if ctx.resilient_parsing:  # a shell asks how a half typed line may go on
             return super().parse_args(ctx, args)
         try:

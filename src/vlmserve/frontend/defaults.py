@@ -8,7 +8,7 @@ from typing import Any
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.models.gguf.header import read_header
-from vlmserve.prompt.checkpoint import read_json
+from vlmserve.prompt.files import read_json
 from vlmserve.types import SamplingParams
 
 logger = logging.getLogger(__name__)

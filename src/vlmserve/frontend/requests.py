@@ -32,9 +32,10 @@ from vlmserve.media.sources import ImageSource, check_source, prepare_image, sou
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.media.videos import VideoProcessor, prepare_video
-from vlmserve.prompt.checkpoint import PromptFiles, read_json
+from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
+from vlmserve.prompt.files import read_json
 from vlmserve.prompt.one_picture import one_picture_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ class RequestPreparer:
         *,
         engine: EngineConfig | None = None,
     ) -> None:
-        files = PromptFiles.read(folder)
+        files = read_prompt_files(folder)
         template = files.chat_template if chat_template is None else read_template(chat_template)
         self._media = media
         self.max_prompt_len: int | None = None

@@ -1,14 +1,13 @@
-"""What the files of a checkpoint say about its prompts: special tokens, chat template, placeholder, end tokens."""
+"""Reads what a checkpoint says about its prompts: special tokens, chat template, placeholder, end tokens."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmserve.errors import ModelLoadError
+from vlmserve.prompt import gguf
+from vlmserve.prompt.files import PromptFiles, read_json
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DEFAULT_IMAGE_TOKEN_IDS = {
@@ -70,75 +69,37 @@ CHATGLM3_TEMPLATE = (
 """For ChatGLM3's first revisions, whose own code writes it."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if the file does not exist. Raises ModelLoadError for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-@dataclass(frozen=True)
-class PromptFiles:
-    """The parts of a checkpoint that decide how prompts are written.
-
-    special_tokens: by name, ``bos_token`` and the like, and the model's own, like ``image_token``.
-    image_token_id, video_token_id: the placeholders' ids, None for a model that takes no pictures, or no videos.
-    picture_ends: ids of the tokens around a picture's placeholders, where chat templates write the first alone, and the
-    rest, with empty lines around it, follows from it; None: they write the placeholder.
-    sees_by_own_code: whether what makes pixels of pictures for this kind of model is our own.
-    chat_template: jinja source, None if there is none.
-    """
-
-    model_type: str
-    tokenizer_config: Mapping[str, Any]
-    special_tokens: Mapping[str, str]
-    image_token_id: int | None
-    chat_template: str | None
-    end_token_ids: frozenset[int] = field(default=frozenset())
-    video_token_id: int | None = None
-    picture_ends: tuple[int, int] | None = None
-    sees_by_own_code: bool = True
-
-    @classmethod
-    def read(cls, folder: Path) -> PromptFiles:
-        """Read what `folder`, or a GGUF file, has. Raises ModelLoadError if a file is not what it should be."""
-        if folder.is_file():
-            from vlmserve.prompt.gguf import read_prompt_files
-
-            return read_prompt_files(folder)
-        config = read_json(folder / "config.json")
-        tokenizer_config = read_json(folder / "tokenizer_config.json")
-        model_type = str(config.get("model_type", ""))
-        special = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
-        visual = config.get("visual")
-        sees = "vision_config" in config or isinstance(visual, dict) or model_type in DEFAULT_IMAGE_TOKEN_IDS
-        default_id = DEFAULT_IMAGE_TOKEN_IDS.get(model_type)
-        if isinstance(visual, dict):
-            # What lies between the tokens for a picture's beginning and its end.
-            default_id = visual.get("image_start_id", 151857) + 2
-        image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if sees else None
-        ends = DEFAULT_PICTURE_ENDS.get(model_type)
-        return cls(
-            model_type=model_type,
-            tokenizer_config=tokenizer_config,
-            special_tokens=special,
-            image_token_id=image_token_id,
-            chat_template=_chat_template(folder, tokenizer_config) or _built_in_template(folder, config),
-            end_token_ids=_end_token_ids(folder, config),
-            video_token_id=config.get("video_token_id", DEFAULT_VIDEO_TOKEN_IDS[model_type])
-            if model_type in DEFAULT_VIDEO_TOKEN_IDS
-            else None,
-            picture_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
-            if ends is not None
-            else None,
-            sees_by_own_code=model_type in OWN_EYES or isinstance(visual, dict),
-        )
+def read_prompt_files(folder: Path) -> PromptFiles:
+    """Read what `folder`, or a GGUF file, has. Raises ModelLoadError if a file is not what it should be."""
+    if folder.is_file():
+        return gguf.read_prompt_files(folder)
+    config = read_json(folder / "config.json")
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
+    model_type = str(config.get("model_type", ""))
+    special = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
+    visual = config.get("visual")
+    sees = "vision_config" in config or isinstance(visual, dict) or model_type in DEFAULT_IMAGE_TOKEN_IDS
+    default_id = DEFAULT_IMAGE_TOKEN_IDS.get(model_type)
+    if isinstance(visual, dict):
+        # What lies between the tokens for a picture's beginning and its end.
+        default_id = visual.get("image_start_id", 151857) + 2
+    image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if sees else None
+    ends = DEFAULT_PICTURE_ENDS.get(model_type)
+    return PromptFiles(
+        model_type=model_type,
+        tokenizer_config=tokenizer_config,
+        special_tokens=special,
+        image_token_id=image_token_id,
+        chat_template=_chat_template(folder, tokenizer_config) or _built_in_template(folder, config),
+        end_token_ids=_end_token_ids(folder, config),
+        video_token_id=config.get("video_token_id", DEFAULT_VIDEO_TOKEN_IDS[model_type])
+        if model_type in DEFAULT_VIDEO_TOKEN_IDS
+        else None,
+        picture_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
+        if ends is not None
+        else None,
+        sees_by_own_code=model_type in OWN_EYES or isinstance(visual, dict),
+    )
 
 
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:

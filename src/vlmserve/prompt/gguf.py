@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.models.gguf.config import CONTROL, end_token_ids
 from vlmserve.models.gguf.header import Header, read_header
-from vlmserve.prompt.checkpoint import PromptFiles
+from vlmserve.prompt.files import PromptFiles
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ from tokenizers import AddedToken
 
 from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError, UnsupportedModelError
-from vlmserve.prompt.checkpoint import PromptFiles
+from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.convert import CONVERTERS
+from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.gguf import read_tokenizer
 from vlmserve.prompt.untrusted import ControlTokens, Quotation, find_all
 
@@ -83,7 +84,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path, files: PromptFiles | None = None) -> Tokenizer:
         """Read the tokenizer of a checkpoint's folder or GGUF file. Raises ModelLoadError if there is none."""
-        files = files or PromptFiles.read(folder)
+        files = files or read_prompt_files(folder)
         if folder.is_file():
             return cls(read_tokenizer(folder), files)
         path = folder / "tokenizer.json"

@@ -9,13 +9,20 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
-from vlmserve.errors import EngineDeadError, OverloadedError, UnavailableError, UnknownModelError, VLMServeError
+from vlmserve.errors import (
+    ConfigurationError,
+    EngineDeadError,
+    OverloadedError,
+    UnavailableError,
+    UnknownModelError,
+    VLMServeError,
+)
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import PictureCache, PictureCacheStats
@@ -25,9 +32,11 @@ from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.server.schema.base import BodyLimits
-from vlmserve.server.spans import open_tracing
 from vlmserve.storage.store import open_store
 from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from vlmserve.server.tracing import Tracing
 
 Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
@@ -88,6 +97,19 @@ class Preparer(Protocol):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
     def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream: ...
+
+
+def open_tracing(endpoint: str | None) -> Tracing | None:
+    """What begins traces; None if nobody wants any. Raises ConfigurationError if the extra is not installed."""
+    if endpoint is None:
+        return None
+    try:
+        from vlmserve.server.tracing import Tracing
+    except ImportError:
+        raise ConfigurationError(
+            "--otlp-traces-endpoint needs OpenTelemetry's packages; run: pip install 'vlmserve[otel]'"
+        ) from None
+    return Tracing(endpoint)
 
 
 class Service:

@@ -10,28 +10,14 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from vlmserve.errors import ConfigurationError
+from vlmserve.server.generation import Generation, Question
 from vlmserve.types import RequestTimings
 
 if TYPE_CHECKING:
-    from vlmserve.server.generation import Generation, Question
-    from vlmserve.server.tracing import Attributes, Trace, Tracing
+    from vlmserve.server.tracing import Attributes, Trace
 
 TRACE = "vlmserve.trace"
 """Where the trace of a request is in its ASGI scope, if it has one."""
-
-
-def open_tracing(endpoint: str | None) -> Tracing | None:
-    """What begins traces; None if nobody wants any. Raises ConfigurationError if the extra is not installed."""
-    if endpoint is None:
-        return None
-    try:
-        from vlmserve.server.tracing import Tracing
-    except ImportError:
-        raise ConfigurationError(
-            "--otlp-traces-endpoint needs OpenTelemetry's packages; run: pip install 'vlmserve[otel]'"
-        ) from None
-    return Tracing(endpoint)
 
 
 def trace_of(request: Request) -> Trace | None:

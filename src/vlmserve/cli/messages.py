@@ -1,0 +1,29 @@
+"""What commands tell the person at the terminal beside their results, and with what status they end."""
+
+from __future__ import annotations
+
+import logging
+
+from vlmserve.logs import log_format_in_use
+
+FAILED = 1
+WRONG_USE = 2
+
+
+def report(message: str) -> None:
+    """One red line on the error stream; of a server whose log is JSON, one more line of that."""
+    if log_format_in_use() == "json":
+        logging.getLogger("vlmserve").critical(message)
+        return
+    _line(f"Error: {message}", "red")
+
+
+def note(message: str) -> None:
+    """One yellow line on the error stream, of something that a person should know."""
+    _line(f"Note: {message}", "yellow")
+
+
+def _line(text: str, style: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,47 @@
+"""What the files of a checkpoint say about its prompts, whatever format they have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmserve.errors import ModelLoadError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if the file does not exist. Raises ModelLoadError for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """The parts of a checkpoint that decide how prompts are written.
+
+    special_tokens: by name, ``bos_token`` and the like, and the model's own, like ``image_token``.
+    image_token_id, video_token_id: the placeholders' ids, None for a model that takes no pictures, or no videos.
+    picture_ends: ids of the tokens around a picture's placeholders, where chat templates write the first alone, and the
+    rest, with empty lines around it, follows from it; None: they write the placeholder.
+    sees_by_own_code: whether what makes pixels of pictures for this kind of model is our own.
+    chat_template: jinja source, None if there is none.
+    """
+
+    model_type: str
+    tokenizer_config: Mapping[str, Any]
+    special_tokens: Mapping[str, str]
+    image_token_id: int | None
+    chat_template: str | None
+    end_token_ids: frozenset[int] = field(default=frozenset())
+    video_token_id: int | None = None
+    picture_ends: tuple[int, int] | None = None
+    sees_by_own_code: bool = True
