@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from rich.table import Table
 
 from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
-from vlmserve.bench import Limits, Rounds, memory_bandwidth, product_rate
+from vlmserve.bench import Figure, Limits, Rounds, memory_bandwidth, product_rate
 from vlmserve.config import EngineConfig
-from vlmserve.engine.engine import Engine, load
+from vlmserve.engine.engine import Engine, choose_device, load
+from vlmserve.models.protocols import LoadedModel
 
 POSITIONS = 20_000
 
@@ -36,44 +38,60 @@ def save_long_llama(folder: Path) -> Path:
 
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
-    config = EngineConfig(
-        model=str(folder), device=options.device, dtype=options.dtype, kv_cache_memory=options.kv_cache_memory,
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    model = load(config, folder)
-    engine = Engine.from_model(config, model)
-    limits = Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
-    rounds = Rounds(engine, model, limits, "none", options.steps)
-    rows: list[dict[str, Any]] = []
+    engines = {kind: _engine(options, folder, kind) for kind in options.kv_cache_dtype}
+    device = choose_device(options.device)
+    [dtype] = {model.dtype for _, model in engines.values()}
+    limits = Limits(memory_bandwidth(device), product_rate(device, dtype))
+    rounds = {kind: Rounds(*engine, limits, "none", options.steps) for kind, engine in engines.items()}
     plan = [
         (count, length) for count in options.at_once for length in options.lengths if count * length <= options.most
     ]
+    figures: dict[tuple[str, int, int], list[Figure]] = {}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(plan))
-        for count, length in plan:
-            progress.update(task, description=f"{count} with {length} tokens")
-            figure = rounds.decode(count, length)
-            shortest = next((row["ms"] for row in rows if row["at_once"] == count), figure.milliseconds)
-            rows.append(
-                {
-                    "at_once": count,
-                    "length": length,
-                    "ms": figure.milliseconds,
-                    "of_bandwidth": figure.of_bandwidth,
-                    "of_shortest": shortest / figure.milliseconds,
-                }
-            )
-            progress.advance(task)
-    return {"model": options.model or "random Llama of SmolLM2-135M's shape", "dtype": engine.info.dtype, "rows": rows}
+        task = progress.add_task("", total=len(plan) * len(rounds) * options.turns)
+        for _ in range(options.turns):
+            for count, length in plan:
+                progress.update(task, description=f"{count} with {length} tokens")
+                for kind, taken in rounds.items():
+                    figures.setdefault((kind, count, length), []).append(taken.decode(count, length))
+                    progress.advance(task)
+    shortest: dict[tuple[str, int], float] = {}
+    rows: list[dict[str, Any]] = []
+    for (kind, count, length), several in figures.items():
+        milliseconds = statistics.median(figure.milliseconds for figure in several)
+        rows.append(
+            {
+                "at_once": count,
+                "length": length,
+                "kv_cache_dtype": kind,
+                "ms": milliseconds,
+                "of_bandwidth": statistics.median(figure.of_bandwidth for figure in several),
+                "of_shortest": shortest.setdefault((kind, count), milliseconds) / milliseconds,
+            }
+        )
+    return {
+        "model": options.model or "random Llama of SmolLM2-135M's shape",
+        "dtype": str(dtype).removeprefix("torch."),
+        "rows": rows,
+    }
+
+
+def _engine(options: argparse.Namespace, folder: Path, kv_cache_dtype: str) -> tuple[Engine, LoadedModel]:
+    config = EngineConfig(
+        model=str(folder), device=options.device, dtype=options.dtype, kv_cache_memory=options.kv_cache_memory,
+        kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False,
+    )  # fmt: skip
+    model = load(config, folder)
+    return Engine.from_model(config, model), model
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     console.print(f"[bold]{report['model']}[/], {report['dtype']}", highlight=False)
-    table = Table("at once", "context", "step ms", "of bandwidth", "speed, of the\nshortest context")
+    table = Table("at once", "context", "KV cache", "step ms", "of bandwidth", "speed, of the\nshortest context")
     for row in report["rows"]:
         table.add_row(
-            str(row["at_once"]), f"{row['length']:,}", f"{row['ms']:.2f}", f"{row['of_bandwidth']:.0%}",
-            f"{row['of_shortest']:.2f}",
+            str(row["at_once"]), f"{row['length']:,}", row["kv_cache_dtype"], f"{row['ms']:.2f}",
+            f"{row['of_bandwidth']:.0%}", f"{row['of_shortest']:.2f}",
         )  # fmt: skip
     console.print(table)
 
@@ -83,6 +101,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, nargs="*", default=[1, 16], help="requests that decode together")
     parser.add_argument("--lengths", type=int, nargs="*", default=[500, 1000, 2000, 4000, 8000, 16000])
     parser.add_argument("--most", type=int, default=32000, help="tokens of context in all; more is left out")
+    parser.add_argument("--kv-cache-dtype", nargs="*", default=["auto"], choices=("auto", "int8"), help="take turns")
+    parser.add_argument("--turns", type=int, default=1, help="medians of so many are shown")
     parser.add_argument("--steps", type=int, default=16)
     return parser.parse_args(arguments)
 

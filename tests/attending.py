@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, WideRows
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache, WideRows
 
 Chunk = tuple[int, int]  # tokens in the cache before this step, new tokens
 
@@ -38,6 +38,15 @@ def naive_attention(
     return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).reshape(new, -1)
 
 
+def as_stored(x: Tensor, cache: LayerCache) -> Tensor:
+    """Keys or values ``[tokens, kv_heads, head_size]`` as a cache gives them back, in float64."""
+    if cache.scales is None:
+        return x.double()
+    largest = x.float().abs().amax(-1, keepdim=True)
+    factor = torch.full_like(largest, 127).div_(largest)
+    return (x.float() * factor).round().double() * (largest / 127).double()
+
+
 def attend(
     backend: AttentionBackend,
     chunks: list[Chunk],
@@ -53,15 +62,20 @@ def attend(
     """The backend's output for a batch and the naive one, each ``[tokens, heads * head_size]``.
 
     wide: of each chunk, those of one token first. All that the cache holds beyond the sequences' own tokens is `junk`,
-    so reading it shows.
+    so reading it shows; of a quantized one, its scales are. The naive one sees keys and values as they are stored.
     """
     torch.manual_seed(seed)
     chunks = sorted(chunks, key=lambda chunk: chunk[1] > 1)
     contexts = [before + new for before, new in chunks]
     blocks = BlockTables(contexts, block_size, seed)
     cache = backend.allocate(blocks.num_blocks, block_size, spec, dtype, CPU)
-    cache.keys.fill_(junk)
-    cache.values.fill_(junk)
+    if cache.scales is None:
+        cache.keys.fill_(junk)
+        cache.values.fill_(junk)
+    else:
+        cache.keys.fill_(77)
+        cache.values.fill_(-55)
+        cache.scales.fill_(junk)
 
     def random(heads: int) -> list[Tensor]:
         return [(torch.randn(context, heads, spec.head_size) * spread).to(dtype) for context in contexts]
@@ -86,7 +100,7 @@ def attend(
         plan = backend.prepare(metadata, block_size)
         output = backend.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
     expected = [
-        naive_attention(q[before:], k, v, spec, seen)
+        naive_attention(q[before:], as_stored(k, cache), as_stored(v, cache), spec, seen)
         for (before, _), q, k, v, seen in zip(chunks, queries, keys, values, wide or [()] * len(chunks), strict=True)
     ]
     return output, torch.cat(expected)

@@ -60,9 +60,19 @@ def parse_json(value: Any) -> Any:
         raise ValueError(f"{value!r} is not JSON ({error})") from None
 
 
+def check_cache_type(value: Any) -> Any:
+    """Raises ValueError for types of the KV cache that vLLM has and vlmserve has not; passes all else through."""
+    if isinstance(value, str) and value.startswith("fp8"):
+        raise ValueError("floats of 8 bits are not supported; use int8, which takes as many bytes")
+    if value in get_args(DType)[1:]:
+        raise ValueError("use auto, which takes the model's type (--dtype), or int8")
+    return value
+
+
 ByteSize = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Annotated[Literal["auto", "int8"], BeforeValidator(check_cache_type)]
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
 
@@ -211,6 +221,9 @@ class EngineConfig(Settings):
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
+    kv_cache_dtype: KVCacheDType = Field(
+        "auto", description="Type of keys and values: auto takes the model's; int8 takes 8 bits and scales."
+    )
     swap_memory: ByteSize = Field(0, description="Host memory for evicted KV blocks, like 4GiB; 0: none.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts with a common prefix.")
     memory_fraction: float = Field(

@@ -194,9 +194,6 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--task", "--runner"): Unused(
         "Models write text.", ("auto", "generate"), otherwise="only models that write text are served"
     ),
-    ("--kv-cache-dtype",): Unused(
-        "The KV cache has the model's type.", ("auto",), otherwise="the KV cache has the model's type, see --dtype"
-    ),
     ("--chat-template-content-format",): Unused(
         "What a template takes is found out from it.", ("auto",), otherwise="what a template takes is found out from it"
     ),

@@ -19,3 +19,16 @@ def test_each_context_is_measured_and_compared_with_the_shortest(tmp_path: Path)
     assert rows[0]["of_shortest"] == rows[2]["of_shortest"] == 1
     assert rows[1]["of_shortest"] == rows[0]["ms"] / rows[1]["ms"]
     assert all(row["ms"] > 0 for row in rows)
+
+
+def test_types_of_the_kv_cache_take_turns(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    main(
+        ["--model", "pixie", "--lengths", "20", "40", "--at-once", "1", "--steps", "2", "--turns", "2",
+         "--kv-cache-dtype", "auto", "int8", "--kv-cache-memory", "16MiB", "--json", str(report)]
+    )  # fmt: skip
+    rows = {(row["kv_cache_dtype"], row["length"]): row for row in json.loads(report.read_text())["rows"]}
+    assert sorted(rows) == [("auto", 20), ("auto", 40), ("int8", 20), ("int8", 40)]
+    assert all(
+        rows[kind, 40]["of_shortest"] == rows[kind, 20]["ms"] / rows[kind, 40]["ms"] for kind in ("auto", "int8")
+    )

@@ -119,6 +119,8 @@ def test_flags_for_what_is_not_there_are_refused_kindly(name):
         ("--limit-mm-per-prompt.image 1 --limit-mm-per-prompt.image.count 2", ["image.count", "already"]),
         ("--mm-processor-kwargs.pixels 9", ["--mm-processor-kwargs: there is no key pixels", "max_pixels"]),
         ("--quantization fp8", ["--quantize int8"]),
+        ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype fp8_e4m3", "int8"]),
+        ("--kv-cache-dtype bfloat16", ["--kv-cache-dtype bfloat16", "auto", "--dtype", "int8"]),
         ("--no-such-flag", ["--no-such-flag"]),
         ("--max-model-length 3", ["--max-model-length", "did you mean --max-model-len?"]),
     ],

@@ -68,15 +68,19 @@ class Oracle:
         return generated[0, len(prompt.token_ids) :].tolist()
 
 
-@pytest.fixture(scope="module")
-def llava(tmp_path_factory) -> Oracle:
-    folder = make_llava(tmp_path_factory.mktemp("llava"))
+def llava_oracle(folder: Path) -> Oracle:
+    make_llava(folder)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     vision = model.config.vision_config
     tokens = (vision.image_size // vision.patch_size) ** 2
     shape = (3, vision.image_size, vision.image_size)
     return Oracle(folder, model, model.config.image_token_id, shape, tokens, model.config.text_config.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory) -> Oracle:
+    return llava_oracle(tmp_path_factory.mktemp("llava"))
 
 
 def text_oracle(folder: Path, file: Path | None = None) -> Oracle:

@@ -25,10 +25,10 @@ from vlmserve.models.decoder import Decoder
 from vlmserve.models.registry import load_model
 
 
-def load_decoder(folder: Path, dtype: torch.dtype, quantize: str = "none") -> Decoder:
+def load_decoder(folder: Path, dtype: torch.dtype, quantize: str = "none", **options: Any) -> Decoder:
     quantization = QuantizationConfig(scheme=quantize, group_size=32)
     model = load_model(
-        folder, device=torch.device("cpu"), dtype=dtype, kernels="native", quantization=quantization
+        folder, device=torch.device("cpu"), dtype=dtype, kernels="native", quantization=quantization, **options
     ).language_model
     assert isinstance(model, Decoder)
     return model
@@ -48,19 +48,26 @@ def logits(decoder: Decoder, counts: list[list[int]]) -> torch.Tensor:
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "num_key_value_heads": 6}], ids=["plain", "biases"])
+@pytest.mark.parametrize("quantized_cache", [False, True], ids=["", "int8 cache"])
 def test_a_program_gives_what_its_kernels_give_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, quantize: str, overrides: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    quantize: str,
+    overrides: dict[str, Any],
+    quantized_cache: bool,
 ) -> None:
     folder = make_llama(tmp_path, **overrides)
     counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
     programs = []
     record = Decoder._record
     monkeypatch.setattr(Decoder, "_record", lambda *args: programs.append(record(*args)) or programs[-1])
-    at_once = logits(load_decoder(folder, dtype, quantize), counts)
+    at_once = logits(load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache), counts)
     assert len(programs) == 1
     assert programs[0] is not None
     monkeypatch.setattr(Decoder, "_record", lambda *args: None)
-    assert torch.equal(logits(load_decoder(folder, dtype, quantize), counts), at_once)
+    one_by_one = load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache)
+    assert torch.equal(logits(one_by_one, counts), at_once)
 
 
 @built

@@ -152,8 +152,9 @@ def test_how_keys_and_values_are_stored_counts(folder):
         cache_identity(b"model", reference, [BLOCK, BLOCK]),
         cache_identity(b"model", reference, [LayerCache(BLOCK.keys, BLOCK.values, 8)]),
         cache_identity(b"model", reference, [LayerCache(BLOCK.keys.char(), BLOCK.values.char(), 16)]),
+        cache_identity(b"model", reference, [LayerCache(BLOCK.keys.char(), BLOCK.values.char(), 16, BLOCK.keys)]),
     }
-    assert len(seen) == 6
+    assert len(seen) == 7
 
 
 def test_the_number_of_blocks_does_not_count():

@@ -51,14 +51,17 @@ OF_COMPLETE_ANSWERS = (
 
 
 def metrics_of(
-    stats: EngineStats | None = STATS, pictures=PICTURES, engine: RunningEngine | None = ENGINE
+    stats: EngineStats | None = STATS,
+    pictures=PICTURES,
+    engine: RunningEngine | None = ENGINE,
+    cache_dtype: str = "auto",
 ) -> ServerMetrics:
     return ServerMetrics(
         "tiny",
         engine_stats=lambda: stats,
         picture_cache_stats=lambda: pictures,
         engine=lambda: engine,
-        cache_config={"block_size": 16, "enable_prefix_caching": True},
+        cache_config={"block_size": 16, "cache_dtype": cache_dtype, "enable_prefix_caching": True},
     )
 
 
@@ -298,6 +301,13 @@ def test_a_server_tells_what_it_has_loaded_and_how_long_that_took(live):
         "true",
     )
     assert scrape(live)["model_load_time_seconds"] == live.client.load_seconds > 0
+
+
+@pytest.mark.parametrize(("cache_dtype", "shown"), [("auto", ENGINE.info.dtype), ("int8", "int8")])
+def test_the_type_of_keys_and_values_is_the_models_unless_another_is_set(cache_dtype, shown):
+    page = metrics_of(cache_dtype=cache_dtype).exposition()[0].decode()
+    [sample] = [s for family in parse(page) for s in family.samples if s.name == "vlmserve:cache_config_info"]
+    assert sample.labels["cache_dtype"] == shown
 
 
 async def test_figures_of_the_gpu_are_there_if_the_engine_runs_on_one(monkeypatch):

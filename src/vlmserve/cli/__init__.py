@@ -24,14 +24,14 @@ app.add_typer(keys, name="keys")
 
 LOCAL_FIELDS = (
     "model", "revision", "engine", "device", "dtype", "model_impl", "chat_template", "quantize", "max_model_len",
-    "kv_cache_memory", "num_threads",
+    "kv_cache_memory", "kv_cache_dtype", "num_threads",
 )  # fmt: skip
 """Settings that matter where one person asks one thing at a time."""
 
 COMMON_FIELDS = (
     "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "dtype", "quantize", "max_model_len",
-    "max_num_seqs", "kv_cache_memory", "memory_fraction", "chat_template", "max_images", "allowed_media_path",
-    "log_prompts",
+    "max_num_seqs", "kv_cache_memory", "kv_cache_dtype", "memory_fraction", "chat_template", "max_images",
+    "allowed_media_path", "log_prompts",
 )  # fmt: skip
 """Settings that most servers are started with."""
 
@@ -166,7 +166,7 @@ def chat(
 
 
 @app.command(cls=SettingsCommand)
-@command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "num_threads"))
+@command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "kv_cache_dtype", "num_threads"))
 def bench(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")] = (
@@ -345,7 +345,7 @@ def eval_pixie(
 
 
 @evaluations.command("perplexity", cls=SettingsCommand)
-@command(("revision", "device", "dtype", "kernels", "num_threads", *QUANTIZATION_DETAILS))
+@command(("revision", "device", "dtype", "kernels", "kv_cache_dtype", "num_threads", *QUANTIZATION_DETAILS))
 def eval_perplexity(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],

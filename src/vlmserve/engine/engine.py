@@ -90,6 +90,10 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
         )
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %s, %d bytes a token",
+            num_blocks, config.block_size, _cache_type(config, model), block_bytes // config.block_size,
+        )  # fmt: skip
         self._config = config
         self._grammars = grammar_compiler(config, folder, language_model.vocab_size)
         one_block = language_model.allocate_cache(1, config.block_size, model.device)
@@ -343,6 +347,11 @@ def _snapshot(sequence: Sequence, *, runs: bool) -> RequestSnapshot:
     )
 
 
+def _cache_type(config: EngineConfig, model: LoadedModel) -> str:
+    """Of keys and values."""
+    return config.kv_cache_dtype if config.kv_cache_dtype != "auto" else str(model.dtype).removeprefix("torch.")
+
+
 def gpu_uuid(device: torch.device) -> str | None:
     """NVML's name of a CUDA device; None for others."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -363,6 +372,7 @@ def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
         kernels=config.kernels,
         quantization=config.quantization,
         implementation=config.model_impl,
+        quantized_cache=config.kv_cache_dtype == "int8",
     )
 
 

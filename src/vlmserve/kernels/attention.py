@@ -67,11 +67,22 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LayerCache:
-    """Keys and values of one layer. The order of the axes belongs to the backend that allocated them."""
+    """Keys and values of one layer. The order of the axes belongs to the backend that allocated them, but blocks come
+    first.
+
+    scales: float32, one for each token and head of keys and of values; these are int8 then, and what they stand for is
+    ``scale * int8``. None: keys and values have the type of queries.
+    """
 
     keys: Tensor
     values: Tensor
     block_size: int
+    scales: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that blocks consist of."""
+        return [self.keys, self.values] if self.scales is None else [self.keys, self.values, self.scales]
 
 
 class RotaryRows(NamedTuple):
@@ -93,7 +104,7 @@ class AttentionBackend(Protocol):
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """A zeroed cache of one layer."""
+        """A zeroed cache of one layer. dtype: of queries, and of keys and values as they come."""
         ...
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:

@@ -20,12 +20,12 @@ def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
     """Zero blocks (int64 ids on the cache's device)."""
-    cache.keys.index_fill_(0, blocks, 0)
-    cache.values.index_fill_(0, blocks, 0)
+    for tensor in cache.tensors:
+        tensor.index_fill_(0, blocks, 0)
 
 
 def copy_blocks(source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
     """Copy blocks between caches, on one device or across two. All are read before any is written."""
-    for origin, destination in ((source.keys, target.keys), (source.values, target.values)):
+    for origin, destination in zip(source.tensors, target.tensors, strict=True):
         blocks = origin.index_select(0, source_blocks.to(origin.device)).to(destination.device)
         destination.index_copy_(0, target_blocks.to(destination.device), blocks)

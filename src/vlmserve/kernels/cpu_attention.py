@@ -19,7 +19,14 @@ LANES = 16
 MAX_HEAD_SIZE = 512
 
 
-def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, sees_ahead: bool = False) -> str | None:
+def unserved(
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    sees_ahead: bool = False,
+    quantized_cache: bool = False,
+) -> str | None:
     """Why the native kernels cannot serve a layer, None if they can. sees_ahead: of batches that have wide rows."""
     if not supported_isas():
         return "the native kernels were not built"
@@ -27,7 +34,7 @@ def unserved(spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, s
         return f"they run on a CPU, not on {device.type}"
     if dtype not in DTYPES:
         return f"they know no {dtype}"
-    if dtype == torch.bfloat16 and spec.head_size % 2:
+    if (dtype == torch.bfloat16 or quantized_cache) and spec.head_size % 2:
         return f"a head of {spec.head_size} elements is not made of pairs"
     if spec.head_size > MAX_HEAD_SIZE:
         return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
@@ -45,27 +52,33 @@ class CpuAttention:
 
     name = "native"
 
-    def __init__(self) -> None:
+    def __init__(self, *, quantized_cache: bool = False) -> None:
+        """quantized_cache: keys and values are stored in 8 bits."""
+        self.quantized_cache = quantized_cache
         self._attention = extension().attention
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
         """A zeroed cache of one layer. Raises ValueError for what `unserved` gives a reason against."""
-        if (reason := unserved(spec, dtype, device)) is not None:
+        if (reason := unserved(spec, dtype, device, quantized_cache=self.quantized_cache)) is not None:
             raise ValueError(f"native attention is not possible here: {reason}")
-        pair = 4 // dtype.itemsize
+        pair = 2 if self.quantized_cache else 4 // dtype.itemsize
+        stored = torch.int8 if self.quantized_cache else dtype
         tiles = (num_blocks, spec.num_kv_heads, -(-block_size // LANES))
         columns = -(-spec.head_size // LANES) * LANES
-        keys = allocate_zeros((*tiles, spec.head_size // pair, LANES, pair), dtype, device)
-        values = allocate_zeros((*tiles, LANES // pair, columns, pair), dtype, device)
-        return LayerCache(keys, values, block_size)
+        keys = allocate_zeros((*tiles, spec.head_size // pair, LANES, pair), stored, device)
+        values = allocate_zeros((*tiles, LANES // pair, columns, pair), stored, device)
+        scales = allocate_zeros((*tiles, 2, LANES), torch.float32, device) if self.quantized_cache else None
+        return LayerCache(keys, values, block_size, scales)
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
         """What a block of one layer takes, keys and values together: whole tiles."""
         tokens = -(-block_size // LANES) * LANES
         columns = -(-spec.head_size // LANES) * LANES
-        return tokens * spec.num_kv_heads * (spec.head_size + columns) * dtype.itemsize
+        size = (spec.head_size + columns) * (1 if self.quantized_cache else dtype.itemsize)
+        scales = 2 * torch.float32.itemsize if self.quantized_cache else 0
+        return tokens * spec.num_kv_heads * (size + scales)
 
     def clear(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero blocks (int64 ids)."""
@@ -143,13 +156,14 @@ class CpuAttention:
         plan: object,
     ) -> Tensor:
         assert isinstance(plan, CpuPlan)
-        if cache.keys.dtype != dtype:
+        if cache.scales is None and cache.keys.dtype != dtype:
             raise ValueError(f"queries of {dtype} do not fit a cache of {cache.keys.dtype}")
         output = torch.empty((plan.num_tokens, spec.num_heads * spec.head_size), dtype=dtype)
         self._attention(
             *addresses,
             cache.keys.data_ptr(),
             cache.values.data_ptr(),
+            0 if cache.scales is None else cache.scales.data_ptr(),
             output.data_ptr(),
             *plan.addresses,
             plan.num_sequences,
@@ -198,13 +212,15 @@ def _without_wide_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]
 
 def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec) -> Tensor:
     assert isinstance(rope, RecordedRope)
-    qkv.expect((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, cache.keys.dtype)
+    dtype = cache.keys.dtype if cache.scales is None else qkv.recording.dtype
+    qkv.expect((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, dtype)
     return qkv.recording.add(
         ATTENTION,
         qkv,
         spec.num_heads * spec.head_size,
         keys=cache.keys.data_ptr(),
         values=cache.values.data_ptr(),
+        scales=0 if cache.scales is None else cache.scales.data_ptr(),
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,

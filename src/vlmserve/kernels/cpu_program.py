@@ -63,6 +63,7 @@ class Operation:
     eps: float = 0.0
     keys: int = 0
     values: int = 0
+    scales: int = 0
     heads: int = 0
     kv_heads: int = 0
     head_size: int = 0
@@ -74,7 +75,7 @@ class Operation:
     rope: int = 0
     plan: int = 0
 
-    LAYOUT = struct.Struct("13qd8q2d2q")
+    LAYOUT = struct.Struct("13qd9q2d2q")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ Keys and values lie as ``[blocks, kv_heads, block_size, head_size]``, so that on
 block_size * head_size]`` is a contiguous piece of one head's history. Gathering such rows in the order sequence, head,
 block gives the contiguous ``[sequences * kv_heads, length, head_size]`` that a batched matrix product wants, with the
 query heads of a group as its rows: keys and values are copied once and never repeated.
+
+In 8 bits they lie alike, with scales ``[blocks, kv_heads, 2, block_size]`` of keys and of values beside them; gathering
+makes them numbers of the queries' type again. New ones meet queries as they will be read later.
 """
 
 from __future__ import annotations
@@ -91,16 +94,29 @@ class TorchReference:
 
     name = "torch"
 
+    def __init__(self, *, quantized_cache: bool = False) -> None:
+        """quantized_cache: keys and values are stored in 8 bits."""
+        self.quantized_cache = quantized_cache
+
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
         """A zeroed cache of one layer."""
         shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
-        return LayerCache(allocate_zeros(shape, dtype, device), allocate_zeros(shape, dtype, device), block_size)
+        stored = torch.int8 if self.quantized_cache else dtype
+        scales = None
+        if self.quantized_cache:
+            scales = allocate_zeros((num_blocks, spec.num_kv_heads, 2, block_size), torch.float32, device)
+        return LayerCache(
+            allocate_zeros(shape, stored, device), allocate_zeros(shape, stored, device), block_size, scales
+        )
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
         """What a block of one layer takes, keys and values together."""
-        return 2 * spec.num_kv_heads * spec.head_size * block_size * dtype.itemsize
+        row_bytes = spec.head_size * dtype.itemsize
+        if self.quantized_cache:
+            row_bytes = spec.head_size + torch.float32.itemsize
+        return 2 * spec.num_kv_heads * block_size * row_bytes
 
     def clear(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero blocks (int64 ids on the cache's device)."""
@@ -129,8 +145,7 @@ class TorchReference:
         layer = plan.layers.get((spec, query.dtype))
         if layer is None:
             layer = plan.layers[spec, query.dtype] = _plan_layer(metadata, cache.block_size, spec, query)
-        cache.keys.view(-1, spec.head_size).index_copy_(0, layer.write, key.reshape(-1, spec.head_size))
-        cache.values.view(-1, spec.head_size).index_copy_(0, layer.write, value.reshape(-1, spec.head_size))
+        key, value = _write(cache, 0, key, layer.write), _write(cache, 1, value, layer.write)
 
         output = query.new_empty(query.shape[0], spec.num_heads, spec.head_size)
         if layer.buckets:
@@ -150,8 +165,8 @@ def _attend_decodes(query: Tensor, cache: LayerCache, spec: AttentionSpec, layer
     by_group = attended.view(grouped.shape)
     for bucket in layer.buckets:
         rows = slice(bucket.start * spec.num_kv_heads, bucket.end * spec.num_kv_heads)
-        keys = _gather(cache.keys, bucket.gather, layer.workspace[0], rows.stop - rows.start)
-        values = _gather(cache.values, bucket.gather, layer.workspace[1], rows.stop - rows.start)
+        keys = _gather(cache, 0, bucket.gather, layer.workspace, rows.stop - rows.start)
+        values = _gather(cache, 1, bucket.gather, layer.workspace, rows.stop - rows.start)
         _attend_bucket(grouped[rows], keys, values, spec, bucket, by_group[rows])
     if layer.order is not None:
         output.index_copy_(0, layer.order, attended)
@@ -223,8 +238,8 @@ def _attend_chunk(
     if chunk.gather is None:
         keys, values = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
     else:
-        keys = _gather(cache.keys, chunk.gather, layer.workspace[0], spec.num_kv_heads)
-        values = _gather(cache.values, chunk.gather, layer.workspace[1], spec.num_kv_heads)
+        keys = _gather(cache, 0, chunk.gather, layer.workspace, spec.num_kv_heads)
+        values = _gather(cache, 1, chunk.gather, layer.workspace, spec.num_kv_heads)
     result = output[rows].transpose(0, 1)
     if not chunk.masked:
         result.copy_(_dot_product_attention(queries, keys, values, spec, None))
@@ -305,11 +320,40 @@ def _attention_by_scores(query: Tensor, keys: Tensor, values: Tensor, spec: Atte
     return torch.bmm(weights.view(spec.num_kv_heads, -1, keys.shape[1]), values).view(heads, rows, size)
 
 
-def _gather(cache: Tensor, rows: Tensor, workspace: Tensor, batch: int) -> Tensor:
-    """Blocks of the cache as ``[batch, tokens, head_size]``, in `workspace`."""
-    blocks, heads, block_size, size = cache.shape
-    gathered = workspace[: len(rows)]
-    torch.index_select(cache.view(blocks * heads, block_size * size), 0, rows, out=gathered)
+def _write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
+    """Write keys (`which` 0) or values (1) ``[tokens, kv_heads, head_size]`` into rows of the cache. Returns them as
+    they will be read."""
+    stored = cache.tensors[which]
+    size = new.shape[2]
+    flat = new.reshape(-1, size)
+    if cache.scales is None:
+        stored.view(-1, size).index_copy_(0, rows, flat)
+        return new
+    largest = flat.abs().amax(1).float()
+    # What is not finite becomes NaN, all of the row.
+    scales = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    # Not 127 / largest, which torch computes as a product with the reciprocal.
+    factors = torch.full_like(largest, 127).div_(largest)
+    rounded = (flat * factors[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
+    stored.view(-1, size).index_copy_(0, rows, rounded)
+    heads, block_size = cache.scales.shape[1], cache.scales.shape[3]
+    places = (rows // block_size * 2 + which) * block_size + rows % block_size
+    cache.scales.view(-1).index_copy_(0, places, scales)
+    return (rounded * scales[:, None]).to(new.dtype).view(-1, heads, size)
+
+
+def _gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batch: int) -> Tensor:
+    """Blocks of keys (`which` 0) or values (1) as ``[batch, tokens, head_size]``, in `workspace`."""
+    stored = cache.tensors[which]
+    blocks, heads, block_size, size = stored.shape
+    flat = stored.view(blocks * heads, block_size * size)
+    gathered = workspace[which, : len(rows)]
+    if cache.scales is None:
+        torch.index_select(flat, 0, rows, out=gathered)
+    else:
+        integers = flat.index_select(0, rows).view(-1, block_size, size)
+        scales = cache.scales.view(blocks * heads, 2, block_size)[:, which].index_select(0, rows)
+        torch.mul(integers, scales[..., None], out=gathered.view(integers.shape))
     return gathered.view(batch, -1, size)
 
 

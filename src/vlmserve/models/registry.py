@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ def load_model(
     kernels: str = "auto",
     quantization: QuantizationConfig | None = None,
     implementation: ModelImplementation = "auto",
+    quantized_cache: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint in Hugging Face layout, or a GGUF file.
 
@@ -68,21 +70,22 @@ def load_model(
     bfloat16 if it has instructions for it or the native kernels run, else float32. kernels: see `choose_kernels`.
     quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is; what
     a GGUF file has in 4 bits does where native kernels compute with it, unless float32 is asked for, which is exact.
+    quantized_cache: keys and values are stored in 8 bits.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors.
     """
     if quantization is not None and not quantization.wanted:
         quantization = None
     if implementation == "transformers":
-        return _load_with_transformers(folder, device, dtype, kernels, quantization)
+        return _load_with_transformers(folder, device, dtype, kernels, quantization, quantized_cache)
     try:
-        return _load(folder, device, dtype, kernels, quantization)
+        return _load(folder, device, dtype, kernels, quantization, quantized_cache)
     except UnsupportedModelError as error:
         if implementation == "vlmserve" or folder.is_file():
             raise
         logger.info("no implementation of our own: %s", error)
         try:
-            return _load_with_transformers(folder, device, dtype, kernels, quantization)
+            return _load_with_transformers(folder, device, dtype, kernels, quantization, quantized_cache)
         except MissingWeightsError:
             raise
         except ModelLoadError as other:
@@ -95,6 +98,7 @@ def _load(
     dtype: torch.dtype | None,
     kernels: str,
     quantization: QuantizationConfig | None,
+    quantized_cache: bool,
 ) -> LoadedModel:
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
@@ -108,7 +112,8 @@ def _load(
         stated = dtype or _stated_dtype(config, text_config) or checkpoint.dtype()
         wanted, native = _choose_dtype(stated, kernels, device, automatic=dtype is None)
         ahead = spec.sees_ahead is not None
-        backend = _attention_backend(spec.attention, wanted, device, sees_ahead=ahead) if native else TorchReference()
+        choose = partial(_attention_backend, dtype=wanted, device=device, native=native)
+        backend = choose(spec.attention, sees_ahead=ahead, quantized_cache=quantized_cache)
         model, decoder, vision, cross = description.build(spec, backend, dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     filled = load_packed(checkpoint, model, layouts) if packed else set()
@@ -245,6 +250,7 @@ def _load_with_transformers(
     dtype: torch.dtype | None,
     kernels: str,
     quantization: QuantizationConfig | None,
+    quantized_cache: bool,
 ) -> LoadedModel:
     if folder.is_file():
         raise ConfigurationError("--model-impl transformers reads folders, not GGUF files")
@@ -254,13 +260,13 @@ def _load_with_transformers(
     config = checkpoint.config
     stated = dtype or config.dtype or Checkpoint(folder, str).dtype()
     wanted, native = _choose_dtype(stated, kernels, device, automatic=dtype is None)
-
-    def choose(layers: Sequence[AttentionSpec], *, sees_ahead: bool) -> AttentionBackend:
-        return _attention_backend(layers, wanted, device, sees_ahead=sees_ahead) if native else TorchReference()
-
+    choose = partial(_attention_backend, dtype=wanted, device=device, native=native)
     theirs = checkpoint.load(wanted, device)
     sample = checkpoint.sample(theirs)
     model = TransformersModel(theirs, choose, sample)
+    if quantized_cache:
+        # Not sooner: its logits were compared with transformers' own.
+        model.backend = choose(model.attention, sees_ahead=model.sees_ahead is not None, quantized_cache=True)
     logger.info("%s runs by transformers' implementation, which is slower than our own", type(theirs).__name__)
     return LoadedModel(
         architecture=type(theirs).__name__,
@@ -279,14 +285,23 @@ def _load_with_transformers(
 
 
 def _attention_backend(
-    layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, *, sees_ahead: bool
+    layers: Sequence[AttentionSpec],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    native: bool,
+    sees_ahead: bool,
+    quantized_cache: bool = False,
 ) -> AttentionBackend:
-    """The native backend where it serves all layers."""
+    """The native backend where it serves all layers and native kernels are wanted."""
+    if not native:
+        return TorchReference(quantized_cache=quantized_cache)
     for attention in layers:
-        if (reason := unserved(attention, dtype, device, sees_ahead=sees_ahead)) is not None:
+        reason = unserved(attention, dtype, device, sees_ahead=sees_ahead, quantized_cache=quantized_cache)
+        if reason is not None:
             logger.info("attention: torch (%s)", reason)
-            return TorchReference()
-    return CpuAttention()
+            return TorchReference(quantized_cache=quantized_cache)
+    return CpuAttention(quantized_cache=quantized_cache)
 
 
 def _choose_arrangement(model: nn.Module, *, native: bool) -> None:

@@ -197,7 +197,9 @@ class ModelFacts(Collector):
         info = engine.info
         about = {"architecture": info.architecture, "device": info.device, "dtype": info.dtype}
         yield self._gauge("model_info", "1; what the model is, in labels.", 1, about)
-        cache = {**self._cache_config, "cache_dtype": info.dtype, "num_gpu_blocks": str(stats.kv_blocks_total)}
+        cache = {**self._cache_config, "num_gpu_blocks": str(stats.kv_blocks_total)}
+        if cache["cache_dtype"] == "auto":
+            cache["cache_dtype"] = info.dtype
         yield self._gauge("cache_config_info", "1; what the KV cache is like, in labels.", 1, cache)
 
     def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> GaugeMetricFamily:

@@ -42,7 +42,7 @@ class ServerMetrics:
     """All metrics of one server, in a registry of their own. To be used from one thread.
 
     engine_stats, picture_cache_stats, engine: asked at every scrape; what returns None is left out. cache_config: what
-    is set of the KV cache, by names of labels.
+    is set of the KV cache, by names of labels; a `cache_dtype` of "auto" is the model's.
     """
 
     def __init__(

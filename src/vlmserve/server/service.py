@@ -157,7 +157,11 @@ class Service:
             engine_stats=self.engine_stats,
             picture_cache_stats=self.picture_cache_stats,
             engine=self._running_engine,
-            cache_config={"block_size": engine.block_size, "enable_prefix_caching": engine.enable_prefix_caching},
+            cache_config={
+                "block_size": engine.block_size,
+                "cache_dtype": engine.kv_cache_dtype,
+                "enable_prefix_caching": engine.enable_prefix_caching,
+            },
         )
         # A slow picture must not hold up text, nor a slow host the pictures that are here already.
         self._body_workers = ThreadPoolExecutor(1, "parse-bodies")

@@ -24,15 +24,18 @@ constexpr Shape SHAPES[] = {
 // Sequences over a cache whose free memory is no number, and their keys and values as the reference keeps them.
 class PagedCache {
 public:
-    PagedCache(const Shape& shape, int dtype, long sequences, Random& random)
+    // quantized: keys and values are stored in 8 bits, whose scales are no numbers at first.
+    PagedCache(const Shape& shape, int dtype, bool quantized, long sequences, Random& random)
         : shape_(shape),
           dtype_(dtype),
+          quantized_(quantized),
           random_(random),
           columns_((shape.head_size + 15) / 16 * 16),
           tiles_((shape.block_size + 15) / 16),
           table_stride_(MOST_TOKENS / shape.block_size + 1),
-          keys_(dtype, sequences * table_stride_ * shape.kv_heads * tiles_ * shape.head_size * 16),
-          values_(dtype, sequences * table_stride_ * shape.kv_heads * tiles_ * columns_ * 16),
+          keys_(num_tiles(sequences) * shape.head_size * 16 * stored_bytes(), 0xff),
+          values_(num_tiles(sequences) * columns_ * 16 * stored_bytes(), 0xff),
+          scales_(FLOAT32, num_tiles(sequences) * 32),
           kept_keys_(static_cast<std::size_t>(sequences)),
           kept_values_(static_cast<std::size_t>(sequences)) {
         // Blocks in no order.
@@ -63,6 +66,7 @@ public:
         args.positions = batch.positions.data();
         args.keys = keys_.data();
         args.values = values_.data();
+        args.scales = quantized_ ? static_cast<float*>(scales_.data()) : nullptr;
         args.output = output.data();
         args.query_starts = batch.starts.data();
         args.context_lens = batch.lengths.data();
@@ -87,7 +91,7 @@ public:
         args.scratch = scratch.data();
         kernels->attention(args);
         for (long token = 0; token < tokens; ++token) compare(batch, qkv, output, token, width, results);
-        results.require(scratch.intact() && output.intact() && keys_.intact() && values_.intact(),
+        results.require(scratch.intact() && output.intact() && keys_.intact() && values_.intact() && scales_.intact(),
                         "memory behind an array was written");
     }
 
@@ -121,6 +125,25 @@ private:
         long tokens() const { return static_cast<long>(slots.size()); }
     };
 
+    long num_tiles(long sequences) const { return sequences * table_stride_ * shape_.kv_heads * tiles_; }
+    long stored_bytes() const { return quantized_ ? 1 : dtype_ == FLOAT32 ? 4 : 2; }
+
+    // A head as the cache gives it back.
+    std::vector<double> stored(std::vector<double> head) const {
+        float most = 0;
+        for (double x : head) most = std::max(most, static_cast<float>(std::fabs(x)));
+        float factor = 127 / most, one = most / 127;
+        if (quantized_)
+            for (double& x : head) x = static_cast<double>(std::nearbyint(static_cast<float>(x) * factor)) * static_cast<double>(one);
+        return head;
+    }
+
+    double tolerance() const {
+        // A key that is turned in another order of operations may be rounded to the other side.
+        if (quantized_) return dtype_ == FLOAT32 ? 2e-3 : 0.04;
+        return dtype_ == FLOAT32 ? 5e-6 : 0.02;
+    }
+
     double scale() const { return 2 / std::sqrt(static_cast<double>(shape_.head_size)); }
 
     // A head at its position.
@@ -144,10 +167,13 @@ private:
         auto &keys = kept_keys_[static_cast<std::size_t>(batch.sequence_of[number])],
              &values = kept_values_[static_cast<std::size_t>(batch.sequence_of[number])];
         for (long head = 0; head < s.kv_heads; ++head) {
-            auto key = turned(qkv, token * width + (s.heads + head) * s.head_size, position);
+            auto key = stored(turned(qkv, token * width + (s.heads + head) * s.head_size, position));
             keys.insert(keys.end(), key.begin(), key.end());
+            std::vector<double> value;
             for (long i = 0; i < s.head_size; ++i)
-                values.push_back(qkv[token * width + (s.heads + s.kv_heads + head) * s.head_size + i]);
+                value.push_back(qkv[token * width + (s.heads + s.kv_heads + head) * s.head_size + i]);
+            value = stored(value);
+            values.insert(values.end(), value.begin(), value.end());
         }
         // Of a long chunk, some tokens will do.
         if (batch.tokens() > 100 && token % 37) return;
@@ -155,8 +181,7 @@ private:
             auto query = turned(qkv, token * width + head * s.head_size, position);
             auto expected = attend(query, keys, values, head / (s.heads / s.kv_heads), position);
             for (long i = 0; i < s.head_size; ++i)
-                results.compare(output[(token * s.heads + head) * s.head_size + i], expected[i],
-                                dtype_ == FLOAT32 ? 5e-6 : 0.02);
+                results.compare(output[(token * s.heads + head) * s.head_size + i], expected[i], tolerance());
         }
     }
 
@@ -181,18 +206,22 @@ private:
 
     const Shape& shape_;
     int dtype_;
+    bool quantized_;
     Random& random_;
     long columns_, tiles_, table_stride_;
-    Numbers keys_, values_;
+    Memory keys_, values_;
+    Numbers scales_;
     std::vector<std::int32_t> blocks_;
     std::vector<float> cos_, sin_;
     std::vector<std::vector<double>> kept_keys_, kept_values_;
 };
 
-inline void test_paged_attention(const Shape& shape, int dtype) {
+inline std::string name_of_cache(bool quantized) { return quantized ? ", cache in 8 bits" : ""; }
+
+inline void test_paged_attention(const Shape& shape, int dtype, bool quantized) {
     Random random(static_cast<std::uint64_t>(shape.head_size));
-    Case results(std::string("paged attention: ") + shape.name + ", " + name_of(dtype));
-    PagedCache cache(shape, dtype, 3, random);
+    Case results(std::string("paged attention: ") + shape.name + ", " + name_of(dtype) + name_of_cache(quantized));
+    PagedCache cache(shape, dtype, quantized, 3, random);
     // Prompts in chunks, decodes, and both at once.
     cache.step({1, 37, 0}, 1, results);
     cache.step({1, 18, 5}, 2, results);
@@ -201,11 +230,11 @@ inline void test_paged_attention(const Shape& shape, int dtype) {
 }
 
 // A decode whose keys are more than one thread takes: its pieces are merged.
-inline void test_long_context(int dtype) {
+inline void test_long_context(int dtype, bool quantized) {
     const Shape shape = {"a long context in pieces", 2, 1, 8, 16, 0, 0, 0};
     Random random(9);
-    Case results(std::string("paged attention: ") + shape.name + ", " + name_of(dtype));
-    PagedCache cache(shape, dtype, 1, random);
+    Case results(std::string("paged attention: ") + shape.name + ", " + name_of(dtype) + name_of_cache(quantized));
+    PagedCache cache(shape, dtype, quantized, 1, random);
     cache.step({640}, 2, results);
     cache.step({1}, 3, results);
 }
@@ -250,8 +279,10 @@ inline void test_encoder_attention(int dtype, long images, long length, long hea
 
 inline void test_attention() {
     for (int dtype : {FLOAT32, BFLOAT16}) {
-        for (const Shape& shape : SHAPES) test_paged_attention(shape, dtype);
-        test_long_context(dtype);
+        for (bool quantized : {false, true}) {
+            for (const Shape& shape : SHAPES) test_paged_attention(shape, dtype, quantized);
+            test_long_context(dtype, quantized);
+        }
         test_encoder_attention(dtype, 2, 17, 2, 10, 2);
         test_encoder_attention(dtype, 1, 70, 1, 24, 3);
         test_encoder_attention(dtype, 1, 1, 3, 72, 1);

@@ -184,7 +184,7 @@ PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 29);
+    Arguments from(values, count, 30);
     AttentionArgs args;
     args.query = from.address();
     args.key = from.address();
@@ -194,6 +194,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.positions = static_cast<const std::int64_t*>(from.address());
     args.keys = from.address();
     args.values = from.address();
+    args.scales = static_cast<float*>(from.address());
     args.output = from.address();
     args.query_starts = static_cast<const std::int32_t*>(from.address());
     args.context_lens = static_cast<const std::int32_t*>(from.address());

@@ -127,6 +127,7 @@ private:
         args.positions = static_cast<const std::int64_t*>(args_.ropes[3 * op.rope + 2]);
         args.keys = op.keys;
         args.values = op.values;
+        args.scales = static_cast<float*>(op.scales);
         args.output = buffers_[op.target];
         args.query_starts = args_.query_starts;
         args.context_lens = args_.context_lens;

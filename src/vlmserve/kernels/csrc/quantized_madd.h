@@ -25,17 +25,6 @@ INLINE long num_sums(long in) { return (in + INPUTS_PER_SUM - 1) / INPUTS_PER_SU
 // So many vectors of products of 4 and 8 bits have sums of 16 bits.
 constexpr long OCTETS_PER_SUM = 4;
 
-typedef VectorOf<std::int16_t, 2 * LANES>::Type i16v;
-
-// Sums of the products of two 16-bit numbers in each lane.
-INLINE i32v multiply_pairs(i16v weights, i16v inputs) {
-#if defined(__AVX512F__)
-    return bit_cast<i32v>(_mm512_madd_epi16(bit_cast<__m512i>(weights), bit_cast<__m512i>(inputs)));
-#else
-    return bit_cast<i32v>(_mm256_madd_epi16(bit_cast<__m256i>(weights), bit_cast<__m256i>(inputs)));
-#endif
-}
-
 // Sums of the products of two bytes each, unsigned and signed.
 INLINE i16v multiply_bytes(u8v weights, i16v inputs) {
 #if defined(__AVX512F__)
@@ -47,8 +36,6 @@ INLINE i16v multiply_bytes(u8v weights, i16v inputs) {
 
 // Keeps the compiler from reading everything first, for which there are not registers enough beside the sums.
 INLINE void read_in_turn() { asm volatile("" ::: "memory"); }
-
-INLINE i16v in_all_lanes(std::int32_t inputs) { return bit_cast<i16v>(inputs - i32v{}); }
 
 template <class T>
 float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {

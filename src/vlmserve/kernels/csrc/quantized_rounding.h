@@ -1,6 +1,7 @@
 // How inputs become integers beside weights of few bits.
 #pragma once
 
+#include "pairs.h"
 #include "quantized_layout.h"
 
 namespace {
@@ -12,23 +13,6 @@ typedef std::int32_t Four;
 struct GroupScale {
     float scale, sum;
 };
-
-// The largest integer of 16 bits that inputs become: their upper and lower bytes are both signed.
-constexpr float MOST_OF_16_BITS = 127 * 256 + 127;
-
-// Of the elements' sizes; NaN if one is not finite.
-template <class T>
-INLINE float largest_size(const T* x, long count) {
-    i32v most{};
-    // As integers, sizes are in order, and what is no number comes after infinity.
-    for (long i = 0; i < count; i += LANES) {
-        i32v size = bit_cast<i32v>(load_some(x + i, smaller(LANES, count - i))) & 0x7fffffff;
-        most = most > size ? most : size;
-    }
-    constexpr std::int32_t INFINITE = 0x7f800000;
-    std::int32_t size = reduce<std::int32_t>(most, [](auto a, auto b) { return a > b ? a : b; });
-    return size < INFINITE ? bit_cast<float>(size) : __builtin_nanf("");
-}
 
 // Bytes of the integers, four in a word; the words lie `stride` apart.
 INLINE void store_fours(Four* to, i32v value, long count, long stride) {

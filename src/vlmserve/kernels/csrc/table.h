@@ -44,6 +44,7 @@ struct AttentionArgs {
     const std::int64_t* positions;  // [tokens]: the row of each token; null: its own number
     void* keys;    // the cache: [blocks, kv_heads, tiles of a block, head_size * 16]
     void* values;  // [blocks, kv_heads, tiles of a block, head_size rounded up to 16 * 16]
+    float* scales;  // [blocks, kv_heads, tiles of a block, 2, 16] of keys and values in 8 bits; null: they are of `dtype`
     void* output;  // [tokens, heads * head_size] contiguous
     const std::int32_t* query_starts;
     const std::int32_t* context_lens;
@@ -68,7 +69,7 @@ struct Operation {
     long in, out;                           // of products; of norms, `in` is the size
     long activation, gated, weight_bits, group, wide_inputs;
     double eps;                             // of norms
-    void *keys, *values;                    // of attention, as the rest
+    void *keys, *values, *scales;           // of attention, as the rest
     long heads, kv_heads, head_size, block_size, rope_size, window;
     double scale, soft_cap;
     long rope;  // which cosines and sines

@@ -1,0 +1,96 @@
+// How keys and values lie in the cache, and what they are multiplied as.
+#pragma once
+
+#include "linear.h"
+#include "pairs.h"
+
+namespace {
+
+// Keys and values of the model's own type, as a product multiplies them.
+template <class Format>
+struct Unquantized : Format {
+    typedef typename Format::Element Element, Stored;
+    typedef typename Format::Input Input;
+    typedef f32v Sum;
+    static constexpr bool QUANTIZED = false;
+
+    // A query of `size` elements, its inputs `stride` apart. Returns what scores are to be multiplied by.
+    INLINE float arrange(const Element* query, long size, Input* to, long stride) {
+        for (long unit = 0; unit < size / Format::PAIR; ++unit) to[unit * stride] = Format::input(query + unit * Format::PAIR);
+        return 1.0f;
+    }
+};
+
+// Keys and values in 8 bits, with a scale for each token and head. They meet queries and weights in 16 bits, which lose far
+// less than they have lost, and sums are exact: they do not depend on how rows are put together.
+template <class T>
+struct Quantized {
+    typedef T Element;
+    typedef signed char Stored;
+    typedef i32v Sum;
+    static constexpr bool QUANTIZED = true;
+    static constexpr long PAIR = 2;
+#if defined(__SSE2__)
+    // An instruction multiplies pairs.
+    typedef std::int16_t Integer;
+    typedef std::int32_t Input;
+    typedef i16v Weights;
+    static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
+    INLINE Weights weights(const Stored* from, int) { return widen(from); }
+    INLINE void multiply(Sum& sum, Input x, Weights w, int) { sum = add_products(sum, w, in_all_lanes(x)); }
+#else
+    typedef std::int32_t Integer;
+    struct Input {
+        Integer values[2];
+    };
+    typedef i32v Weights;
+    static constexpr int STEPS = 2, BLOCK = rows_of_block(STEPS);
+    INLINE Weights weights(const Stored* from, int step) {
+        u16v pairs;
+        __builtin_memcpy(&pairs, from, sizeof pairs);
+        i32v wide = __builtin_convertvector(pairs, i32v);
+        return (step == 0 ? wide << 24 : wide << 16) >> 24;
+    }
+    INLINE void multiply(Sum& sum, const Input& x, Weights w, int step) { sum += x.values[step] * w; }
+#endif
+    // What follows meets an input of 0.
+    INLINE Weights first_of_pair(const Stored* from) { return weights(from, 0); }
+
+    // LANES numbers as integers of at most 16 bits.
+    INLINE void store_integers(Input* to, f32v values) {
+        auto integers = __builtin_convertvector(round_to_integers(values), typename VectorOf<Integer, LANES>::Type);
+        __builtin_memcpy(to, &integers, sizeof integers);
+    }
+
+    // With MAX_HEAD_SIZE elements, a sum is below 2^31.
+    INLINE float arrange(const T* query, long size, Input* to, long stride) {
+        float most = largest_size(query, size), factor = most > 0 ? MOST_OF_16_BITS / most : 0.0f;
+        for (long i = 0; i < size; i += LANES) {
+            long count = smaller(LANES, size - i);
+            Input pairs[LANES / 2];
+            store_integers(pairs, load_some(query + i, count) * factor);
+            for (long pair = 0; pair < count / 2; ++pair) to[(i / 2 + pair) * stride] = pairs[pair];
+        }
+        return most == most ? most / MOST_OF_16_BITS : most;
+    }
+};
+
+// A row in 8 bits, for the cache. Returns its scale, NaN if an element is not finite.
+template <class T>
+INLINE float quantize_row(const T* row, long size, signed char* to) {
+    float most = largest_size(row, size), factor = most > 0 ? 127 / most : 0.0f;
+    for (long i = 0; i < size; i += LANES) {
+        long count = smaller(LANES, size - i);
+        s8v bytes = __builtin_convertvector(round_to_integers(load_some(row + i, count) * factor), s8v);
+        __builtin_memcpy(to + i, &bytes, static_cast<std::size_t>(count));
+    }
+    return most == most ? most / 127 : most;
+}
+
+INLINE f32v as_floats(f32v sum) { return sum; }
+INLINE f32v as_floats(i32v sum) { return __builtin_convertvector(sum, f32v); }
+
+// Scales of a tile: of 16 keys, then of 16 values.
+constexpr long KEY_SCALES = 0, VALUE_SCALES = 16, TILE_SCALES = 32;
+
+}  // namespace

@@ -1,0 +1,118 @@
+"""The engine with keys and values in 8 bits: the same tokens alone, batched, chunked, cached, preempted and swapped."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_gemma3, make_llama
+from tests.engine.test_gemma3 import CONVERSATIONS, GREEDY
+from tests.engine.test_parity import (
+    Oracle,
+    engine_for,
+    first_logits,
+    generate,
+    llava_oracle,
+    mixed_prompts,
+    text_oracle,
+    tight_cache,
+)
+from tests.engine.test_transformers_backend import make
+from vlmserve import LLM
+from vlmserve.types import Prompt
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+INT8 = {"kv_cache_dtype": "int8"}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return llava_oracle(tmp_path_factory.mktemp("llava"))
+
+
+def alone(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
+    """Each prompt's answer, in one go and with nothing else in the caches."""
+    engine = engine_for(oracle, **INT8, enable_prefix_caching=False)
+    return [answer for prompt in prompts for answer in generate(engine, [prompt])]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 7}, {"block_size": 4, "max_num_batched_tokens": 50}, {"block_size": 5}],
+    ids=["batched", "chunked", "small blocks", "odd blocks"],
+)
+def test_tokens_do_not_depend_on_the_batch(llava: Oracle, settings: dict[str, Any]) -> None:
+    prompts = mixed_prompts(llava)
+    expected = alone(llava, prompts)
+    engine = engine_for(llava, **INT8, **settings)
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts) == expected, "found in the cache"
+    assert engine.stats().prefix_cached_tokens > 0
+
+
+@pytest.mark.usefixtures("saving_pays")
+@pytest.mark.parametrize("swap_memory", [0, "64MiB"])
+def test_tokens_do_not_depend_on_preemption_and_swapping(llava: Oracle, swap_memory: int | str) -> None:
+    prompts = mixed_prompts(llava)
+    engine = tight_cache(llava, prompts, max_num_batched_tokens=100, swap_memory=swap_memory, **INT8)
+    expected = alone(llava, prompts)
+    for _ in range(2):
+        assert generate(engine, prompts) == expected
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert (stats.blocks_swapped_in > 0) == bool(swap_memory)
+
+
+def test_logits_are_near_those_of_an_exact_cache(llava: Oracle) -> None:
+    prompts = mixed_prompts(llava)
+    exact, rounded = (first_logits(engine_for(llava, **kind), prompts) for kind in ({}, INT8))
+    error = (rounded - exact).square().mean().sqrt() / exact.std()
+    assert 0 < error < 0.02
+
+
+def test_tokens_that_see_each_other_and_windows(tmp_path: Any) -> None:
+    folder = make_gemma3(tmp_path)
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB", "block_size": 4}
+    one_by_one = LLM(str(folder), **settings, **INT8, enable_prefix_caching=False)
+    expected = [one_by_one.chat([one], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for one in CONVERSATIONS]
+    together = LLM(str(folder), **settings, **INT8, max_num_batched_tokens=30)
+    for _ in range(2):
+        answers = together.chat(CONVERSATIONS, GREEDY, use_tqdm=False)
+        assert [answer.outputs[0].token_ids for answer in answers] == expected
+
+
+def test_models_of_transformers_are_compared_before_and_served_after(tmp_path: Any) -> None:
+    oracle = text_oracle(make(tmp_path, "GPTNeoX"))
+    prompts = [oracle.prompt(seed, length) for seed, length in enumerate((5, 33, 1, 64))]
+    expected = alone(oracle, prompts)
+    engine = engine_for(oracle, **INT8, max_num_batched_tokens=20)
+    assert engine._runner._kv.layers[0].scales is not None
+    assert generate(engine, prompts) == expected
+
+
+def test_it_takes_less_memory_and_the_log_says_how_much(
+    tmp_path: Any, kernels: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    oracle = text_oracle(make_llama(tmp_path))
+    blocks, lines = [], []
+    for kind in ({}, INT8):
+        with caplog.at_level(logging.INFO, "vlmserve.engine.engine"):
+            engine = engine_for(oracle, kv_cache_memory="1MiB", **kind)
+        blocks.append(engine.stats().kv_blocks_total)
+        lines.append(next(text for text in reversed(caplog.messages) if text.startswith("KV cache: ")))
+    spec = engine._runner.model.language_model.spec
+    # Whole tiles of 16 columns, where native kernels compute.
+    columns = -(-spec.attention[0].head_size // 16) * 16 if kernels == "native" else spec.attention[0].head_size
+    bytes_per_token = sum(layer.num_kv_heads * (layer.head_size + columns + 2 * 4) for layer in spec.attention)
+    assert lines[1] == f"KV cache: {blocks[1]} blocks of 16 tokens, int8, {bytes_per_token} bytes a token"
+    assert "float32" in lines[0]
+    assert blocks[1] == 2**20 // (16 * bytes_per_token) > 2 * blocks[0]
+
+
+def test_blocks_of_another_type_have_other_keys(tmp_path: Any) -> None:
+    oracle = text_oracle(make_llama(tmp_path))
+    one, other = engine_for(oracle), engine_for(oracle, **INT8)
+    assert one._identity != other._identity
