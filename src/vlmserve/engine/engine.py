@@ -21,9 +21,9 @@ from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
-from vlmserve.engine.admission import check_request
+from vlmserve.engine.base import BaseEngine, context_length
 from vlmserve.engine.grammars import grammar_compiler
-from vlmserve.errors import ConfigurationError, InvalidRequestError, OverloadedError, PromptTooLongError
+from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import free_memory, num_kv_blocks
@@ -63,7 +63,7 @@ class StepTimings:
         return self.schedule + self.run.build + self.run.sample
 
 
-class Engine:
+class Engine(BaseEngine):
     """`VLMEngine` over a loaded model.
 
     Raises ModelLoadError for a checkpoint that cannot be served, ConfigurationError for settings that do not fit.
@@ -82,7 +82,7 @@ class Engine:
     def _setup(self, config: EngineConfig, model: LoadedModel, folder: Path | None = None) -> None:
         language_model = model.language_model
         block_bytes = language_model.cache_bytes_per_block(config.block_size)
-        max_model_len = _max_model_len(config, model)
+        max_model_len = context_length(config, model.max_position)
         num_blocks = num_kv_blocks(
             budget=config.kv_cache_memory or free_memory(model.device, config.memory_fraction),
             bytes_per_block=block_bytes,
@@ -149,14 +149,8 @@ class Engine:
             image_token_bytes=self._image_token_bytes,
         )
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
     def add(self, request: EngineRequest) -> None:
-        check_request(request, self._info, self._scheduler, max_logprobs=self._config.max_logprobs)
-        if len(self._scheduler.waiting) >= self._config.max_waiting:
-            raise OverloadedError(f"{len(self._scheduler.waiting)} requests are waiting already; try again later")
+        self._check(request, self._scheduler, len(self._scheduler.waiting))
         for span in request.prompt.images:
             self._check_image(span.image, span.image.num_embeddings * self._image_token_bytes)
         self._check_times(request.prompt)
@@ -399,13 +393,3 @@ def choose_device(name: str) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigurationError("--device mps: torch cannot use Metal on this machine")
     return device
-
-
-def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
-    if config.max_model_len is None:
-        return model.max_position
-    if config.max_model_len > model.max_position:
-        raise ConfigurationError(
-            f"--max-model-len {config.max_model_len} is more than the model's {model.max_position} positions"
-        )
-    return config.max_model_len

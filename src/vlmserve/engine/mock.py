@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,9 +16,11 @@ from blake3 import blake3
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.keys import cross_key
 from vlmserve.config import EngineConfig
-from vlmserve.engine.admission import check_request
+from vlmserve.engine.base import BaseEngine, context_length
 from vlmserve.engine.grammars import grammar_compiler
-from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, OverloadedError
+from vlmserve.errors import CheckpointNotFoundError
+from vlmserve.prompt.checkpoint import read_prompt_files
+from vlmserve.prompt.files import read_json
 from vlmserve.sampling.grammar import Matcher
 from vlmserve.types import (
     MAX_MAP_CELLS,
@@ -189,7 +189,7 @@ class _Answer:
         return -(-(len(self.request.prompt.token_ids) + self.produced) // block_size)
 
 
-class MockEngine:
+class MockEngine(BaseEngine):
     """A `VLMEngine` that answers words chosen by the prompt's tokens and pictures and by the seed.
 
     It batches continuously: a step takes `mock_tpot` seconds however many requests run, up to `max_num_seqs`, and a
@@ -205,7 +205,7 @@ class MockEngine:
             folder = resolve_model(config.model, config.revision)
         self._config = config
         self._words, self._closing, vocab_size = _read_tokenizer(folder)
-        self._eos_token_ids = _eos_token_ids(folder)
+        self._eos_token_ids = read_prompt_files(folder).end_token_ids
         self._info = _model_info(config, folder, vocab_size, self._eos_token_ids)
         self._grammars = grammar_compiler(config, folder, self._info.vocab_size)
         self._unfinished: dict[str, _Answer] = {}
@@ -215,14 +215,8 @@ class MockEngine:
         self._prompt_tokens = self._generation_tokens = self._images = self._steps = 0
         self._step_seconds = 0.0
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
     def add(self, request: EngineRequest) -> None:
-        check_request(request, self._info, self._unfinished, max_logprobs=self._config.max_logprobs)
-        if len(self._waiting) >= self._config.max_waiting:
-            raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
+        self._check(request, self._unfinished, len(self._waiting))
         grammar = request.params.grammar
         answer = _Answer(
             request,
@@ -365,27 +359,10 @@ def _read_tokenizer(folder: Path) -> tuple[list[list[int]], list[int], int]:
     return words or [[token_id] for token_id in range(vocab_size)], closing, vocab_size
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
-
-
-def _eos_token_ids(folder: Path) -> frozenset[int]:
-    config = _read_json(folder / "config.json")
-    places = (_read_json(folder / "generation_config.json"), config, config.get("text_config") or {})
-    for place in places:
-        eos = place.get("eos_token_id")
-        if eos is not None:
-            return frozenset(eos if isinstance(eos, list) else [eos])
-    return frozenset()
-
-
 def _model_info(config: EngineConfig, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> ModelInfo:
-    checkpoint = _read_json(folder / "config.json")
+    checkpoint = read_json(folder / "config.json")
     text = checkpoint.get("text_config") or checkpoint
-    own_context = int(text.get("max_position_embeddings") or _DEFAULT_CONTEXT)
-    context = config.max_model_len or own_context
-    if context > own_context:
-        raise ConfigurationError(f"--max-model-len {context} is more than the model's {own_context} positions")
+    context = context_length(config, int(text.get("max_position_embeddings") or _DEFAULT_CONTEXT))
     return ModelInfo(
         name=config.model,
         architecture="mock",

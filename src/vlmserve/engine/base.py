@@ -1,0 +1,40 @@
+"""What the real and the mock engine have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from vlmserve.config import EngineConfig
+from vlmserve.engine.admission import check_request
+from vlmserve.errors import ConfigurationError, OverloadedError
+from vlmserve.types import EngineRequest, ModelInfo
+
+
+class BaseEngine:
+    """The part of a `VLMEngine` that does not depend on how answers are made. Subclasses set both attributes."""
+
+    _config: EngineConfig
+    _info: ModelInfo
+
+    @property
+    def info(self) -> ModelInfo:
+        """See `VLMEngine.info`."""
+        return self._info
+
+    def _check(self, request: EngineRequest, unfinished: Container[str], num_waiting: int) -> None:
+        """Raise what `VLMEngine.add` raises. unfinished: the ids in use. num_waiting: requests in the queue."""
+        check_request(request, self._info, unfinished, max_logprobs=self._config.max_logprobs)
+        if num_waiting >= self._config.max_waiting:
+            raise OverloadedError(f"{num_waiting} requests are waiting already; try again later")
+
+
+def context_length(config: EngineConfig, max_position: int) -> int:
+    """The longest context in tokens. max_position: that of the model. Raises ConfigurationError if the settings want
+    more than that."""
+    if config.max_model_len is None:
+        return max_position
+    if config.max_model_len > max_position:
+        raise ConfigurationError(
+            f"--max-model-len {config.max_model_len} is more than the model's {max_position} positions"
+        )
+    return config.max_model_len
