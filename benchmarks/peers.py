@@ -12,6 +12,10 @@ tokens, new ones each time, so that nobody finds a prefix again; answers are gre
 runs twice in each turn: with answers of one token, which is the time to the first one, and with whole answers; what
 the second takes longer is decoding. Reported are medians over the turns. Systems that are not installed or do not start
 are left out.
+
+To measure an instruction set below the machine's, for example AVX2 where there is AVX-512, everybody has to be told:
+
+    VLMSERVE_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python -m benchmarks.peers
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from rich.table import Table
 
 import vlmserve
 from benchmarks.command import keep
+from benchmarks.openvino_pipeline import start_pipeline
 from benchmarks.worker import Worker, serve, start_workers
 from vlmserve.cores import SPIN_VARIABLE
 
@@ -143,14 +148,7 @@ class OpenVino:
         self._kind = kind
 
     def load(self, files: Files) -> None:
-        import openvino_genai
-
-        scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = 4
-        scheduler.enable_prefix_caching = False
-        scheduler.max_num_seqs = 256
-        scheduler.max_num_batched_tokens = 2048
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(files.openvino(self._kind), scheduler, "CPU")
+        self._pipeline = start_pipeline(files.openvino(self._kind), cache_gib=4, max_num_seqs=256, prefix_caching=False)
 
     def generate(self, prompts: list[list[int]], answer_len: int) -> None:
         import numpy as np

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.command import keep
 from benchmarks.image_reuse import reuse_workload, save_random_llava
+from benchmarks.openvino_pipeline import start_pipeline
 from benchmarks.peers import is_installed, processor, version
 from benchmarks.worker import Worker, serve, start_workers
 
@@ -87,14 +88,7 @@ class OpenVino:
     package = "openvino-genai"
 
     def load(self, folder: Path) -> None:
-        import openvino_genai
-
-        scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = 2
-        scheduler.enable_prefix_caching = True
-        scheduler.max_num_seqs = AT_A_TIME
-        scheduler.max_num_batched_tokens = 2048
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU")
+        self._pipeline = start_pipeline(folder, cache_gib=2, max_num_seqs=AT_A_TIME, prefix_caching=True)
 
     def answer(self, questions: Sequence[Question]) -> None:
         import numpy as np
