@@ -43,8 +43,10 @@ constexpr int vectors_with(int rows) {
     return vectors_with(rows, most_sums(Format::STEPS), 1, Format::STEPS);
 }
 
-// Inputs of the rows that stay in a second-level cache while the tiles pass by, and how many rows they are at most.
-constexpr long CACHED_BYTES = 256 * 1024;
+// Inputs of the rows that the tiles pass by, and how many rows they are at most. Wide rows come from the third-level cache:
+// an input that is broadcast to many weights is read slowly enough for it, and the fewer rows there are at a time, the
+// more often all weights are read from memory.
+constexpr long CACHED_BYTES = 2 * 1024 * 1024;
 constexpr long CACHED_ROWS = 96;
 
 // Weights of a panel that stay in a first-level cache while many rows pass by.
