@@ -97,23 +97,29 @@ class Run(NamedTuple):
     offset: int
 
 
-class ImageSpan(msgspec.Struct, frozen=True, eq=False):
-    """Where a picture lies in a prompt: tokens ``start <= i < end`` of `Prompt.token_ids`."""
+class ImagePlacement(msgspec.Struct, frozen=True):
+    """Where an image lies in a prompt, without its pixels: tokens ``start <= i < end`` of `Prompt.token_ids`.
 
-    image: ImageInput
+    The other fields are those of its `ImageInput`.
+    """
+
+    key: bytes
     start: int
+    num_tokens: int
+    grid: tuple[int, int, int] | None = None
+    frame_step: float = 1.0
+    text: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
-        return self.start + self.image.num_tokens
+        return self.start + self.num_tokens
 
     def runs(self, start: int, end: int) -> Iterator[Run]:
-        """The picture's placeholders among ``start <= i < end``, without the text between them."""
+        """The image's placeholders among ``start <= i < end``, without the text between them."""
         first, last = max(self.start, start), min(self.end, end)
-        texts = self.image.text
-        passed = bisect_left(texts, (first - self.start,))
+        passed = bisect_left(self.text, (first - self.start,))
         while first < last:
-            stop = min(last, self.start + texts[passed][0]) if passed < len(texts) else last
+            stop = min(last, self.start + self.text[passed][0]) if passed < len(self.text) else last
             if first < stop:
                 yield Run(first, stop, first - self.start - passed)
             first, passed = stop + 1, passed + 1
@@ -123,6 +129,22 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
         """From its first placeholder to behind the last, without the text around them."""
         runs = list(self.runs(self.start, self.end))
         return runs[0].first, runs[-1].last
+
+
+class ImageSpan(msgspec.Struct, frozen=True, eq=False):
+    """An image in a prompt: tokens ``start <= i < end`` of `Prompt.token_ids` are its."""
+
+    image: ImageInput
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.image.num_tokens
+
+    @property
+    def placement(self) -> ImagePlacement:
+        image = self.image
+        return ImagePlacement(image.key, self.start, image.num_tokens, image.grid, image.frame_step, image.text)
 
 
 class CrossInput(msgspec.Struct, frozen=True, eq=False):
@@ -141,13 +163,13 @@ class CrossInput(msgspec.Struct, frozen=True, eq=False):
 
 
 def whole_ranges(
-    spans: Sequence[ImageSpan], num_tokens: int, sees_ahead: SeesAhead | None
+    images: Sequence[ImagePlacement], num_tokens: int, sees_ahead: SeesAhead | None
 ) -> tuple[tuple[int, int], ...]:
-    """Tokens ``first <= i < last`` of a prompt with these pictures that see each other, in order."""
+    """Tokens ``first <= i < last`` of a prompt with these images that attend to each other in both directions."""
     if sees_ahead == "pictures":
-        return tuple(span.shown for span in spans)
+        return tuple(image.shown for image in images)
     if sees_ahead == "prefix":
-        return tuple((0, span.end) for span in spans[:1])
+        return tuple((0, image.end) for image in images[:1])
     return () if sees_ahead is None else ((0, num_tokens),)
 
 

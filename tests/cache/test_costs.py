@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from vlmserve.cache.costs import TRIAL_INTERVAL, CostModel
-from vlmserve.cache.prefix import Transfer
+from vlmserve.steps import BlockCopy
 
-SAVES = [Transfer("save", block, block) for block in range(10)]
-COPY = Transfer("copy", 0, 1)
+SAVES = [BlockCopy("save", block, block) for block in range(10)]
+COPY = BlockCopy("copy", 0, 1)
 
 
 def expensive() -> CostModel:
@@ -38,7 +38,7 @@ def test_copies_within_the_device_say_nothing_about_the_price_of_one_to_the_host
     costs.copied([COPY], 1.0)
     costs.copied([*SAVES, COPY], 1.0)
     assert costs.seconds_per_copy is None
-    costs.copied([*SAVES, Transfer("load", 0, 1)], 1.1)
+    costs.copied([*SAVES, BlockCopy("load", 0, 1)], 1.1)
     assert costs.seconds_per_copy == 0.1
 
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from vlmserve.cache.blocks import BlockPool
-from vlmserve.cache.prefix import Hit, Place, PrefixCache, Transfer
+from vlmserve.cache.prefix import Hit, Place, PrefixCache
+from vlmserve.steps import BlockCopy
 
 KEYS = [bytes([number]) * 32 for number in range(10)]
 
@@ -44,25 +45,25 @@ def test_a_tail_is_copied_into_the_first_new_block_and_let_go():
     hit = cache.find(KEYS[:2], KEYS[2], whole)
     blocks = cache.take(hit, KEYS[:2], 2)
     assert blocks[:2] == [0, 1]
-    assert cache.transfers == [Transfer("copy", 2, blocks[2])]
+    assert cache.block_copies == [BlockCopy("copy", 2, blocks[2])]
     assert [cache.pool.ref_count(block) for block in (*blocks, 2)] == [1, 1, 1, 1, 0]
 
 
 def test_an_evicted_block_is_saved_once_and_loaded_on_a_hit():
     cache = filled(3, 3)
     blocks = cache.pool.allocate(3)
-    assert [transfer.kind for transfer in cache.transfers] == ["save"] * 3
+    assert [copy.kind for copy in cache.block_copies] == ["save"] * 3
     cache.pool.release(blocks)
     hit = cache.find(KEYS[:3], None, whole)
     assert all(place.on_host for place in hit.places)
-    cache.transfers.clear()
+    cache.block_copies.clear()
     loaded = cache.take(hit, KEYS[:3], 0)
-    assert [transfer.kind for transfer in cache.transfers] == ["load"] * 3
+    assert [copy.kind for copy in cache.block_copies] == ["load"] * 3
     assert [cache.pool.get(key) for key in KEYS[:3]] == loaded
     cache.pool.release(loaded)
-    cache.transfers.clear()
+    cache.block_copies.clear()
     cache.pool.allocate(3)
-    assert cache.transfers == [], "what is on the host already is not saved again"
+    assert cache.block_copies == [], "what is on the host already is not saved again"
     assert cache.num_saved == 3
 
 
@@ -79,12 +80,12 @@ def test_what_is_about_to_be_loaded_is_not_evicted_to_make_room():
     cache.pool.release(first)
     hit = cache.find(KEYS[:1], None, whole)
     assert hit.places == (Place(0, True),)
-    cache.transfers.clear()
+    cache.block_copies.clear()
     cache.take(hit, KEYS[:1], 1)
-    assert [transfer.kind for transfer in cache.transfers] == ["load"], "the host's only block was in use"
+    assert [copy.kind for copy in cache.block_copies] == ["load"], "the host's only block was in use"
 
 
 def test_nothing_is_saved_that_is_cheaper_to_compute():
     cache = filled(3, 3, worth_saving=lambda: False)
     cache.pool.allocate(3)
-    assert cache.transfers == []
+    assert cache.block_copies == []

@@ -141,11 +141,10 @@ def chunk_ends(llm: LLM) -> list[tuple[int, Any]]:
 
     def recording() -> Any:
         step = schedule()
-        ends.extend(
-            (chunk.sequence.num_computed + chunk.num_tokens, chunk.sequence.image_spans)
-            for chunk in step.chunks
-            if chunk.sequence.num_computed < chunk.sequence.num_prompt_tokens
-        )
+        for scheduled in step.requests:
+            request = scheduler[scheduled.request_id]
+            if scheduled.start < request.num_prompt_tokens:
+                ends.append((scheduled.start + scheduled.num_tokens, request.image_spans))
         return step
 
     scheduler.schedule = recording

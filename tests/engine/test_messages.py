@@ -95,7 +95,7 @@ def test_how_a_picture_lies_in_its_prompt_crosses_with_it():
     got = received.requests[0].prompt.images[0]
     assert (got.image.grid, got.image.frame_step) == ((1, 2, 3), 0.5)
     assert (got.image.tiling, got.image.text) == (Tiling(1, 2, 3, 4), text)
-    assert list(got.runs(0, 9)) == [(1, 3, 0), (4, 9, 2)]
+    assert list(got.placement.runs(0, 9)) == [(1, 3, 0), (4, 9, 2)]
 
 
 def test_large_pictures_are_views_of_the_frames_and_not_copies():

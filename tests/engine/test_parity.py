@@ -213,13 +213,13 @@ def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
     runner = engine._runner
     original = runner._logits
     seen: dict[str, list[torch.Tensor]] = {}
-    schedule = engine._scheduler.schedule
+    update = runner._requests.update
     names: list[str] = []
 
-    def recording_schedule():
-        step = schedule()
-        names[:] = [chunk.sequence.request_id for chunk in step.chunks if chunk.samples]
-        return step
+    def recording_update(step):
+        scheduled = update(step)
+        names[:] = [one.state.request_id for one in scheduled if one.num_sampled]
+        return scheduled
 
     def recording_logits(batch):
         logits = original(batch)
@@ -227,7 +227,7 @@ def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
             seen.setdefault(name, []).append(row.clone())
         return logits
 
-    monkeypatch.setattr(engine._scheduler, "schedule", recording_schedule)
+    monkeypatch.setattr(runner._requests, "update", recording_update)
     monkeypatch.setattr(runner, "_logits", recording_logits)
     prompts = mixed_prompts(llava)
     answers = generate(engine, prompts)

@@ -9,56 +9,57 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.scheduler.made_up import BLOCK, image, scheduler, sequence
+from tests.scheduler.made_up import BLOCK, image, request, request_states, sampled, scheduler
 from vlmserve.runner.batch import Batch, BatchBuilder
-from vlmserve.scheduler.scheduler import Step
+from vlmserve.runner.requests import RequestStates, ScheduledRequest
+from vlmserve.scheduler.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 
 
-def slots_of(step: Step) -> list[int]:
-    return [
-        chunk.sequence.block_table[token // BLOCK] * BLOCK + token % BLOCK
-        for chunk in step.chunks
-        for token in range(chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_tokens)
-    ]
+def tokens_of(scheduled: ScheduledRequest) -> range:
+    """Their numbers."""
+    return range(scheduled.start, scheduled.start + scheduled.num_tokens)
 
 
-def positions_of(step: Step) -> list[int]:
-    return [
-        token
-        for chunk in step.chunks
-        for token in range(chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_tokens)
-    ]
-
-
-def tokens_of(step: Step) -> list[int]:
-    """Of the tokens here, 50 and more are placeholders of a picture."""
-    return [
-        0 if token >= 50 else token
-        for chunk in step.chunks
-        for token in chunk.sequence.token_ids[chunk.sequence.num_computed :][: chunk.num_tokens]
-    ]
-
-
-def assert_is(batch: Batch, step: Step) -> None:
-    counts = [chunk.num_tokens for chunk in step.chunks]
-    contexts = [chunk.sequence.num_computed + chunk.num_tokens for chunk in step.chunks]
+def assert_is(batch: Batch, scheduled: list[ScheduledRequest]) -> None:
+    """Of the tokens here, 50 and more are placeholders of an image."""
+    counts = [one.num_tokens for one in scheduled]
+    contexts = [one.start + one.num_tokens for one in scheduled]
     metadata = batch.metadata
-    assert batch.token_ids.tolist() == tokens_of(step)
-    assert batch.positions.tolist() == positions_of(step)
-    assert metadata.slot_mapping.tolist() == slots_of(step)
+    token_ids = [(one.state.token_ids + one.draft_token_ids)[number] for one in scheduled for number in tokens_of(one)]
+    assert batch.token_ids.tolist() == [0 if token >= 50 else token for token in token_ids]
+    assert batch.positions.tolist() == [number for one in scheduled for number in tokens_of(one)]
+    assert metadata.slot_mapping.tolist() == [
+        one.state.block_table[number // BLOCK] * BLOCK + number % BLOCK
+        for one in scheduled
+        for number in tokens_of(one)
+    ]
     assert metadata.query_starts.tolist() == [0, *np.cumsum(counts).tolist()]
     assert metadata.context_lens.tolist() == metadata.host_context_lens == contexts
     assert metadata.query_lens == counts
     assert metadata.num_decodes == counts.count(1)
-    last = [end - 1 for end, chunk in zip(np.cumsum(counts).tolist(), step.chunks, strict=True) if chunk.samples]
-    assert batch.sampled_rows.tolist() == last
+    is_sampled = [number >= len(one.state.token_ids) - 1 for one in scheduled for number in tokens_of(one)]
+    assert batch.sampled_rows.tolist() == np.flatnonzero(is_sampled).tolist()
     assert len(metadata.block_tables) == len(counts)
-    for row, chunk in zip(metadata.block_tables.tolist(), step.chunks, strict=True):
-        table = chunk.sequence.block_table.tolist()
+    for row, one in zip(metadata.block_tables.tolist(), scheduled, strict=True):
+        table = one.state.block_table.tolist()
         assert row[: len(table)] == table
         assert not any(row[len(table) :])
+
+
+def run(made_up: Scheduler, states: RequestStates, builder: BatchBuilder) -> tuple[Batch, list[ScheduledRequest]]:
+    """The batch of the next step, after which every request has a token, or several where drafts are right."""
+    step = made_up.schedule()
+    scheduled = states.update(step)
+    batch = builder.build(scheduled)
+    assert_is(batch, scheduled)
+    output = sampled(made_up, step, token=7)
+    for one in scheduled:
+        for token in output.token_ids.get(one.state.request_id, ()):
+            one.state.append(token)
+    made_up.update(step, output)
+    return batch, scheduled
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,62 +69,61 @@ def assert_is(batch: Batch, step: Step) -> None:
     budget=st.integers(3, 40),
     prefix_caching=st.booleans(),
     aborted=st.sets(st.integers(0, 11), max_size=4),
+    drafts=st.sampled_from([None, [7], [7, 7, 6, 7]]),
     data=st.data(),
 )
 def test_whatever_happened_before_a_batch_is_its_step(
-    lengths: list[int], num_blocks: int, budget: int, prefix_caching: bool, aborted: set[int], data: st.DataObject
-) -> None:
-    """Sequences come and go, are preempted, start over and are aborted."""
+    lengths: list[int], num_blocks: int, budget: int, prefix_caching: bool, aborted: set[int],
+    drafts: list[int] | None, data: st.DataObject,
+) -> None:  # fmt: skip
+    """Requests come and go, are preempted and are aborted, and some of their drafts are right."""
     made_up = scheduler(num_blocks=num_blocks, budget=budget, prefix_caching=prefix_caching)
-    builder = BatchBuilder(BLOCK, CPU)
+    made_up.propose_drafts = drafts and (lambda request: drafts)
+    builder, states = BatchBuilder(BLOCK, CPU), request_states()
     for number, length in enumerate(lengths):
-        made_up.add(sequence(str(number), length, token=number + 1, max_tokens=5 + (7 * number) % 40))
+        made_up.add(request(str(number), length, token=number + 1, max_tokens=5 + (7 * number) % 40))
     for number in range(400):
         if not len(made_up):
             break
-        step = made_up.schedule()
-        assert_is(builder.build(step), step)
-        made_up.update(step, [7 for chunk in step.chunks if chunk.samples])
+        run(made_up, states, builder)
         if number in aborted:
             made_up.abort([data.draw(st.sampled_from([str(number) for number in range(len(lengths))]))])
     assert not len(made_up)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 7, 40])
-def test_text_inside_a_picture_is_text_wherever_a_chunk_ends(budget: int) -> None:
+def test_text_inside_an_image_is_text_wherever_a_chunk_ends(budget: int) -> None:
     places = (0, 1, 4, 7, 8, 11)
-    picture = replace(image(1, 12), text=tuple((place, 20 + place) for place in places))
+    shown = replace(image(1, 12), text=tuple((place, 20 + place) for place in places))
     made_up = scheduler(budget=budget)
-    made_up.add(seen := sequence("seen", 18, token=50, images=[(picture, 3)], max_tokens=1))
-    for place, token in picture.text:
+    made_up.add(seen := request("seen", 18, token=50, images=[(shown, 3)], max_tokens=1))
+    for place, token in shown.text:
         seen.token_ids[3 + place] = token
-    builder = BatchBuilder(BLOCK, CPU)
+    seen.token_ids[:3] = seen.token_ids[15:] = [1, 2, 3]
+    builder, states = BatchBuilder(BLOCK, CPU), request_states()
     tokens: list[int] = []
     taken: dict[int, int] = {}
     while len(made_up):
-        step = made_up.schedule()
-        batch = builder.build(step)
+        batch, _ = run(made_up, states, builder)
         for rows in batch.image_rows:
             for row in range(rows.first, rows.last):
                 taken[len(tokens) + row] = rows.offset + row - rows.first
         tokens += batch.token_ids.tolist()
-        made_up.update(step, [7 for chunk in step.chunks if chunk.samples])
-    # Placeholders are 0 in a batch; their embeddings are those of the picture, one after the other.
+    # Placeholders are 0 in a batch; their embeddings are those of the image, one after the other.
     placeholders = [3 + place for place in range(12) if place not in places]
     assert taken == {position: row for row, position in enumerate(placeholders)}
     assert tokens == [0 if position in taken else token for position, token in enumerate(seen.token_ids[:18])]
 
 
-def test_rows_of_a_picture_say_whose_they_are_and_from_where() -> None:
+def test_rows_of_an_image_say_whose_they_are_and_from_where() -> None:
     made_up = scheduler(budget=6)
     one, two = image(1, 5), image(2, 3)
-    made_up.add(sequence("seen", 14, token=50, images=[(one, 2), (two, 9)]))
-    builder = BatchBuilder(BLOCK, CPU)
+    made_up.add(seen := request("seen", 14, images=[(one, 2), (two, 9)]))
+    seen.token_ids[2:7], seen.token_ids[9:12] = [50] * 5, [50] * 3
+    builder, states = BatchBuilder(BLOCK, CPU), request_states()
     rows = []
     while len(made_up):
-        step = made_up.schedule()
-        batch = builder.build(step)
+        batch, _ = run(made_up, states, builder)
         rows.append([(row.key[0], row.first, row.last, row.offset) for row in batch.image_rows])
-        made_up.update(step, [7 for chunk in step.chunks if chunk.samples])
     # Chunks of 6, 6 and 2 tokens, then two more tokens of the answer.
     assert rows == [[(1, 2, 6, 0)], [(1, 0, 1, 4), (2, 3, 6, 0)], [], [], []]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
-from vlmserve.scheduler.scheduler import Scheduler, Step
-from vlmserve.scheduler.sequence import Sequence
+from vlmserve.runner.requests import RequestStates
+from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import CrossInput, EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
 BLOCK = 4
@@ -20,23 +24,23 @@ def image(number: int, num_tokens: int) -> ImageInput:
     return ImageInput(bytes([number]) * 32, np.zeros((1, 3, 2, 2), np.float32), num_tokens)
 
 
-def looking(number: int, num_tokens: int, text: int = 0) -> CrossInput:
+def cross_input(number: int, num_tokens: int, text: int = 0) -> CrossInput:
     return CrossInput(image(number, num_tokens), [5] * text)
 
 
-def sequence(
+def request(
     name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), cross=None, sees_ahead=None,
-    **params,
-) -> Sequence:  # fmt: skip
-    spans = tuple(ImageSpan(picture, start) for picture, start in images)
+    max_short_len=None, **params,
+) -> Request:  # fmt: skip
+    spans = tuple(ImageSpan(one, start) for one, start in images)
     prompt = Prompt([token] * length, spans, cross)
-    request = EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, **params))
-    return Sequence(
-        request,
+    return Request(
+        EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, **params)),
         root_key=root_key(b"", salt=salt),
         seed=0,
         max_len=capacity,
         end_token_ids=frozenset({END}),
+        max_short_len=max_short_len,
         sees_ahead=sees_ahead,
     )
 
@@ -59,13 +63,33 @@ def scheduler(
     )
 
 
-def run(scheduler: Scheduler, token: int = 7) -> tuple[Step, list[EngineOutput]]:
+def request_states(*, sees_ahead=None, max_short_len=None) -> RequestStates:
+    """What a runner keeps of requests, for a model without grammars."""
+    model = SimpleNamespace(sees_ahead=sees_ahead, max_short_len=max_short_len, first_position=lambda prompt_len: 0)
+    return RequestStates(model, make_matcher=lambda grammar: 1 / 0)
+
+
+def sampled(scheduler: Scheduler, step: SchedulerOutput, token: int) -> ModelRunnerOutput:
+    """What a runner would answer that samples the same token everywhere, and accepts drafts of it."""
+    output = ModelRunnerOutput()
+    for scheduled in step.requests:
+        drafts = step.draft_token_ids.get(scheduled.request_id, [])
+        known = len(scheduler[scheduled.request_id].token_ids)
+        if scheduled.start + scheduled.num_tokens - len(drafts) == known:
+            accepted = next((place for place, draft in enumerate(drafts) if draft != token), len(drafts))
+            output.token_ids[scheduled.request_id] = [token] * (accepted + 1)
+    return output
+
+
+def run(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, list[EngineOutput]]:
     step = scheduler.schedule()
-    return step, scheduler.update(step, [token for chunk in step.chunks if chunk.samples])
+    return step, scheduler.update(step, sampled(scheduler, step, token))
 
 
-def plan(step: Step) -> list[tuple[str, int]]:
-    return [(chunk.sequence.request_id, chunk.num_tokens) for chunk in step.chunks]
+def plan(step: SchedulerOutput) -> list[tuple[str, int]]:
+    """The batch, decodes first."""
+    batch = sorted(step.requests, key=lambda scheduled: scheduled.num_tokens != 1)
+    return [(scheduled.request_id, scheduled.num_tokens) for scheduled in batch]
 
 
 def finish(s: Scheduler) -> list[EngineOutput]:

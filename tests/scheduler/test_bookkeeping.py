@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.made_up import BLOCK, END, image, looking, scheduler, sequence
-from vlmserve.scheduler.scheduler import Step
-from vlmserve.scheduler.sequence import Sequence
+from tests.scheduler.made_up import BLOCK, END, cross_input, image, request, request_states, scheduler
+from vlmserve.runner.requests import ScheduledRequest
+from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 
 
 @st.composite
@@ -25,7 +25,7 @@ def requests(draw):
     cross = None
     if not images and draw(st.booleans()):
         size = draw(st.integers(1, 4))
-        cross = looking(draw(st.integers(5, 7)) * 10 + size, size, draw(st.integers(0, 4)))
+        cross = cross_input(draw(st.integers(5, 7)) * 10 + size, size, draw(st.integers(0, 4)))
     return length, draw(st.integers(1, 12)), images, cross, draw(st.sampled_from(["", "", "other"]))
 
 
@@ -40,36 +40,56 @@ OPERATIONS = st.lists(
 
 
 class Contents:
-    """What the blocks would hold if there were a model: a written slot knows which token of whom it is."""
+    """What the blocks would hold if there were a model: a written slot knows which token of which request it is.
+
+    It knows of requests what a runner knows. roots: the key that all blocks of a request begin with.
+    """
 
     def __init__(self) -> None:
         self.device: dict[int, list] = {}
         self.host: dict[int, list] = {}
 
-    @staticmethod
-    def of(sequence: Sequence, position: int):
-        ranges = (whole for whole in sequence.whole_ranges if whole[0] <= position < whole[1])
-        start, reach = next(ranges, (position, position + 1))
-        pictures = [(span.image.key, position - span.start) for span in sequence.spans_between(start, reach)]
-        return sequence.block_keys[0], position, tuple(sequence.token_ids[:reach]), *pictures
-
-    def run(self, step: Step, window: int | None) -> None:
-        for block in step.clear:
+    def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, bytes], window) -> None:
+        for block in step.blocks_to_zero:
             self.device[block] = [None] * BLOCK
-        for kind, source, target in step.transfers:
+        for kind, source, target in step.block_copies:
             origin = self.host if kind == "load" else self.device
             (self.host if kind == "save" else self.device)[target] = list(origin[source])
-        for chunk in step.chunks:
-            sequence, end = chunk.sequence, chunk.sequence.num_computed + chunk.num_tokens
-            for position in range(sequence.num_computed, end):
-                block = sequence.block_table[position // BLOCK]
-                self.device.setdefault(block, [None] * BLOCK)[position % BLOCK] = self.of(sequence, position)
-        for chunk in step.chunks:
-            sequence, end = chunk.sequence, chunk.sequence.num_computed + chunk.num_tokens
-            seen_from = 0 if window is None else max(0, sequence.num_computed - window + 1)
-            for position in range(seen_from, end):
-                block = sequence.block_table[position // BLOCK]
-                assert self.device[block][position % BLOCK] == self.of(sequence, position)
+
+        def content(scheduled: ScheduledRequest, position: int):
+            state = scheduled.state
+            spans = (span for span in state.bidirectional_spans if span[0] <= position < span[1])
+            start, reach = next(spans, (position, position + 1))
+            images = [(one.key, position - one.start) for one in state.images_between(start, reach)]
+            tokens = (state.token_ids + scheduled.draft_token_ids)[:reach]
+            return roots[state.request_id], position, tuple(tokens), *images
+
+        for scheduled in batch:
+            for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
+                block = scheduled.state.block_table[position // BLOCK]
+                self.device.setdefault(block, [None] * BLOCK)[position % BLOCK] = content(scheduled, position)
+        for scheduled in batch:
+            seen_from = 0 if window is None else max(0, scheduled.start - window + 1)
+            for position in range(seen_from, scheduled.start + scheduled.num_tokens):
+                block = scheduled.state.block_table[position // BLOCK]
+                assert self.device[block][position % BLOCK] == content(scheduled, position)
+
+
+def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:
+    """Every other request gets the token that comes after the given one."""
+    output = ModelRunnerOutput()
+    for index, scheduled in enumerate(batch):
+        if scheduled.num_sampled:
+            own = token + index % 2 if token != END else END
+            tokens = output.token_ids[scheduled.state.request_id] = [own]
+            for draft in scheduled.draft_token_ids:
+                if draft != own or own == END:
+                    break
+                tokens.append(own)
+            for new in tokens:
+                if new != END:
+                    scheduled.state.append(new)
+    return output
 
 
 @settings(deadline=None)
@@ -86,12 +106,18 @@ class Contents:
     ),
     OPERATIONS,
     st.sampled_from([None, None, "pictures", "prefix"]),
+    st.sampled_from([None, 3, 9, 20]),
+    st.sampled_from([None, [], [7], [7, 7, 7], [8, 8, 7, 8, 8, 8], [7] * 9]),
 )
-def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends(sizes, operations, sees_ahead):
+def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends(
+    sizes, operations, sees_ahead, max_short_len, drafts
+):
     if sees_ahead is not None:
         sizes = (*sizes[:-1], None)
     num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, window = sizes
     s = scheduler(*sizes)
+    s.propose_drafts = None if drafts is None else lambda request: drafts[request.num_prompt_tokens % 2 :]
+    states = request_states(sees_ahead=sees_ahead, max_short_len=max_short_len)
     contents = Contents()
     capacity = num_blocks * BLOCK
     open_requests: set[str] = set()
@@ -100,30 +126,39 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
 
     def step(token):
         planned = s.schedule()
-        counts = [chunk.num_tokens for chunk in planned.chunks]
+        counts = [scheduled.num_tokens for scheduled in planned.requests]
         assert sum(counts) <= budget or (sees_ahead is not None and sum(counts) - max(counts) < budget)
-        assert len(planned.encode) <= max_images
+        assert len(planned.images_to_encode) <= max_images
         assert len(s.running) <= seqs
-        ones = [chunk.num_tokens == 1 for chunk in planned.chunks]
+        embeddings.difference_update(planned.embeddings_to_evict)
+        assert not embeddings & {one.key for one in planned.images_to_encode}
+        embeddings.update(one.key for one in planned.images_to_encode)
+        for wanted in planned.cross_states:
+            assert wanted.image_key in embeddings
+            assert wanted.key not in embeddings
+            embeddings.add(wanted.key)
+        batch = states.update(planned) if planned.has_work else []
+        ones = [scheduled.num_tokens == 1 for scheduled in batch]
         assert ones == sorted(ones, reverse=True)
-        embeddings.difference_update(planned.evict)
-        assert not embeddings & {picture.key for picture in planned.encode}
-        embeddings.update(picture.key for picture in planned.encode)
-        for look in planned.look:
-            assert look.cross.image.key in embeddings
-            assert look.key not in embeddings
-            embeddings.add(look.key)
-        for chunk in planned.chunks:
-            start, end = chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_tokens
-            assert end <= len(chunk.sequence.block_table) * BLOCK
-            assert chunk.sequence.whole_range_at(end) is None, "tokens that see each other are computed in one go"
-            assert all(span.image.key in embeddings for span in chunk.sequence.spans_between(start, end))
-            assert chunk.sequence.cross is None or chunk.sequence.cross_key in embeddings
-        contents.run(planned, window)
-        sampled = [token + index % 2 if token != END else END for index, _ in enumerate(planned.chunks)]
-        for output in s.update(planned, [t for t, c in zip(sampled, planned.chunks, strict=True) if c.samples]):
+        for state, start, num_tokens, guessed, _ in batch:
+            request, end = s[state.request_id], start + num_tokens
+            assert (state.token_ids, state.block_table) == (request.token_ids, request.block_table)
+            assert start == request.num_computed
+            assert end <= len(state.block_table) * BLOCK
+            assert end - len(guessed) <= len(state.token_ids)
+            assert not guessed or end - len(guessed) == len(state.token_ids)
+            assert max_short_len is None or len(state.token_ids) > max_short_len or end <= max_short_len
+            assert request.bidirectional_span_at(end) is None, "a bidirectional span is computed in one step"
+            assert all(one.key in embeddings for one in state.images_between(start, end))
+            assert state.cross_key is None or state.cross_key in embeddings
+        contents.run(
+            planned, batch, {state.request_id: s[state.request_id].block_keys[0] for state, *_ in batch}, window
+        )
+        for output in s.update(planned, sample(batch, token)):
             if output.finish_reason is not None:
                 open_requests.remove(output.request_id)
+        if planned.has_work:
+            assert len(states._states) <= len(s) + len(batch), "the runner forgets requests that are finished"
         held = [block for running in s.running for block in running.block_table[running.first_block :]]
         assert len(set(held)) == s.pool.num_used
         assert all(s.pool.ref_count(block) == held.count(block) for block in set(held))
@@ -141,7 +176,8 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
             if length < capacity:
                 name = f"request {added}"
                 given = {"images": images, "cross": cross, "salt": salt, "sees_ahead": sees_ahead}
-                s.add(sequence(name, length, max_tokens=max_tokens, capacity=capacity, **given))
+                given |= {"max_tokens": max_tokens, "max_short_len": max_short_len}
+                s.add(request(name, length, capacity=capacity, **given))
                 open_requests.add(name)
                 added += 1
         elif operation == "abort":
@@ -152,7 +188,7 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
     for _ in range(10_000):
         if not open_requests:
             break
-        assert step(7).chunks, "an engine with work must always make progress"
+        assert step(7).requests, "an engine with work must always make progress"
     assert not open_requests
     assert (s.pool.num_used, s.encoder_cache.num_pinned, len(s)) == (0, 0, 0)
     assert not s._computing

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.made_up import finish, image, plan, run, scheduler, sequence
+from tests.scheduler.made_up import finish, image, plan, request, run, scheduler
 from vlmserve.cache.keys import block_key
 
 
 def test_a_prompt_that_was_computed_before_is_found_but_for_its_last_token():
     s = scheduler(prefix_caching=True)
-    s.add(sequence("a", 8))
+    s.add(request("a", 8))
     finish(s)
-    s.add(sequence("b", 8))
+    s.add(request("b", 8))
     step, (output,) = run(s)
     assert plan(step) == [("b", 1)], "the last token is computed again, for its logits"
     assert output.cached_tokens == 7
@@ -21,52 +21,52 @@ def test_a_prompt_that_was_computed_before_is_found_but_for_its_last_token():
 
 def test_generated_tokens_are_found_in_the_next_turn():
     s = scheduler(prefix_caching=True)
-    s.add(sequence("a", 6, token=7, max_tokens=7))
+    s.add(request("a", 6, token=7, max_tokens=7))
     finish(s)
-    s.add(sequence("b", 20, token=7))
+    s.add(request("b", 20, token=7))
     run(s)
     assert s.running[0].num_cached == 12, "13 tokens were known, the last one never had its keys computed"
 
 
 def test_aborted_requests_leave_blocks_to_be_found():
     s = scheduler(prefix_caching=True, budget=8)
-    s.add(sequence("a", 20))
+    s.add(request("a", 20))
     run(s)
     s.abort(["a"])
-    s.add(sequence("b", 20))
+    s.add(request("b", 20))
     run(s)
     assert s.running[0].num_cached == 8
 
 
 def test_a_running_request_shares_its_full_blocks_and_its_last_one_is_copied():
     s = scheduler(prefix_caching=True)
-    s.add(sequence("a", 11))
+    s.add(request("a", 11))
     run(s)
-    s.add(sequence("b", 11))
+    s.add(request("b", 11))
     step, _ = run(s)
     a, b = s.running
     assert a.block_table[:2] == b.block_table[:2]
-    assert step.transfers == [("copy", a.block_table[2], b.block_table[2])]
+    assert step.block_copies == [("copy", a.block_table[2], b.block_table[2])]
     assert plan(step) == [("a", 1), ("b", 1)]
 
 
 def test_equal_requests_at_once_wait_for_the_first_and_share_its_prompt():
     s = scheduler(prefix_caching=True)
     for name in "abc":
-        s.add(sequence(name, 11, images=[(image(1, 4), 2)]))
+        s.add(request(name, 11, images=[(image(1, 4), 2)]))
     step, _ = run(s)
     assert plan(step) == [("a", 11)]
-    assert len(step.encode) == 1
+    assert len(step.images_to_encode) == 1
     step, _ = run(s)
     assert sorted(plan(step)) == [("a", 1), ("b", 1), ("c", 1)]
-    assert step.encode == []
+    assert step.images_to_encode == []
     assert s.pool.num_used == 2 + 3
 
 
 def test_a_request_does_not_wait_for_a_small_common_beginning():
     s = scheduler(prefix_caching=True)
-    s.add(sequence("a", 6))
-    longer = sequence("b", 30)
+    s.add(request("a", 6))
+    longer = request("b", 30)
     longer.token_ids[4:] = [2] * 26
     s.add(longer)
     assert plan(run(s)[0]) == [("a", 6), ("b", 30)]
@@ -74,8 +74,8 @@ def test_a_request_does_not_wait_for_a_small_common_beginning():
 
 def test_who_waits_for_an_aborted_request_computes_for_itself():
     s = scheduler(prefix_caching=True, budget=8)
-    s.add(sequence("a", 30))
-    s.add(sequence("b", 30))
+    s.add(request("a", 30))
+    s.add(request("b", 30))
     run(s)
     s.abort(["a"])
     assert plan(run(s)[0]) == [("b", 8)]
@@ -85,33 +85,33 @@ def test_who_waits_for_an_aborted_request_computes_for_itself():
 def test_later_requests_pass_one_that_waits_for_its_beginning():
     s = scheduler(prefix_caching=True)
     for name, token in (("a", 1), ("b", 1), ("c", 2)):
-        s.add(sequence(name, 20, token=token))
+        s.add(request(name, 20, token=token))
     assert plan(run(s)[0]) == [("a", 20), ("c", 20)]
     assert ("b", 1) in plan(run(s)[0])
 
 
 def test_evicted_blocks_fall_to_the_host_and_come_back_on_a_hit():
     s = scheduler(num_blocks=4, host_blocks=10, prefix_caching=True)
-    s.add(sequence("a", 11, max_tokens=1))
+    s.add(request("a", 11, max_tokens=1))
     finish(s)
-    s.add(sequence("b", 15, token=2, max_tokens=1))
+    s.add(request("b", 15, token=2, max_tokens=1))
     step, _ = run(s)
-    assert [transfer.kind for transfer in step.transfers] == ["save"] * 3
-    s.add(sequence("c", 11, max_tokens=1))
+    assert [copy.kind for copy in step.block_copies] == ["save"] * 3
+    s.add(request("c", 11, max_tokens=1))
     step, (output,) = run(s)
-    assert [transfer.kind for transfer in step.transfers] == ["save"] * 3 + ["load"] * 3
+    assert [copy.kind for copy in step.block_copies] == ["save"] * 3 + ["load"] * 3
     assert output.cached_tokens == 10
     assert plan(step) == [("c", 1)]
 
 
 def test_a_preempted_request_comes_back_from_the_host_without_computing_again():
     s = scheduler(num_blocks=6, host_blocks=20, prefix_caching=True)
-    s.add(sequence("a", 4, max_tokens=16))
-    s.add(sequence("b", 4, token=2, max_tokens=16))
+    s.add(request("a", 4, max_tokens=16))
+    s.add(request("b", 4, token=2, max_tokens=16))
     computed = 0
     while len(s):
         step, _ = run(s)
-        computed += sum(chunk.num_tokens for chunk in step.chunks)
+        computed += sum(scheduled.num_tokens for scheduled in step.requests)
     assert s.num_preemptions > 0
     assert s.cache.num_loaded > 0
     assert computed == 2 * (4 + 15), "every token was computed once"
@@ -124,10 +124,10 @@ def test_a_waiting_requests_keys_are_computed_once(monkeypatch):
         lengths.append(len(token_ids))
         return block_key(parent, token_ids, images, **ahead)
 
-    monkeypatch.setattr("vlmserve.scheduler.sequence.block_key", counting)
+    monkeypatch.setattr("vlmserve.scheduler.request.block_key", counting)
     s = scheduler(num_blocks=6, prefix_caching=True)
-    s.add(sequence("a", 16, max_tokens=5))
-    s.add(sequence("waits", 15, token=2))
+    s.add(request("a", 16, max_tokens=5))
+    s.add(request("waits", 15, token=2))
     run(s)
     lengths.clear()
     for _ in range(3):
@@ -146,32 +146,32 @@ def test_a_waiting_requests_keys_are_computed_once(monkeypatch):
         {"images": []},
     ],
 )
-def test_other_salts_tokens_pictures_and_offsets_share_nothing(other):
+def test_other_salts_tokens_images_and_offsets_share_nothing(other):
     s = scheduler(prefix_caching=True)
-    s.add(sequence("a", 12, images=[(image(1, 4), 2)]))
+    s.add(request("a", 12, images=[(image(1, 4), 2)]))
     finish(s)
-    s.add(sequence("b", 12, **{"images": [(image(1, 4), 2)], **other}))
+    s.add(request("b", 12, **{"images": [(image(1, 4), 2)], **other}))
     run(s)
     assert s.running[0].num_cached == 0
 
 
-def test_a_picture_behind_cached_blocks_is_not_encoded():
+def test_an_image_behind_cached_blocks_is_not_encoded():
     s = scheduler(prefix_caching=True, encoder_bytes=4)
-    s.add(sequence("a", 12, images=[(image(1, 4), 2)]))
+    s.add(request("a", 12, images=[(image(1, 4), 2)]))
     finish(s)
-    s.add(sequence("evicts", 8, token=3, images=[(image(2, 4), 0)]))
+    s.add(request("evicts", 8, token=3, images=[(image(2, 4), 0)]))
     finish(s)
-    s.add(sequence("b", 12, images=[(image(1, 4), 2)]))
+    s.add(request("b", 12, images=[(image(1, 4), 2)]))
     step, _ = run(s)
-    assert step.encode == []
+    assert step.images_to_encode == []
 
 
 def test_the_deepest_blocks_of_a_chain_are_evicted_first():
     s = scheduler(num_blocks=4, prefix_caching=True)
-    s.add(sequence("a", 13, max_tokens=1))
+    s.add(request("a", 13, max_tokens=1))
     finish(s)
-    s.add(sequence("b", 7, token=2, max_tokens=1))
+    s.add(request("b", 7, token=2, max_tokens=1))
     finish(s)
-    s.add(sequence("c", 13, max_tokens=1))
+    s.add(request("c", 13, max_tokens=1))
     run(s)
     assert s.prefix_cached_tokens == 8

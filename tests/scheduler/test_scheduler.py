@@ -1,17 +1,17 @@
-"""The order of work, the token budget, preemption, pictures, and how requests end."""
+"""The order of work, the token budget, preemption, images, and how requests end."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.made_up import END, image, plan, run, scheduler, sequence
+from tests.scheduler.made_up import END, image, plan, request, run, scheduler
 
 
 def test_decodes_go_first_and_prompt_chunks_fill_the_budget():
     s = scheduler(budget=10)
-    s.add(sequence("a", 8))
+    s.add(request("a", 8))
     run(s)
-    s.add(sequence("b", 20))
+    s.add(request("b", 20))
     assert plan(run(s)[0]) == [("a", 1), ("b", 9)]
     assert plan(run(s)[0]) == [("a", 1), ("b", 9)]
     assert plan(run(s)[0]) == [("b", 2)]
@@ -19,15 +19,15 @@ def test_decodes_go_first_and_prompt_chunks_fill_the_budget():
 
 def test_requests_are_served_in_order_of_arrival():
     s = scheduler(num_blocks=4, budget=100)
-    s.add(sequence("big", 12))
-    s.add(sequence("bigger", 16))
-    s.add(sequence("small", 1))
+    s.add(request("big", 12))
+    s.add(request("bigger", 16))
+    s.add(request("small", 1))
     assert plan(run(s)[0]) == [("big", 12)], "a small one must not overtake a big one that waits for blocks"
 
 
 def test_who_was_admitted_last_is_preempted_and_computed_again():
     s = scheduler(num_blocks=5, budget=100)
-    first, second = sequence("first", 4, max_tokens=9), sequence("second", 4, max_tokens=9)
+    first, second = request("first", 4, max_tokens=9), request("second", 4, max_tokens=9)
     s.add(first)
     s.add(second)
     run(s)
@@ -37,16 +37,18 @@ def test_who_was_admitted_last_is_preempted_and_computed_again():
     assert not second.block_table
     assert list(s.waiting) == [second]
     generated = list(second.token_ids)
-    while first.num_generated < 9:
+    while len(first.token_ids) < 4 + 9:
         run(s)
     step, _ = run(s)
-    assert step.chunks[0].sequence is second
-    assert step.chunks[0].num_tokens == len(generated)
+    assert plan(step) == [("second", len(generated))]
+    assert [(again.new_block_ids, again.resumed) for again in step.cached_requests] == [
+        (tuple(second.block_table), True)
+    ], "the runner knows it, but for its blocks"
 
 
 def test_an_end_token_ends_and_frees_everything():
     s = scheduler()
-    s.add(sequence("a", 5))
+    s.add(request("a", 5))
     _, (output,) = run(s, token=END)
     assert (output.token_ids, output.finish_reason, output.stop_token_id) == ([], "stop", END)
     assert s.pool.num_used == 0
@@ -55,74 +57,74 @@ def test_an_end_token_ends_and_frees_everything():
 
 def test_ignore_eos_keeps_the_end_token_but_stop_token_ids_still_stop():
     s = scheduler()
-    s.add(sequence("a", 5, ignore_eos=True, stop_token_ids=(5,)))
+    s.add(request("a", 5, ignore_eos=True, stop_token_ids=(5,)))
     assert run(s, token=END)[1][0].token_ids == [END]
     assert run(s, token=5)[1][0].finish_reason == "stop"
 
 
-def test_a_chunk_ends_before_a_picture_that_cannot_be_encoded_yet():
+def test_a_chunk_ends_before_an_image_that_cannot_be_encoded_yet():
     s = scheduler(max_encoded_images=1)
-    s.add(sequence("a", 20, images=[(image(1, 4), 2), (image(2, 4), 10)]))
+    s.add(request("a", 20, images=[(image(1, 4), 2), (image(2, 4), 10)]))
     step, _ = run(s)
     assert plan(step) == [("a", 10)]
-    assert [picture.key[0] for picture in step.encode] == [1]
+    assert [one.key[0] for one in step.images_to_encode] == [1]
     step, _ = run(s)
     assert plan(step) == [("a", 10)]
-    assert [picture.key[0] for picture in step.encode] == [2]
+    assert [one.key[0] for one in step.images_to_encode] == [2]
 
 
-def test_equal_pictures_of_several_requests_are_encoded_once():
+def test_equal_images_of_several_requests_are_encoded_once():
     s = scheduler()
-    s.add(sequence("a", 10, images=[(image(1, 4), 2)]))
-    s.add(sequence("b", 10, images=[(image(1, 4), 4)]))
+    s.add(request("a", 10, images=[(image(1, 4), 2)]))
+    s.add(request("b", 10, images=[(image(1, 4), 4)]))
     step, _ = run(s)
-    assert len(step.encode) == 1
+    assert len(step.images_to_encode) == 1
 
 
-def test_a_picture_cut_by_a_chunk_stays_pinned_until_its_last_token():
+def test_an_image_cut_by_a_chunk_stays_pinned_until_its_last_token():
     s = scheduler(budget=7)
-    s.add(sequence("a", 14, images=[(image(1, 6), 5)]))
+    s.add(request("a", 14, images=[(image(1, 6), 5)]))
     run(s)
     assert s.encoder_cache.num_pinned == 1
     run(s)
     assert s.encoder_cache.num_pinned == 0
 
 
-def test_a_picture_that_comes_twice_is_encoded_once_if_it_is_still_there():
+def test_an_image_that_comes_twice_is_encoded_once_if_it_is_still_there():
     s = scheduler(budget=7)
-    s.add(sequence("a", 20, images=[(image(1, 4), 1), (image(1, 4), 12)]))
+    s.add(request("a", 20, images=[(image(1, 4), 1), (image(1, 4), 12)]))
     run(s)
     step, _ = run(s)
-    assert step.encode == []
+    assert step.images_to_encode == []
 
 
-def test_a_picture_that_comes_twice_does_not_keep_out_the_one_between():
+def test_an_image_that_comes_twice_does_not_keep_out_the_one_between():
     s = scheduler(encoder_bytes=8)
-    s.add(sequence("a", 13, images=[(image(1, 4), 0), (image(2, 5), 4), (image(1, 4), 9)]))
+    s.add(request("a", 13, images=[(image(1, 4), 0), (image(2, 5), 4), (image(1, 4), 9)]))
     encoded = []
     for _ in range(3):
-        encoded += [picture.key[0] for picture in run(s)[0].encode]
+        encoded += [one.key[0] for one in run(s)[0].images_to_encode]
     assert encoded == [1, 2, 1]
 
 
 def test_aborting_frees_everything_at_once():
     s = scheduler(budget=7)
-    s.add(sequence("a", 14, images=[(image(1, 6), 5)]))
-    s.add(sequence("b", 14))
+    s.add(request("a", 14, images=[(image(1, 6), 5)]))
+    s.add(request("b", 14))
     run(s)
     s.abort(["a", "b", "nobody"])
     assert (s.pool.num_used, s.encoder_cache.num_pinned, len(s)) == (0, 0, 0)
-    assert s.schedule().chunks == []
+    assert s.schedule().requests == []
 
 
 def test_the_running_list_stays_in_order_of_arrival_through_preemptions():
     s = scheduler(num_blocks=6, budget=100)
     names = [f"{number}" for number in range(6)]
     for name in names:
-        s.add(sequence(name, 4, max_tokens=9))
+        s.add(request(name, 4, max_tokens=9))
     finished = []
     while len(s):
-        running = [sequence.request_id for sequence in s.running]
+        running = [one.request_id for one in s.running]
         assert running == sorted(running)
         finished += [output.request_id for output in run(s)[1] if output.finish_reason]
     assert finished == names
@@ -132,7 +134,7 @@ def test_the_running_list_stays_in_order_of_arrival_through_preemptions():
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_max_tokens_is_exact(max_tokens):
     s = scheduler()
-    s.add(sequence("a", 3, max_tokens=max_tokens))
+    s.add(request("a", 3, max_tokens=max_tokens))
     tokens = []
     while len(s):
         tokens += run(s)[1][0].token_ids

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.scheduler.made_up import finish, image, plan, run, scheduler, sequence
+from tests.scheduler.made_up import finish, image, plan, request, run, scheduler
 
 
 def test_blocks_behind_the_window_are_free_again():
     s = scheduler(window=8, prefix_caching=True)
-    s.add(sequence("a", 40, max_tokens=9))
+    s.add(request("a", 40, max_tokens=9))
     run(s)
     assert s.pool.num_used == 2, "33 of 40 computed positions are out of sight of the next one"
     while len(s):
@@ -17,27 +17,27 @@ def test_blocks_behind_the_window_are_free_again():
 
 def test_with_a_window_a_prompt_never_holds_more_than_the_window_and_a_chunk():
     s = scheduler(num_blocks=12, budget=8, window=8)
-    s.add(sequence("a", 4, max_tokens=20))
+    s.add(request("a", 4, max_tokens=20))
     run(s)
-    s.add(sequence("b", 40))
+    s.add(request("b", 40))
     held = []
     while "b" in s:
-        assert [chunk.sequence.request_id for chunk in run(s)[0].chunks] == ["a", "b"]
+        assert [name for name, _ in plan(run(s)[0])] == ["a", "b"]
         held.append(s.pool.num_used)
     assert max(held) <= 3 + 5, "ten for the whole prompt would not fit beside the first request"
 
 
 def test_of_prompts_with_a_window_that_all_lack_blocks_the_last_gives_way():
     s = scheduler(budget=8, window=8, max_encoded_images=1)
-    s.add(sequence("a", 41, images=[(image(number, 1), 4 * number) for number in range(10)]))
-    s.add(sequence("b", 41, token=2))
+    s.add(request("a", 41, images=[(image(number, 1), 4 * number) for number in range(10)]))
+    s.add(request("b", 41, token=2))
     assert plan(run(s)[0]) == [("a", 4), ("b", 4)]
     taken = []
     while s.num_preemptions == 0:
         taken += s.pool.allocate(s.pool.num_free)
         before = [running.num_computed for running in s.running]
         step, _ = run(s)
-        assert step.chunks
+        assert step.requests
     assert before == [16, 16], "all blocks were full"
     assert plan(step) == [("a", 4)]
     assert [waiting.request_id for waiting in s.waiting] == ["b"]
@@ -47,10 +47,10 @@ def test_of_prompts_with_a_window_that_all_lack_blocks_the_last_gives_way():
 
 def test_with_a_window_the_blocks_in_sight_are_enough_for_a_hit():
     s = scheduler(num_blocks=12, window=8, prefix_caching=True)
-    s.add(sequence("a", 40, max_tokens=1))
+    s.add(request("a", 40, max_tokens=1))
     finish(s)
-    s.add(sequence("b", 30, token=2, max_tokens=1))
+    s.add(request("b", 30, token=2, max_tokens=1))
     finish(s)
-    s.add(sequence("a again", 41, max_tokens=1))
+    s.add(request("a again", 41, max_tokens=1))
     _, (output,) = run(s)
     assert output.cached_tokens >= 36, "the beginning was evicted, what the last token sees was not"

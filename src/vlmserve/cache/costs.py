@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlmserve.cache.prefix import Transfer
+from vlmserve.steps import BlockCopy
 
 SMOOTHING = 0.2
 LEAST_TOKENS = 64
@@ -32,10 +32,10 @@ class CostModel:
         if num_tokens >= LEAST_TOKENS:
             self.seconds_per_token = _smooth(self.seconds_per_token, seconds / num_tokens)
 
-    def copied(self, transfers: Sequence[Transfer], seconds: float) -> None:
-        """A step made these transfers in that time, which tells nothing if some stayed on the device."""
-        if transfers and all(transfer.kind != "copy" for transfer in transfers):
-            self.seconds_per_copy = _smooth(self.seconds_per_copy, seconds / len(transfers))
+    def copied(self, block_copies: Sequence[BlockCopy], seconds: float) -> None:
+        """A step made these copies in that time, which tells nothing if some stayed on the device."""
+        if block_copies and all(copy.kind != "copy" for copy in block_copies):
+            self.seconds_per_copy = _smooth(self.seconds_per_copy, seconds / len(block_copies))
 
     def worth_saving(self) -> bool:
         """Whether an evicted block should go to host memory; to be asked once for each."""

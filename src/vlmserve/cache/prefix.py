@@ -1,23 +1,16 @@
 """Beginnings of prompts that are in memory already: on the device, or in the host memory that evicted blocks fall to.
 
-Everything here is bookkeeping. What has to be copied is noted in `PrefixCache.transfers`, in the order in which it
+Everything here is bookkeeping. What has to be copied is noted in `PrefixCache.block_copies`, in the order in which it
 must happen; the runner does it before it writes to any block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vlmserve.cache.blocks import BlockPool
-
-
-class Transfer(NamedTuple):
-    """A block to copy: from the device to the host (save), back (load), or from one device block to another."""
-
-    kind: Literal["save", "load", "copy"]
-    source: int
-    target: int
+from vlmserve.steps import BlockCopy
 
 
 class Place(NamedTuple):
@@ -54,7 +47,7 @@ class PrefixCache:
     ) -> None:
         self.pool = pool
         self.host = host
-        self.transfers: list[Transfer] = []
+        self.block_copies: list[BlockCopy] = []
         self.num_saved = 0
         self.num_loaded = 0
         self._worth_saving = worth_saving
@@ -107,7 +100,7 @@ class PrefixCache:
             if hit.tail.on_host:
                 self._load(hit.tail.block, fresh[0])
             else:
-                self.transfers.append(Transfer("copy", hit.tail.block, fresh[0]))
+                self.block_copies.append(BlockCopy("copy", hit.tail.block, fresh[0]))
                 self.pool.release([hit.tail.block])
         if self.host is not None:
             self.host.release(on_host)
@@ -121,7 +114,7 @@ class PrefixCache:
         return None
 
     def _load(self, source: int, target: int) -> None:
-        self.transfers.append(Transfer("load", source, target))
+        self.block_copies.append(BlockCopy("load", source, target))
         self.num_loaded += 1
 
     def _save(self, block: int, keys: list[bytes]) -> None:
@@ -139,7 +132,7 @@ class PrefixCache:
         for key in unknown:
             host.register(target, key)
         host.release([target])
-        self.transfers.append(Transfer("save", block, target))
+        self.block_copies.append(BlockCopy("save", block, target))
         self.num_saved += 1
 
     @staticmethod

@@ -81,7 +81,7 @@ def _check_token_ids(prompt: Prompt, vocab_size: int) -> None:
     placeholders = {
         position
         for span in prompt.images
-        for run in span.runs(span.start, span.end)
+        for run in span.placement.runs(span.start, span.end)
         for position in range(run.first, run.last)
     }
     for position, token_id in enumerate(prompt.token_ids):

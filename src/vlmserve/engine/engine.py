@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -27,10 +26,11 @@ from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLo
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import free_memory, num_kv_blocks
-from vlmserve.runner.runner import ModelRunner, RunTimings
+from vlmserve.runner.runner import ModelRunner
 from vlmserve.sampling.sampler import draw_seed
-from vlmserve.scheduler.scheduler import Scheduler, Step
-from vlmserve.scheduler.sequence import Sequence
+from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
 from vlmserve.types import (
     KEY_BYTES,
     MAX_MAP_CELLS,
@@ -44,7 +44,6 @@ from vlmserve.types import (
     Prompt,
     RequestSnapshot,
     RequestTimings,
-    TokenLogprobs,
 )
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ class Engine(BaseEngine):
             BlockPool(num_host_blocks) if num_host_blocks else None,
             self._costs.worth_saving,
         )
-        self._runner = ModelRunner(model, num_blocks, num_host_blocks, config.block_size)
+        self._runner = ModelRunner(model, num_blocks, num_host_blocks, config.block_size, self._grammars.matcher)
         self._scheduler = Scheduler(
             cache=self._cache,
             encoder_cache=EncoderCache(config.encoder_cache_memory),
@@ -159,70 +158,61 @@ class Engine(BaseEngine):
         first_position = self._first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
         identity = self._identity + (b" from %d" % first_position if first_position else b"")
-        sequence = Sequence(
+        if grammar is not None:
+            self._grammars.matcher(grammar)  # refuses what cannot be compiled; the runner makes one of its own
+        queued = Request(
             request,
             root_key=root_key(identity, salt=request.cache_salt),
             seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
             max_len=self._max_len,
             end_token_ids=self._end_token_ids,
             max_short_len=self._max_short_len,
-            first_position=first_position,
             sees_ahead=self._sees_ahead,
-            matcher=None if grammar is None else self._grammars.matcher(grammar),
         )
-        sequence.arrived, sequence.arrived_at = time.perf_counter(), time.time()
-        self._scheduler.add(sequence)
+        queued.arrived, queued.arrived_at = time.perf_counter(), time.time()
+        self._scheduler.add(queued)
         self._num_added += 1
 
     def step(self) -> list[EngineOutput]:
         started = time.perf_counter()
         step = self._scheduler.schedule()
-        if not (step.chunks or step.clear or step.transfers):
+        if not step.has_work:
             return []
         planned = time.perf_counter()
-        result = self._runner.run(step)
+        output = self._runner.submit(step).result()
         ran = time.perf_counter()
-        run = self._runner.timings
-        prompt_tokens = sum(
-            min(chunk.num_tokens, chunk.sequence.num_prompt_tokens - chunk.sequence.num_computed)
-            for chunk in step.chunks
-            if chunk.sequence.num_computed < chunk.sequence.num_prompt_tokens
-        )
-        self._costs.computed(prompt_tokens, run.model)
-        self._costs.copied(step.transfers, run.transfer)
-        self._note_times(step, planned, ran)
-        for chunk in step.chunks:
-            if chunk.sequence.prompt_logprobs is not None:
-                chunk.sequence.prompt_logprobs += result.prompt_logprobs[chunk.sequence.request_id]
-        answered = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        outputs = [
-            _told(sequence, output, logprobs, ran)
-            for sequence, output, logprobs in zip(
-                answered, self._scheduler.update(step, result.tokens), result.logprobs, strict=True
-            )
-        ]
+        prompt_tokens = self._note_progress(step, output, planned, ran)
+        self._costs.computed(prompt_tokens, output.timings.model)
+        self._costs.copied(step.block_copies, output.timings.transfer)
+        answered = {request_id: self._scheduler[request_id] for request_id in output.token_ids}
+        outputs = [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
         self._prompt_tokens += prompt_tokens
-        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
-        self._images_encoded += len(step.encode)
+        self._generation_tokens += sum(len(one.token_ids) for one in outputs)
+        self._images_encoded += len(step.images_to_encode)
         self._steps += 1
         ended = time.perf_counter()
         self._step_seconds += ended - started
-        self._vision_seconds += run.vision if step.encode else 0.0
-        self.timings = StepTimings(planned - started + ended - ran, run)
+        self._vision_seconds += output.timings.vision if step.images_to_encode else 0.0
+        self.timings = StepTimings(planned - started + ended - ran, output.timings)
         return outputs
 
-    def _note_times(self, step: Step, planned: float, ran: float) -> None:
-        encoded = {image.key for image in step.encode}
-        for chunk in step.chunks:
-            sequence = chunk.sequence
-            sequence.started = sequence.started or planned
-            if chunk.samples:
-                sequence.answered = sequence.answered or ran
-            if encoded:
-                reach = sequence.num_computed + chunk.num_tokens
-                if any(image.key in encoded for image in sequence.pictures_for(sequence.num_computed, reach)):
-                    sequence.vision_started = sequence.vision_started or planned + self._runner.timings.transfer
-                    sequence.vision_seconds += self._runner.timings.vision
+    def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float, ran: float) -> int:
+        """Note when requests first ran, had an image encoded and had their first token. Returns how many tokens of
+        prompts the step computed."""
+        encoded = {image.key for image in step.images_to_encode}
+        prompt_tokens = 0
+        for scheduled in step.requests:
+            request = self._scheduler[scheduled.request_id]
+            end = scheduled.start + scheduled.num_tokens
+            if scheduled.start < request.num_prompt_tokens:
+                prompt_tokens += min(end, request.num_prompt_tokens) - scheduled.start
+            request.started = request.started or planned
+            if not request.answered and scheduled.request_id in output.token_ids:
+                request.answered = ran
+            if encoded and any(image.key in encoded for image in request.images_for(scheduled.start, end)):
+                request.vision_started = request.vision_started or planned + output.timings.transfer
+                request.vision_seconds += output.timings.vision
+        return prompt_tokens
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self._scheduler.abort(request_ids)
@@ -260,8 +250,8 @@ class Engine(BaseEngine):
         )
 
     def inspect(self) -> EngineSnapshot:
-        requests = [_snapshot(sequence, runs=True) for sequence in self._scheduler.running]
-        requests += [_snapshot(sequence, runs=False) for sequence in self._scheduler.waiting]
+        requests = [_snapshot(request, runs=True) for request in self._scheduler.running]
+        requests += [_snapshot(request, runs=False) for request in self._scheduler.waiting]
         return EngineSnapshot(self.stats(), requests)
 
     def map_blocks(self) -> BlockMap:
@@ -281,7 +271,7 @@ class Engine(BaseEngine):
         cross = prompt.cross
         if self._cross is None:
             if cross is not None:
-                raise InvalidRequestError("this model has no cross attention to look at an image by", param="prompt")
+                raise InvalidRequestError("this model has no cross attention for an image", param="prompt")
             return
         if cross is None:
             raise InvalidRequestError("this model takes one image with each request", param="messages")
@@ -303,41 +293,32 @@ class Engine(BaseEngine):
             )
 
 
-def _told(sequence: Sequence, output: EngineOutput, logprobs: TokenLogprobs | None, now: float) -> EngineOutput:
-    """An output with what only some of them tell. logprobs: of the token that was sampled, if they are asked for."""
-    further: dict[str, Any] = {}
-    first = sequence.answered == now
-    if first or output.finish_reason is not None:
-        further["timings"] = _timings(sequence, output, now)
-    if logprobs is not None:
-        further["logprobs"] = [logprobs] if output.token_ids else []
-    if first and sequence.prompt_logprobs is not None:
-        further["prompt_logprobs"], sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    return msgspec.structs.replace(output, **further) if further else output
-
-
-def _timings(sequence: Sequence, output: EngineOutput, now: float) -> RequestTimings:
-    return RequestTimings(
-        queue=sequence.started - sequence.arrived,
-        vision=sequence.vision_seconds,
-        prefill=sequence.answered - sequence.started,
-        decode=None if output.finish_reason is None else now - sequence.answered,
-        arrived=sequence.arrived_at,
-        before_vision=max(0.0, sequence.vision_started - sequence.arrived),
+def _with_timings(request: Request, output: EngineOutput, now: float) -> EngineOutput:
+    """The first and the last output of a request say where its seconds went."""
+    if request.answered != now and output.finish_reason is None:
+        return output
+    timings = RequestTimings(
+        queue=request.started - request.arrived,
+        vision=request.vision_seconds,
+        prefill=request.answered - request.started,
+        decode=None if output.finish_reason is None else now - request.answered,
+        arrived=request.arrived_at,
+        before_vision=max(0.0, request.vision_started - request.arrived),
     )
+    return msgspec.structs.replace(output, timings=timings)
 
 
-def _snapshot(sequence: Sequence, *, runs: bool) -> RequestSnapshot:
-    has_run = sequence.num_cached is not None
+def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
+    has_run = request.num_cached is not None
     return RequestSnapshot(
-        request_id=sequence.request_id,
+        request_id=request.request_id,
         state="running" if runs else "preempted" if has_run else "waiting",
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_tokens=len(sequence.token_ids),
-        num_computed_tokens=sequence.num_computed,
-        num_cached_tokens=sequence.num_cached or 0,
-        num_images=len(sequence.pictures_for(0, sequence.num_prompt_tokens)),
-        num_blocks=len(sequence.block_table) - sequence.first_block,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_tokens=len(request.token_ids),
+        num_computed_tokens=request.num_computed,
+        num_cached_tokens=request.num_cached or 0,
+        num_images=len(request.images_for(0, request.num_prompt_tokens)),
+        num_blocks=len(request.block_table) - request.first_block,
     )
 
 

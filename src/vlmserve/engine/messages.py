@@ -1,22 +1,15 @@
-"""What the frontend and the engine process say to each other over ZeroMQ.
-
-A message is one msgpack frame, followed by one frame for each pixel array in it: arrays cross as raw memory and are
-neither copied into the message nor out of it.
-"""
+"""What the frontend and the engine process say to each other over ZeroMQ, as `frames`: pixels cross as raw memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
-import numpy as np
 
 from vlmserve import errors
-from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo, Pixels
-
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
-Frames: TypeAlias = "list[bytes | memoryview]"
+from vlmserve.frames import Buffer, Frames, pack, unpack
+from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -117,39 +110,17 @@ _from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> Frames:
-    """The frames of a message: msgpack, then the float32 arrays it refers to by their place in the list."""
-    if not isinstance(message, Add):
-        return [_plain_encoder.encode(message)]
-    arrays: list[memoryview] = []
-    places: dict[int, int] = {}
-
-    def take_out(value: Any) -> Any:
-        if not isinstance(value, np.ndarray):
-            raise TypeError(f"{type(value)} has no place in a message")
-        if id(value) not in places:
-            arrays.append(np.ascontiguousarray(value, dtype=np.float32).data)
-            places[id(value)] = len(arrays)
-        return (places[id(value)], value.shape)
-
-    return [msgspec.msgpack.encode(message, enc_hook=take_out), *arrays]
+    """The frames of a message; only `Add` has more than one."""
+    return pack(message) if isinstance(message, Add) else [_plain_encoder.encode(message)]
 
 
 def decode_to_engine(frames: Sequence[Buffer]) -> ToEngine:
-    """A message to the engine. Its arrays are views of `frames`; what was one array when it was sent is one again.
+    """A message to the engine, whose arrays are views of `frames`.
 
     Raises msgspec.ValidationError if the frames hold no such message.
     """
-    arrays: dict[int, Pixels] = {}
-
-    def put_in(_: type, value: Any) -> Pixels:
-        index, shape = msgspec.convert(value, tuple[int, list[int]])
-        if index not in arrays:
-            array: Pixels = np.frombuffer(frames[index], dtype=np.float32).reshape(shape)
-            # ZeroMQ packs small frames next to each other, and torch wants its memory aligned.
-            arrays[index] = array if array.flags.aligned else array.copy()
-        return arrays[index]
-
-    message: ToEngine = msgspec.msgpack.decode(frames[0], type=ToEngine, dec_hook=put_in)
+    # mypy takes no union for a type.
+    message: ToEngine = unpack(frames, ToEngine)  # type: ignore[arg-type]
     return message
 
 

@@ -242,7 +242,7 @@ class RequestPreparer:
         ids: list[int] = []
         start = 0
         for span in prompt.images:
-            ids += [*prompt.token_ids[start : span.start], prompt.token_ids[span.shown[0]]]
+            ids += [*prompt.token_ids[start : span.start], prompt.token_ids[span.placement.shown[0]]]
             start = span.end
         return self.tokenizer.decode([*ids, *prompt.token_ids[start:]], skip_special_tokens=False)
 

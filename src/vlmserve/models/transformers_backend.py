@@ -305,7 +305,7 @@ class TransformersModel:
         further = sample.vision.further(image.tiling, device)
         choices = ExpertChoices()
         expected = self._their_logits(ids, choices, pixel_values=pixels, **further, **types)
-        span = ImageSpan(image, 5)
+        span = ImageSpan(image, 5).placement
         places = np.arange(len(ids))
         positions = torch.from_numpy(places if image.grid is None else grid_positions([span], places)).to(device)
         for ahead in WAYS_TO_SEE:

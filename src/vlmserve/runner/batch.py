@@ -1,8 +1,10 @@
-"""From a scheduled step to the tensors of one flat batch."""
+"""From the requests of a step to the tensors of one flat batch."""
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +13,12 @@ from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, WideRows
 from vlmserve.models.grid_positions import grid_positions
-from vlmserve.scheduler.scheduler import ScheduledChunk, Step
+from vlmserve.runner.requests import RequestState, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Rows ``first <= row < last`` of a batch take a picture's embeddings, from its row `offset` on."""
+    """Rows ``first <= row < last`` of a batch take an image's embeddings, from its row `offset` on."""
 
     key: bytes
     first: int
@@ -25,8 +27,8 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
-class LookingRows:
-    """Rows ``first <= row < last`` of a batch look at what has this key."""
+class CrossAttentionRows:
+    """Rows ``first <= row < last`` of a batch attend to the cross-attention states with this key."""
 
     key: bytes
     first: int
@@ -37,10 +39,10 @@ class LookingRows:
 class Batch:
     """A step as tensors on the model's device.
 
-    token_ids, positions: int64 ``[tokens]``; positions of long sequences are behind those of short ones; placeholders
-    of pictures have token id 0, `image_rows` says whose they are. Where pictures have grids, positions are ``[3,
-    tokens]``: frames, rows and columns. sampled_rows: int64, the rows after which a token is sampled, in the order of
-    the chunks. looking: which rows look at what, by cross attention.
+    token_ids, positions: int64 ``[tokens]``; positions of long requests are behind those of short ones; placeholders
+    of images have token id 0, `image_rows` says whose they are. Where images have grids, positions are ``[3,
+    tokens]``: frames, rows and columns. sampled_rows: int64, the rows that a token may be sampled behind, in the order
+    of the requests. cross_rows: which rows attend to which states by cross attention.
     """
 
     token_ids: Tensor
@@ -48,13 +50,13 @@ class Batch:
     metadata: BatchMetadata
     image_rows: list[ImageRows]
     sampled_rows: Tensor
-    looking: list[LookingRows]
+    cross_rows: list[CrossAttentionRows]
 
 
 class BatchBuilder:
-    """Packs the chunks of a step into one batch, in memory that it keeps: a batch is valid until the next is built.
+    """Packs a step's requests into one batch, in memory that it keeps: a batch is valid until the next is built.
 
-    Block tables stay where they are from step to step: while a sequence keeps its row, only its new blocks are written.
+    Block tables stay where they are from step to step: while a request keeps its row, only its new blocks are written.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
@@ -65,26 +67,25 @@ class BatchBuilder:
         # Which table each row holds, and how many blocks of it.
         self._rows: list[tuple[array[int] | None, int]] = []
 
-    def build(self, step: Step) -> Batch:
-        """The batch of a step that has at least one chunk."""
-        counts = [chunk.num_tokens for chunk in step.chunks]
-        starts = [chunk.sequence.num_computed for chunk in step.chunks]
-        context_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-        num_tokens, width = sum(counts), max(len(chunk.sequence.block_table) for chunk in step.chunks)
+    def build(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
+        """The batch of at least one request."""
+        counts = [request.num_tokens for request in scheduled]
+        context_lens = [request.start + request.num_tokens for request in scheduled]
+        num_tokens, width = sum(counts), max(len(request.state.block_table) for request in scheduled)
         self._reserve(num_tokens, len(counts), width)
-        for row, chunk in enumerate(step.chunks):
-            self._keep_table(row, chunk.sequence.block_table)
+        for row, request in enumerate(scheduled):
+            self._keep_table(row, request.state.block_table)
         ends = np.cumsum(counts)
-        sequence = np.repeat(np.arange(len(counts)), counts)
+        owner = np.repeat(np.arange(len(counts)), counts)
         positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
-        np.subtract(np.arange(num_tokens), (ends - context_lens)[sequence], out=positions)
-        np.multiply(self._tables[sequence, positions // self._block_size], self._block_size, out=slots, dtype=np.int64)
+        np.subtract(np.arange(num_tokens), (ends - context_lens)[owner], out=positions)
+        np.multiply(self._tables[owner, positions // self._block_size], self._block_size, out=slots, dtype=np.int64)
         slots += positions % self._block_size
-        if any(offsets := [chunk.sequence.position_offset for chunk in step.chunks]):
+        if any(offsets := [request.state.position_offset for request in scheduled]):
             positions += np.repeat(offsets, counts)
-        in_grids = _grid_positions(step, positions) if any(_has_grid(chunk) for chunk in step.chunks) else positions
-        token_ids, image_rows = self._write_tokens(step, num_tokens)
-        sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
+        has_grids = any(_has_grid(request.state) for request in scheduled)
+        in_grids = _grid_positions(scheduled, positions) if has_grids else positions
+        token_ids, image_rows = self._write_tokens(scheduled, num_tokens)
         metadata = BatchMetadata(
             query_starts=self._tensor(np.concatenate(([0], ends)).astype(np.int32)),
             context_lens=self._tensor(np.asarray(context_lens, np.int32)),
@@ -93,7 +94,7 @@ class BatchBuilder:
             query_lens=counts,
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
-            wide=_wide_rows(step, ends),
+            wide=_wide_rows(scheduled, ends),
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
         )
         return Batch(
@@ -101,11 +102,11 @@ class BatchBuilder:
             positions=self._tensor(in_grids),
             metadata=metadata,
             image_rows=image_rows,
-            sampled_rows=self._tensor(np.asarray(sampled, np.int64)),
-            looking=[
-                LookingRows(chunk.sequence.cross_key, int(end) - chunk.num_tokens, int(end))
-                for end, chunk in zip(ends, step.chunks, strict=True)
-                if chunk.sequence.cross_key is not None
+            sampled_rows=self._tensor(_sampled_rows(scheduled, ends)),
+            cross_rows=[
+                CrossAttentionRows(request.state.cross_key, int(end) - request.num_tokens, int(end))
+                for end, request in zip(ends, scheduled, strict=True)
+                if request.state.cross_key is not None
             ],
         )
 
@@ -120,7 +121,7 @@ class BatchBuilder:
             self._rows = [(None, 0)] * shape[0]
 
     def _keep_table(self, row: int, table: array[int]) -> None:
-        """Write what a row lacks of a table. A sequence that starts over has another table."""
+        """Write what a row lacks of a table. A request whose blocks were taken away has another table."""
         owner, written = self._rows[row]
         if owner is table and written == len(table):
             return
@@ -130,20 +131,21 @@ class BatchBuilder:
         self._tables[row, written : len(table)] = table[written:]
         self._rows[row] = table, len(table)
 
-    def _write_tokens(self, step: Step, num_tokens: int) -> tuple[np.ndarray, list[ImageRows]]:
+    def _write_tokens(
+        self, scheduled: Sequence[ScheduledRequest], num_tokens: int
+    ) -> tuple[np.ndarray, list[ImageRows]]:
         token_ids = self._token_ids[:num_tokens]
         image_rows: list[ImageRows] = []
         row = 0
-        for sequence, count, _ in step.chunks:
-            start = sequence.num_computed
+        for state, start, count, drafts, _ in scheduled:
             if count == 1:
-                token_ids[row] = sequence.token_ids[start]
+                token_ids[row] = state.token_ids[start]
             else:
-                token_ids[row : row + count] = sequence.token_ids[start : start + count]
-            if sequence.image_spans and start < sequence.num_prompt_tokens:
-                for span in sequence.spans_between(start, start + count):
-                    for first, last, offset in span.runs(start, start + count):
-                        rows = ImageRows(span.image.key, row + first - start, row + last - start, offset)
+                token_ids[row : row + count] = state.token_ids[start : start + count] + drafts
+            if state.images and start < state.num_prompt_tokens:
+                for image in state.images_between(start, start + count):
+                    for first, last, offset in image.runs(start, start + count):
+                        rows = ImageRows(image.key, row + first - start, row + last - start, offset)
                         token_ids[rows.first : rows.last] = 0
                         image_rows.append(rows)
             row += count
@@ -153,29 +155,36 @@ class BatchBuilder:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
-def _wide_rows(step: Step, ends: np.ndarray) -> list[WideRows]:
-    """Rows of tokens that see each other, but for the last of each range, which sees all of them anyway."""
+def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
+    if all(request.num_sampled == 1 for request in scheduled):
+        return ends - 1
+    rows = [range(end - request.num_sampled, end) for end, request in zip(ends.tolist(), scheduled, strict=True)]
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+
+
+def _wide_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[WideRows]:
+    """Rows of bidirectional spans, but for the last of each span, which sees all of it anyway."""
     wide = []
-    for number, ((sequence, count, _), end) in enumerate(zip(step.chunks, ends.tolist(), strict=True)):
-        start = sequence.num_computed
+    for number, (request, end) in enumerate(zip(scheduled, ends.tolist(), strict=True)):
+        start, count = request.start, request.num_tokens
         row = end - count - start
-        for first, last in sequence.whole_ranges:
+        for first, last in request.state.bidirectional_spans:
             begin, stop = max(first, start), min(last - 1, start + count)
             if begin < stop:
                 wide.append(WideRows(number, row + begin, row + stop, last))
     return wide
 
 
-def _has_grid(chunk: ScheduledChunk) -> bool:
-    spans = chunk.sequence.image_spans
-    return bool(spans) and spans[0].image.grid is not None
+def _has_grid(state: RequestState) -> bool:
+    return bool(state.images) and state.images[0].grid is not None
 
 
-def _grid_positions(step: Step, positions: np.ndarray) -> np.ndarray:
+def _grid_positions(scheduled: Sequence[ScheduledRequest], positions: np.ndarray) -> np.ndarray:
     """int64 ``[3, tokens]`` from positions that count tokens."""
     result = np.empty((3, len(positions)), np.int64)
     first = 0
-    for sequence, count, _ in step.chunks:
-        result[:, first : first + count] = grid_positions(sequence.image_spans, positions[first : first + count])
-        first += count
+    for request in scheduled:
+        rows = slice(first, first + request.num_tokens)
+        result[:, rows] = grid_positions(request.state.images, positions[rows])
+        first += request.num_tokens
     return result

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
-from vlmserve.cache.prefix import Transfer
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.steps import BlockCopy
 
 
 class KVTensors:
@@ -22,19 +22,19 @@ class KVTensors:
         host = torch.device("cpu")
         self._host = model.language_model.allocate_cache(num_host_blocks, block_size, host) if num_host_blocks else []
 
-    def clear(self, blocks: list[int]) -> None:
+    def zero(self, blocks: list[int]) -> None:
         """Zero blocks on the device."""
         if blocks:
             ids = torch.tensor(blocks, device=self._device)
             for layer in self.layers:
                 self._backend.clear(layer, ids)
 
-    def transfer(self, transfers: Iterable[Transfer]) -> None:
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy blocks in order."""
-        for kind, group in itertools.groupby(transfers, lambda transfer: transfer.kind):
+        for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
             # The last one into a block counts. All sources are read before a block is written, which is as good as in
             # order: a block that was just written to is never copied on in the same step.
-            sources = {transfer.target: transfer.source for transfer in group}
+            sources = {copy.target: copy.source for copy in group}
             origin = self._host if kind == "load" else self.layers
             destination = self._host if kind == "save" else self.layers
             source_ids, target_ids = torch.tensor(list(sources.values())), torch.tensor(list(sources))

@@ -276,8 +276,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of an answer. Raises InvalidRequestError, naming the grammar's source, if it is
-        broken, too large or too complex."""
+        """A matcher at the beginning of an answer; cheap for a grammar that was compiled before.
+
+        Raises InvalidRequestError, naming the grammar's source, if it is broken, too large or too complex.
+        """
         if len(grammar.text.encode(errors="replace")) > self._max_bytes:
             raise InvalidRequestError(
                 f"{grammar.source} is longer than {self._max_bytes:,} bytes, the server's limit", param=grammar.source

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels import cpu_sampling
-from vlmserve.sampling.adjustment import Adjustment
 from vlmserve.sampling.grammar import Allowed, Matcher
+from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.types import SamplingParams
 
 _CDF_CHUNK = 256
@@ -26,15 +26,15 @@ _TOP_P_CANDIDATES = 256
 
 
 class SamplingRow(NamedTuple):
-    """How to sample one row. num_generated: tokens so far. banned: token ids that must not come now. adjustment: what
-    changes its logits, if anything does. allowed: ``[vocabulary]``, what a grammar leaves; None: all. matcher: where it
-    stands in that grammar."""
+    """How to sample one row. num_generated: tokens so far. banned: token ids that must not come now. logits_processor:
+    of its biases and penalties, if it has any. allowed: ``[vocabulary]``, what a grammar leaves; None: all. matcher:
+    where it stands in that grammar."""
 
     params: SamplingParams
     seed: int
     num_generated: int
     banned: frozenset[int] = frozenset()
-    adjustment: Adjustment | None = None
+    logits_processor: LogitsProcessor | None = None
     allowed: Allowed | None = None
     matcher: Matcher | None = None
 
@@ -61,9 +61,9 @@ def sample(logits: Tensor, rows: list[SamplingRow], *, native: bool = False) -> 
     for number, row in enumerate(rows):
         if row.allowed is not None:
             _forbid(logits[number], ~row.allowed)
-    adjusted = {number: row.adjustment for number, row in enumerate(rows) if row.adjustment is not None}
-    if adjusted:
-        adjust(logits, adjusted)
+    processors = {index: row.logits_processor for index, row in enumerate(rows) if row.logits_processor is not None}
+    if processors:
+        process_logits(logits, processors)
     for number, row in enumerate(rows):
         if row.banned:
             logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
@@ -89,7 +89,7 @@ def _forbid(row: Tensor, forbidden: Allowed) -> None:
         row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)
 
 
-def adjust(logits: Tensor, adjustments: Mapping[int, Adjustment]) -> None:
+def process_logits(logits: Tensor, processors: Mapping[int, LogitsProcessor]) -> None:
     """Biases, then penalties, in place, of some rows of float32 ``[rows, vocabulary]`` logits.
 
     The repetition penalty is that of CTRL (https://arxiv.org/abs/1909.05858, 4.1), applied to logits of either sign as
@@ -99,12 +99,12 @@ def adjust(logits: Tensor, adjustments: Mapping[int, Adjustment]) -> None:
     def on_device(arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(logits.device)
 
-    biased = [(number, own) for number, own in adjustments.items() if len(own.bias_ids)]
+    biased = [(number, own) for number, own in processors.items() if len(own.bias_ids)]
     if biased:
         rows = on_device([np.full(len(own.bias_ids), number) for number, own in biased])
         ids = on_device([own.bias_ids for _, own in biased])
         logits[rows, ids] += on_device([own.biases for _, own in biased])
-    penalized = [(number, own, own.counts) for number, own in adjustments.items() if own.counts is not None]
+    penalized = [(number, own, own.counts) for number, own in processors.items() if own.counts is not None]
     if penalized:
         rows = on_device([np.full(len(counts.ids), number) for number, _, counts in penalized])
         ids = on_device([counts.ids for _, _, counts in penalized])

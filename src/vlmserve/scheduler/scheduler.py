@@ -1,59 +1,33 @@
-"""Who runs in a step, with how many tokens, which pictures are encoded, and who is preempted.
+"""Which requests run in a step, with how many tokens, which images are encoded, and which requests are preempted.
 
-First come, first served: sequences are admitted in order of arrival, but for those whose beginning another one is
-computing, which others pass. Decodes go first, prompts fill what is left of the token budget in order of admission, and
-who was admitted last gives up its blocks when blocks run out. What of them is still in memory when it runs again is not
+First come, first served: requests are admitted in order of arrival, except those whose prefix another one is computing,
+which others overtake. Decodes go first, prompts fill what is left of the token budget in order of admission, and the
+request admitted last gives up its blocks when blocks run out. What of them is still in memory when it runs again is not
 computed again, and the outcome is the same either way.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
-from vlmserve.cache.prefix import Hit, PrefixCache, Transfer
-from vlmserve.scheduler.sequence import Sequence
-from vlmserve.types import CrossInput, EngineOutput, FinishReason, ImageInput
+from vlmserve.cache.prefix import Hit, PrefixCache
+from vlmserve.scheduler.answers import extend_answer
+from vlmserve.scheduler.request import Request
+from vlmserve.steps import CachedRequest, CrossStates, ModelRunnerOutput, SchedulerOutput
+from vlmserve.types import CrossInput, EngineOutput, ImageInput
 
-
-class ScheduledChunk(NamedTuple):
-    """The next `num_tokens` uncomputed tokens of a sequence. `samples`: they reach its end, so a token follows."""
-
-    sequence: Sequence
-    num_tokens: int
-    samples: bool
-
-
-class Look(NamedTuple):
-    """What sequences look at by cross attention is to be made of a picture, whose features are there, and a text."""
-
-    key: bytes
-    cross: CrossInput
-
-
-@dataclass(slots=True)
-class Step:
-    """One batch. Chunks of one token come first.
-
-    Before it runs: `clear` are blocks to zero, `transfers` blocks to copy, `evict` pictures whose embeddings are
-    dropped and what is no longer looked at, `encode` pictures to encode, `look` what is to be looked at, in this order.
-    """
-
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    clear: list[int] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
-    encode: list[ImageInput] = field(default_factory=list)
-    look: list[Look] = field(default_factory=list)
-    evict: list[bytes] = field(default_factory=list)
+ProposeDrafts = Callable[[Request], Sequence[int]]
+"""Guesses the tokens, ids of the vocabulary, that follow on a request's newest one; none if it has no guess."""
 
 
 class Scheduler:
-    """Owns the sequences, their blocks and their pictures' places in the encoder cache."""
+    """Owns the requests, their blocks and their images' places in the encoder cache.
+
+    propose_drafts: asked for each request that decodes; a draft that turns out right saves a step.
+    """
 
     def __init__(
         self,
@@ -70,12 +44,13 @@ class Scheduler:
         state_bytes: int = 0,
     ) -> None:
         """image_token_bytes: of an embedding. window: how many positions a token sees at most, itself included, in
-        every layer; None: all. state_bytes: of a state that sequences look at by cross attention."""
+        every layer; None: all. state_bytes: of a state that requests attend to by cross attention."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
         self.encoder_cache = encoder_cache
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.propose_drafts: ProposeDrafts | None = None
         self.num_preemptions = 0
         self.prefix_queried_tokens = 0
         self.prefix_cached_tokens = 0
@@ -90,124 +65,168 @@ class Scheduler:
         self._window = window
         self._state_bytes = state_bytes
         # Who is computing the block with a key: whoever needs it too had better wait for it.
-        self._computing: dict[bytes, Sequence] = {}
-        self._by_id: dict[str, Sequence] = {}
-        self._spoiled: list[int] = []
+        self._computing: dict[bytes, Request] = {}
+        self._requests: dict[str, Request] = {}
+        self._not_finite: list[int] = []
+        # Requests that have ended, and that the runner still knows.
+        self._finished: list[str] = []
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._by_id
+        return request_id in self._requests
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._requests)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence whose prompt fits into the pool."""
-        self._by_id[sequence.request_id] = sequence
-        self.waiting.append(sequence)
+    def __getitem__(self, request_id: str) -> Request:
+        """An unfinished request."""
+        return self._requests[request_id]
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose prompt fits into the pool."""
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget sequences and free what they hold; unknown ids are ignored."""
+        """Forget requests and free what they hold; unknown ids are ignored."""
         for request_id in request_ids:
-            sequence = self._by_id.get(request_id)
-            if sequence is not None:
-                self._remove(sequence)
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._remove(request)
 
-    def schedule(self) -> Step:
+    def schedule(self) -> SchedulerOutput:
         """Plan the next step and take the blocks that it writes to."""
-        step = Step()
+        step = SchedulerOutput()
         budget = self._schedule_running(step)
-        while not step.chunks and len(self.running) > 1:
-            # Each lacks what another holds, blocks or room for a picture.
+        while not step.has_requests and len(self.running) > 1:
+            # Each lacks what another holds, blocks or room for an image.
             self._preempt(self.running.pop())
             budget = self._schedule_running(step)
         self._schedule_newcomers(step, budget)
-        step.transfers, self.cache.transfers = self.cache.transfers, []
-        step.clear, self._spoiled = self._spoiled, []
-        step.chunks.sort(key=lambda chunk: chunk.num_tokens != 1)
+        step.block_copies, self.cache.block_copies = self.cache.block_copies, []
+        step.blocks_to_zero, self._not_finite = self._not_finite, []
+        if step.has_work:
+            step.finished_request_ids, self._finished = self._finished, []
         return step
 
-    def update(self, step: Step, sampled: list[int | None]) -> list[EngineOutput]:
-        """Enter a finished step's tokens, one for each chunk that samples, in order; None is a failed one.
+    def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
+        """Enter what came of a step. Requests that end free all they hold.
 
-        Sequences that end free all they hold. Returns one output for each sampled token.
+        Returns one output for each request whose newest token was computed.
         """
+        for request_id, logprobs in output.prompt_logprobs.items():
+            known = self._requests[request_id].prompt_logprobs
+            assert known is not None
+            known += logprobs
         outputs = []
-        tokens = iter(sampled)
-        for chunk in step.chunks:
-            sequence = chunk.sequence
-            before, after = sequence.num_computed, sequence.num_computed + chunk.num_tokens
-            for span in sequence.spans_between(before, after):
-                if span.end <= after:
-                    self._unpin(sequence, span.image.key, after)
-            if sequence.cross is not None:
-                # What it looks at was made of the picture, which nobody needs any more.
-                self.encoder_cache.unpin(sequence.cross.image.key, sequence.request_id)
-            self._register(sequence, after)
-            sequence.num_computed = after
-            if before < sequence.num_prompt_tokens <= after:
-                self._register_tail(sequence, sequence.num_prompt_tokens - 1)
-            self._trim(sequence)
-            if chunk.samples:
-                output = self._append(sequence, next(tokens))
-                if output.finish_reason is not None:
-                    self._remove(sequence)
-                elif sequence.is_long and len(sequence.token_ids) - 1 == sequence.max_short_len:
-                    self._start_over(sequence)
-                outputs.append(output)
+        for scheduled in step.requests:
+            request = self._requests[scheduled.request_id]
+            end = scheduled.start + scheduled.num_tokens
+            sampled = output.token_ids.get(request.request_id)
+            if sampled is None:
+                self._note_computed(request, end)
+                continue
+            was_long = request.is_long
+            answer = extend_answer(request, output)
+            # Of drafts only those count that another token was sampled behind.
+            num_drafts = len(step.draft_token_ids.get(request.request_id, ()))
+            self._note_computed(request, end - num_drafts + max(0, len(sampled) - 1))
+            if answer.finish_reason is not None:
+                if answer.finish_reason == "error" and output.failures[request.request_id].kind == "not_finite":
+                    self._forget_contents(request)
+                self._remove(request)
+            elif request.is_long and not was_long:
+                self._start_over(request)
+            outputs.append(answer)
         return outputs
 
-    def _schedule_running(self, step: Step) -> int:
-        """Chunks for the running sequences; returns the budget that is left."""
+    def _note_computed(self, request: Request, num_computed: int) -> None:
+        """Of a request's tokens that many are in the KV cache now."""
+        before = request.num_computed
+        for span in request.spans_between(before, num_computed):
+            if span.end <= num_computed:
+                self._unpin(request, span.image.key, num_computed)
+        if request.cross is not None:
+            # The states that it attends to were computed from the image, which nobody needs any more.
+            self.encoder_cache.unpin(request.cross.image.key, request.request_id)
+        self._register(request, num_computed)
+        request.num_computed = num_computed
+        if before < request.num_prompt_tokens <= num_computed:
+            self._register_tail(request, request.num_prompt_tokens - 1)
+        self._trim(request)
+
+    def _schedule_running(self, step: SchedulerOutput) -> int:
+        """Chunks for the running requests; returns the budget that is left."""
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
-        for sequence in self.running:
-            if sequence.num_uncomputed > 1 and budget > 0:
-                budget -= self._schedule_chunk(step, sequence, self._take_blocks(sequence, budget))
+        for request in self.running:
+            if request.num_uncomputed > 1 and budget > 0:
+                budget -= self._schedule_chunk(step, request, self._take_blocks(request, budget))
         return budget
 
-    def _schedule_decodes(self, step: Step, budget: int) -> int:
+    def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:
         """Chunks of one token for all that need just one; returns the budget that is left.
 
-        `running` is in order of admission, so the sequences preempted here are never ones that are in the step already.
+        `running` is in order of admission, so the requests preempted here are never ones that are in the step already.
         """
-        for sequence in [sequence for sequence in self.running if sequence.num_uncomputed == 1]:
+        decoding = [request for request in self.running if request.num_uncomputed == 1]
+        for index, request in enumerate(decoding):
             if budget == 0:
                 break
-            if sequence.num_computed == len(sequence.block_table) * self._block_size:
-                while self.pool.num_free == 0 and sequence.block_table:
+            if request.num_computed == len(request.block_table) * self._block_size:
+                while self.pool.num_free == 0 and request.block_table:
                     self._preempt(self.running.pop())
-                if not sequence.block_table:
+                if not request.block_table:
                     break  # preempted, and so are all that were admitted later
-                sequence.block_table.extend(self.pool.allocate(1))
-            budget -= self._schedule_chunk(step, sequence, 1)
+                request.block_table.extend(self.pool.allocate(1))
+            drafts: Sequence[int] = ()
+            if self.propose_drafts is not None:
+                drafts = self._fitting(request, self.propose_drafts(request), budget - (len(decoding) - index))
+            budget -= self._schedule_chunk(step, request, 1, drafts)
         return budget
 
-    def _schedule_newcomers(self, step: Step, budget: int) -> None:
-        """Admit waiting sequences in their order while there is room and budget."""
-        deferred: list[Sequence] = []
+    def _fitting(self, request: Request, drafts: Sequence[int], budget: int) -> Sequence[int]:
+        """Drafts that can be computed behind a request's newest token, with blocks that nobody else may need soon.
+
+        A draft that is right is followed by one more token, and neither may go beyond the longest answer. A request
+        is not computed with drafts in one way that it would be too long for.
+        """
+        most = min(budget, request.max_len - len(request.token_ids) - 1)
+        if request.num_short_left is not None:
+            most = min(most, request.num_short_left)
+        drafts = drafts[: max(0, most)]
+        end = len(request.token_ids) + len(drafts)
+        missing = -(-end // self._block_size) - len(request.block_table)
+        if missing > 0:
+            spare = self.pool.num_free - len(self.running)
+            request.block_table.extend(self.pool.allocate(max(0, min(missing, spare))))
+        return drafts[: len(request.block_table) * self._block_size - len(request.token_ids)]
+
+    def _schedule_newcomers(self, step: SchedulerOutput, budget: int) -> None:
+        """Admit waiting requests in their order while there is room and budget."""
+        deferred: list[Request] = []
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting.popleft()
-            keys = self._shareable_keys(sequence)
-            hit = self._find(sequence, keys)
-            if self._is_being_computed(sequence, keys, hit):
-                deferred.append(sequence)
+            request = self.waiting.popleft()
+            keys = self._shareable_keys(request)
+            hit = self._find(request, keys)
+            if self._is_being_computed(request, keys, hit):
+                deferred.append(request)
                 continue
-            if not self._admit(sequence, keys, hit):
-                self.waiting.appendleft(sequence)
+            if not self._admit(request, keys, hit):
+                self.waiting.appendleft(request)
                 break
-            budget -= self._schedule_chunk(step, sequence, budget)
+            budget -= self._schedule_chunk(step, request, budget)
         self.waiting.extendleft(reversed(deferred))
 
-    def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of a waiting sequence's full blocks that others may have: at least one token is left, for its logits."""
-        if not self._prefix_caching or sequence.prompt_logprobs is not None:
+    def _shareable_keys(self, request: Request) -> list[bytes]:
+        """Keys of a waiting request's full blocks that others may have: at least one token is left, for its logits."""
+        if not self._prefix_caching or request.prompt_logprobs is not None:
             return []
-        return sequence.keys_of_full_blocks((len(sequence.token_ids) - 1) // self._block_size, self._block_size)
+        return request.keys_of_full_blocks((len(request.token_ids) - 1) // self._block_size, self._block_size)
 
-    def _find(self, sequence: Sequence, keys: list[bytes]) -> Hit:
-        """What is in memory of a waiting sequence with these shareable keys."""
-        if not self._prefix_caching or sequence.prompt_logprobs is not None:
+    def _find(self, request: Request, keys: list[bytes]) -> Hit:
+        """What is in memory of a waiting request with these shareable keys."""
+        if not self._prefix_caching or request.prompt_logprobs is not None:
             return Hit()
-        tail_key = sequence.tail_key(len(sequence.token_ids) - 1, self._block_size)
+        tail_key = request.tail_key(len(request.token_ids) - 1, self._block_size)
         return self.cache.find(keys, tail_key, self._first_needed)
 
     def _first_needed(self, num_blocks: int) -> int:
@@ -216,128 +235,136 @@ class Scheduler:
             return 0
         return max(0, num_blocks * self._block_size - self._window + 1) // self._block_size
 
-    def _is_being_computed(self, sequence: Sequence, keys: list[bytes], hit: Hit) -> bool:
-        """Whether running sequences compute at least half of what a sequence lacks, which makes it worth a wait."""
+    def _is_being_computed(self, request: Request, keys: list[bytes], hit: Hit) -> bool:
+        """Whether running requests compute at least half of what a request lacks, which makes it worth a wait."""
         end = hit.end
         while end < len(keys) and keys[end] in self._computing:
             end += 1
-        missing = len(sequence.token_ids) - hit.end * self._block_size
+        missing = len(request.token_ids) - hit.end * self._block_size
         return end > hit.end and 2 * (end - hit.end) * self._block_size >= missing
 
-    def _admit(self, sequence: Sequence, keys: list[bytes], hit: Hit) -> bool:
-        """Move a sequence to the running ones, with blocks for all tokens that it needs at a time, if there are enough.
+    def _admit(self, request: Request, keys: list[bytes], hit: Hit) -> bool:
+        """Move a request to the running ones, with blocks for all tokens that it needs at a time, if there are enough.
 
         With a window, these are a window and a chunk; the rest follow as those behind the window become free.
         """
-        reach = len(sequence.token_ids)
+        reach = len(request.token_ids)
         if self._window is not None:
             reach = min(reach, hit.end * self._block_size + self._window + self._max_num_batched_tokens)
         missing = -(-reach // self._block_size) - hit.end
-        # A free block for each running sequence, or the newcomer would soon be preempted.
+        # A free block for each running request, or the newcomer would soon be preempted.
         room = self.pool.num_free - missing - len(self.running)
         if hit.tail is not None and self.cache.num_taken(hit) > room:
             hit = hit._replace(tail=None)
         if self.cache.num_taken(hit) > room:
             return False
-        sequence.first_block = hit.first
-        sequence.block_table.extend([0] * hit.first)
-        sequence.block_table.extend(self.cache.take(hit, keys, missing))
-        sequence.num_computed = hit.end * self._block_size
+        request.first_block = hit.first
+        request.block_table.extend([0] * hit.first)
+        request.block_table.extend(self.cache.take(hit, keys, missing))
+        request.num_computed = hit.end * self._block_size
         if hit.tail is not None:
-            sequence.num_computed = len(sequence.token_ids) - 1
+            request.num_computed = len(request.token_ids) - 1
         for key in keys[hit.end :]:
-            self._computing.setdefault(key, sequence)
-        if sequence.num_cached is None:
-            sequence.num_cached = sequence.num_computed
-            self.prefix_queried_tokens += sequence.num_prompt_tokens
-            self.prefix_cached_tokens += sequence.num_cached
-        self.running.append(sequence)
+            self._computing.setdefault(key, request)
+        if request.num_cached is None:
+            request.num_cached = request.num_computed
+            self.prefix_queried_tokens += request.num_prompt_tokens
+            self.prefix_cached_tokens += request.num_cached
+        self.running.append(request)
         return True
 
-    def _register(self, sequence: Sequence, num_computed: int) -> None:
+    def _register(self, request: Request, num_computed: int) -> None:
         """Make the blocks findable that become full when `num_computed` tokens are computed."""
-        before, after = sequence.num_computed // self._block_size, num_computed // self._block_size
+        before, after = request.num_computed // self._block_size, num_computed // self._block_size
         if after > before and self._prefix_caching:
-            keys = sequence.keys_of_full_blocks(after, self._block_size)
+            keys = request.keys_of_full_blocks(after, self._block_size)
             for index in range(before, after):
-                self.pool.register(sequence.block_table[index], keys[index])
+                self.pool.register(request.block_table[index], keys[index])
                 self._computing.pop(keys[index], None)
 
-    def _register_tail(self, sequence: Sequence, num_tokens: int) -> None:
+    def _register_tail(self, request: Request, num_tokens: int) -> None:
         """Make the block findable that begins with the last of the first `num_tokens` tokens, all computed."""
-        key = sequence.tail_key(num_tokens, self._block_size) if self._prefix_caching else None
+        key = request.tail_key(num_tokens, self._block_size) if self._prefix_caching else None
         if key is not None:
-            self.pool.register(sequence.block_table[num_tokens // self._block_size], key)
+            self.pool.register(request.block_table[num_tokens // self._block_size], key)
 
-    def _take_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Take the blocks that the next tokens of a sequence lack, as far as there are any.
+    def _take_blocks(self, request: Request, num_tokens: int) -> int:
+        """Take the blocks that the next tokens of a request lack, as far as there are any.
 
         Returns how many of the next `num_tokens` tokens have blocks then.
         """
-        reach = min(sequence.num_computed + num_tokens, len(sequence.token_ids))
-        missing = -(-reach // self._block_size) - len(sequence.block_table)
+        reach = min(request.num_computed + num_tokens, len(request.token_ids))
+        missing = -(-reach // self._block_size) - len(request.block_table)
         if missing > 0:
-            sequence.block_table.extend(self.pool.allocate(min(missing, self.pool.num_free)))
-        return min(num_tokens, len(sequence.block_table) * self._block_size - sequence.num_computed)
+            request.block_table.extend(self.pool.allocate(min(missing, self.pool.num_free)))
+        return min(num_tokens, len(request.block_table) * self._block_size - request.num_computed)
 
-    def _trim(self, sequence: Sequence) -> None:
+    def _trim(self, request: Request) -> None:
         """Let go of blocks that no later token sees."""
         if self._window is None:
             return
-        needed = max(0, sequence.num_computed - self._window + 1) // self._block_size
-        if needed > sequence.first_block:
-            self.pool.release(sequence.block_table[sequence.first_block : needed])
-            sequence.first_block = needed
+        needed = max(0, request.num_computed - self._window + 1) // self._block_size
+        if needed > request.first_block:
+            self.pool.release(request.block_table[request.first_block : needed])
+            request.first_block = needed
 
-    def _schedule_chunk(self, step: Step, sequence: Sequence, budget: int) -> int:
-        """A chunk of at most `budget` tokens, cut before the first picture that cannot be encoded in this step.
+    def _schedule_chunk(self, step: SchedulerOutput, request: Request, budget: int, drafts: Sequence[int] = ()) -> int:
+        """A chunk of at most `budget` tokens, cut before the first image that cannot be encoded in this step.
 
-        Tokens that see each other are never cut apart: where not all of them fit it is cut before them, and if it
-        begins with them it goes over the budget, which may be less than they are. It may begin among them: what others
-        have computed of them has seen all of them. Returns its number of tokens, which may be 0.
+        Bidirectional spans are never cut: where not all of one fits the chunk is cut before it, and if it begins with
+        one it goes over the budget, which may be less than the span. It may begin inside of one: what others have
+        computed of it has seen all of it. Returns its number of tokens, drafts included, which may be 0.
         """
         if budget <= 0:
             return 0
-        if sequence.cross is not None and not self._secure_look(step, sequence, sequence.cross):
+        if request.cross is not None and not self._secure_cross(step, request, request.cross):
             return 0
-        start = sequence.num_computed
-        end = start + min(sequence.num_uncomputed, budget)
-        if (whole := sequence.whole_range_at(end)) is not None:
-            end = whole[0] if whole[0] > start else whole[1]
-        for span in sequence.spans_between(start, end):
-            if not self._secure(step, sequence, span.image):
-                whole = sequence.whole_range_at(span.start)
-                end = max(start, span.start if whole is None else whole[0])
+        start = request.num_computed
+        end = start + min(request.num_uncomputed, budget)
+        if (cut := request.bidirectional_span_at(end)) is not None:
+            end = cut[0] if cut[0] > start else cut[1]
+        for span in request.spans_between(start, end):
+            if not self._secure(step, request, span.image):
+                cut = request.bidirectional_span_at(span.start)
+                end = max(start, span.start if cut is None else cut[0])
                 break
-        if end > start:
-            step.chunks.append(ScheduledChunk(sequence, end - start, end == len(sequence.token_ids)))
-        return end - start
+        if end == start:
+            return 0
+        num_tokens = end - start + len(drafts)
+        message = request.message(num_tokens)
+        if isinstance(message, CachedRequest):
+            step.cached_requests.append(message)
+        else:
+            step.new_requests.append(message)
+        if drafts:
+            step.draft_token_ids[request.request_id] = list(drafts)
+        return num_tokens
 
-    def _secure(self, step: Step, sequence: Sequence, image: ImageInput) -> bool:
-        """Pin a picture's embeddings for a sequence, planning their encoding if they are missing."""
+    def _secure(self, step: SchedulerOutput, request: Request, image: ImageInput) -> bool:
+        """Pin an image's embeddings for a request, planning their encoding if they are missing."""
         if image.key not in self.encoder_cache:
-            if len(step.encode) >= self._max_encoded_images:
+            if len(step.images_to_encode) >= self._max_encoded_images:
                 return False
             size = image.num_embeddings * self._image_token_bytes
             evicted = self.encoder_cache.make_room(size)
             if evicted is None:
                 return False
             self.encoder_cache.add(image.key, size)
-            step.evict.extend(evicted)
-            step.encode.append(image)
-            sequence.num_encoded += 1
-            self.encoder_queries += self.encoder_cache.pin(image.key, sequence.request_id)
-        elif self.encoder_cache.pin(image.key, sequence.request_id):
+            step.embeddings_to_evict.extend(evicted)
+            step.images_to_encode.append(image)
+            request.num_encoded += 1
+            self.encoder_queries += self.encoder_cache.pin(image.key, request.request_id)
+        elif self.encoder_cache.pin(image.key, request.request_id):
             self.encoder_queries += 1
             self.encoder_hits += 1
         return True
 
-    def _secure_look(self, step: Step, sequence: Sequence, cross: CrossInput) -> bool:
-        """Pin what a sequence looks at for as long as it runs, planning its making if it is missing.
+    def _secure_cross(self, step: SchedulerOutput, request: Request, cross: CrossInput) -> bool:
+        """Pin the states that a request attends to for as long as it runs, planning their computation if need be.
 
-        The picture's features are pinned for this step, in which they are needed only if it is.
+        The image's features are pinned for this step, in which they are needed only if it is.
         """
-        key, image, owner = sequence.cross_key, cross.image, sequence.request_id
+        key, image, owner = request.cross_key, cross.image, request.request_id
         assert key is not None
         if key in self.encoder_cache:
             if self.encoder_cache.pin(key, owner):
@@ -350,7 +377,7 @@ class Scheduler:
             self.encoder_cache.pin(image.key, owner)
         else:
             sizes[image.key] = image.num_embeddings * self._image_token_bytes
-        full = not known and len(step.encode) >= self._max_encoded_images
+        full = not known and len(step.images_to_encode) >= self._max_encoded_images
         evicted = None if full else self.encoder_cache.make_room(sum(sizes.values()))
         if evicted is None:
             self.encoder_cache.unpin(image.key, owner)
@@ -358,99 +385,63 @@ class Scheduler:
         for new, size in sizes.items():
             self.encoder_cache.add(new, size)
             self.encoder_cache.pin(new, owner)
-        step.evict.extend(evicted)
-        step.look.append(Look(key, cross))
+        step.embeddings_to_evict.extend(evicted)
+        step.cross_states.append(CrossStates(key, image.key, cross.token_ids))
         if not known:
-            step.encode.append(image)
-            sequence.num_encoded += 1
+            step.images_to_encode.append(image)
+            request.num_encoded += 1
         self.encoder_queries += 1
         self.encoder_hits += known
         return True
 
-    def _append(self, sequence: Sequence, token: int | None) -> EngineOutput:
-        new: list[int] = []
-        reason: FinishReason | None = None
-        end, error, error_param = None, None, None
-        matcher = sequence.matcher
-        if token is None and matcher is not None and (matcher.finished or matcher.error):
-            reason = "stop" if matcher.finished else "error"
-            error = matcher.error and f"the grammar cannot be followed any further: {matcher.error}"
-            error_param = None if sequence.params.grammar is None else sequence.params.grammar.source
-        elif token is None:
-            self._spoil(sequence)
-            reason, error = "error", "the model's output is not a number; try another dtype (--dtype float32)"
-        elif token in sequence.end_token_ids:
-            reason, end = "stop", token
-        else:
-            sequence.append(token)
-            new = [token]
-            reason = "length" if len(sequence.token_ids) >= sequence.max_len else None
-            if matcher is not None:
-                matcher.advance(token)
-                if matcher.cut and matcher.complete:
-                    reason = "length"
-                elif matcher.finished:
-                    reason = "stop"
-        return EngineOutput(
-            sequence.request_id,
-            new,
-            reason,
-            end,
-            error,
-            sequence.num_cached or 0,
-            sequence.num_encoded,
-            error_param=error_param if error else None,
-        )
+    def _forget_contents(self, request: Request) -> None:
+        """Keep a failed request's keys and values, which may be NaN, from the next owner of its blocks.
 
-    def _spoil(self, sequence: Sequence) -> None:
-        """Keep a failed sequence's keys and values, which may be NaN, from whoever gets its blocks next.
-
-        A block is read as a whole, and what is masked still spoils a sum if it is NaN.
+        A block is read as a whole, and a masked NaN still makes a sum NaN.
         """
-        for block in sequence.block_table[sequence.first_block :]:
+        for block in request.block_table[request.first_block :]:
             self.pool.forget(block)
             if self.pool.ref_count(block) == 1:
-                self._spoiled.append(block)
+                self._not_finite.append(block)
 
-    def _unpin(self, sequence: Sequence, key: bytes, num_computed: int) -> None:
-        """Unpin a picture unless that many tokens end in the middle of it.
+    def _unpin(self, request: Request, key: bytes, num_computed: int) -> None:
+        """Unpin an image unless that many tokens end in the middle of it.
 
-        Where it comes again later it may have been evicted by then: held on to, it could keep out the picture between.
+        Where it comes again later it may have been evicted by then: held on to, it could keep out the image between.
         """
-        if not any(s.image.key == key and s.start < num_computed < s.end for s in sequence.image_spans):
-            self.encoder_cache.unpin(key, sequence.request_id)
+        if not any(s.image.key == key and s.start < num_computed < s.end for s in request.image_spans):
+            self.encoder_cache.unpin(key, request.request_id)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, request: Request) -> None:
         # The deepest block first: it is of no use without those before it, so it is to be evicted before them.
-        self.pool.release(reversed(sequence.block_table[sequence.first_block :]))
-        sequence.block_table = array("i")
-        sequence.first_block = 0
-        for key in sequence.block_keys:
-            if self._computing.get(key) is sequence:
+        self.pool.release(reversed(request.block_table[request.first_block :]))
+        request.drop_blocks()
+        for key in request.block_keys:
+            if self._computing.get(key) is request:
                 del self._computing[key]
-        for span in sequence.image_spans:
-            self.encoder_cache.unpin(span.image.key, sequence.request_id)
-        if sequence.cross is not None and sequence.cross_key is not None:
-            for key in (sequence.cross_key, sequence.cross.image.key):
-                self.encoder_cache.unpin(key, sequence.request_id)
+        for span in request.image_spans:
+            self.encoder_cache.unpin(span.image.key, request.request_id)
+        if request.cross is not None and request.cross_key is not None:
+            for key in (request.cross_key, request.cross.image.key):
+                self.encoder_cache.unpin(key, request.request_id)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        if sequence.num_uncomputed == 1:
-            self._register_tail(sequence, sequence.num_computed)
-        self._release(sequence)
-        sequence.num_computed = 0
+    def _preempt(self, request: Request) -> None:
+        if request.num_uncomputed == 1:
+            self._register_tail(request, request.num_computed)
+        self._release(request)
         self.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.appendleft(request)
 
-    def _start_over(self, sequence: Sequence) -> None:
-        """Compute a sequence again from its first token on, which is long now."""
-        self._release(sequence)
-        sequence.num_computed = 0
-        sequence.start_over()
-        self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+    def _start_over(self, request: Request) -> None:
+        """Compute a request again from its first token on, which is long now."""
+        self._release(request)
+        request.start_over()
+        self.running.remove(request)
+        self.waiting.appendleft(request)
 
-    def _remove(self, sequence: Sequence) -> None:
-        self._release(sequence)
-        del self._by_id[sequence.request_id]
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
+    def _remove(self, request: Request) -> None:
+        self._release(request)
+        del self._requests[request.request_id]
+        if request.known_to_runner:
+            self._finished.append(request.request_id)
+        (self.running if request in self.running else self.waiting).remove(request)

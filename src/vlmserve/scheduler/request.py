@@ -1,62 +1,51 @@
-"""One request on its way through the engine."""
+"""A request as the scheduler sees it."""
 
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from vlmserve.cache.keys import block_key, cross_key, looking_root, touched_images
-from vlmserve.sampling.adjustment import Adjustment
-from vlmserve.types import (
-    EngineRequest,
-    ImageInput,
-    ImageSpan,
-    Prompt,
-    SeesAhead,
-    TokenLogprobs,
-    whole_ranges,
-)
-
-if TYPE_CHECKING:
-    from vlmserve.sampling.grammar import Matcher
+from vlmserve.steps import CachedRequest, NewRequest
+from vlmserve.types import EngineRequest, ImageInput, ImageSpan, SamplingParams, SeesAhead, TokenLogprobs, whole_ranges
 
 
-class Sequence:
+class Request:
     """Tokens so far, how many of them are in the KV cache, and where.
 
     token_ids: prompt and answer. num_computed: leading tokens whose keys and values are in `block_table`'s blocks.
-    block_table: grows while the sequence keeps its blocks; once they are gone, a new one takes its place.
+    block_table: grows while the request keeps its blocks; once they are gone, a new one takes its place.
     first_block: the first block of the table that is held; those before it are behind the attention window.
     num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
-    whole_ranges: tokens ``first <= i < last`` that see each other, so that they are computed in one go; in order.
-    num_encoded: pictures encoded for its sake. cross, cross_key: what it looks at by cross attention, if anything.
+    bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
+    computed in one step; in order.
+    num_encoded: images encoded for its sake. cross, cross_key: what it attends to by cross attention, if anything.
     seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
-    first_position: where its positions begin, as the model wants it of a prompt of this length.
     max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
-    matcher: where its answer stands in the grammar that it has to obey, if there is one.
-    adjustment: what it changes in its logits, if anything. prompt_logprobs: those of the prompt's leading tokens, while
-    they are asked for and not yet told; as long as that is so, it reads no cached prefix.
-    arrived, started, vision_started, answered: when it was added, first ran, had a picture encoded and had its first
+    prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet; as long as
+    that is so, it reads no cached prefix.
+    arrived, started, vision_started, answered: when it was added, first ran, had an image encoded and had its first
     token, on the clock of `time.perf_counter`, 0 before. arrived_at: when it was added, as Unix time. vision_seconds:
-    how long steps encoded pictures that it needed.
+    how long steps encoded images that it needed.
     """
 
     __slots__ = (
+        "_known_to_runner",
         "_long_root_key",
+        "_num_blocks_sent",
         "_tail",
-        "adjustment",
         "answered",
         "arrived",
         "arrived_at",
+        "bidirectional_spans",
         "block_keys",
         "block_table",
         "cross",
         "cross_key",
         "end_token_ids",
         "first_block",
-        "first_position",
         "image_spans",
-        "matcher",
         "max_len",
         "max_short_len",
         "num_cached",
@@ -71,7 +60,6 @@ class Sequence:
         "token_ids",
         "vision_seconds",
         "vision_started",
-        "whole_ranges",
     )
 
     def __init__(
@@ -83,20 +71,14 @@ class Sequence:
         max_len: int,
         end_token_ids: frozenset[int],
         max_short_len: int | None = None,
-        first_position: int = 0,
         sees_ahead: SeesAhead | None = None,
-        matcher: Matcher | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.params = request.params
-        self.matcher = matcher
         self.seed = seed
         self.token_ids = list(request.prompt.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.image_spans = request.prompt.images
-        self.adjustment: Adjustment | None = None
-        if self.params.logit_bias or self.params.penalizes:
-            self.adjustment = Adjustment(self.params, _without_pictures(request.prompt))
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
@@ -107,13 +89,15 @@ class Sequence:
         self.arrived_at = self.vision_seconds = 0.0
         self.block_table = array("i")
         self.first_block = 0
-        self.first_position = first_position
+        self._num_blocks_sent = 0
+        self._known_to_runner = False
         self.cross = request.prompt.cross
         self.cross_key: bytes | None = None
         if self.cross is not None:
             self.cross_key = cross_key(self.cross.image.key, self.cross.token_ids)
             root_key = looking_root(root_key, self.cross_key)
-        self.whole_ranges = whole_ranges(self.image_spans, self.num_prompt_tokens, sees_ahead)
+        placements = [span.placement for span in self.image_spans]
+        self.bidirectional_spans = whole_ranges(placements, self.num_prompt_tokens, sees_ahead)
         self._long_root_key = block_key(root_key, (), ())
         self.max_short_len = max_short_len
         self.block_keys = [self._long_root_key if self.is_long else root_key]
@@ -137,38 +121,61 @@ class Sequence:
         return self.max_short_len is not None and len(self.token_ids) > self.max_short_len
 
     @property
-    def position_offset(self) -> int:
-        """What is added to positions: those of long sequences come behind all that short ones have."""
-        return self.max_short_len if self.is_long and self.max_short_len is not None else self.first_position
+    def num_short_left(self) -> int | None:
+        """How many more tokens it may have and still be short; None: any number, or it is long already."""
+        if self.max_short_len is None or self.is_long:
+            return None
+        return self.max_short_len - len(self.token_ids)
 
-    def append(self, token_id: int) -> None:
-        """A new token of the answer."""
-        self.token_ids.append(token_id)
-        if self.adjustment is not None:
-            self.adjustment.append(token_id)
+    @property
+    def known_to_runner(self) -> bool:
+        return self._known_to_runner
+
+    def message(self, num_tokens: int) -> NewRequest | CachedRequest:
+        """What the runner has to know to compute the next `num_tokens` tokens, after all that it was told before."""
+        sent, self._num_blocks_sent = self._num_blocks_sent, len(self.block_table)
+        if self._known_to_runner:
+            new_blocks = () if sent == len(self.block_table) else tuple(self.block_table[sent:])
+            return CachedRequest(self.request_id, self.num_computed, num_tokens, new_blocks, sent == 0)
+        self._known_to_runner = True
+        return NewRequest(
+            self.request_id,
+            self.num_computed,
+            num_tokens,
+            token_ids=self.token_ids[:],
+            block_ids=self.block_table.tolist(),
+            params=_without_model(self.params),
+            seed=self.seed,
+            max_len=self.max_len,
+            end_token_ids=sorted(self.end_token_ids),
+            images=tuple(span.placement for span in self.image_spans),
+            cross_key=self.cross_key,
+        )
+
+    def drop_blocks(self) -> None:
+        """It holds no blocks any more, and all of its tokens have to be computed again or found."""
+        self.block_table = array("i")
+        self.first_block = 0
+        self.num_computed = 0
+        self._num_blocks_sent = 0
 
     def start_over(self) -> None:
-        """Forget the keys of blocks that were computed in the way of short sequences."""
+        """Forget the keys of blocks that were computed in the way of short requests."""
         self.block_keys = [self._long_root_key]
         self._tail = (0, b"")
 
-    @property
-    def may_end(self) -> bool:
-        """Whether an end token is possible now."""
-        return self.num_generated >= self.params.min_tokens
-
     def spans_between(self, start: int, end: int) -> list[ImageSpan]:
-        """Pictures with a placeholder in ``start <= i < end``."""
+        """Images with a placeholder in ``start <= i < end``."""
         return [span for span in self.image_spans if span.start < end and span.end > start]
 
-    def pictures_for(self, start: int, end: int) -> list[ImageInput]:
-        """Pictures that tokens ``start <= i < end`` are computed from: whose places they have, or what they look at."""
+    def images_for(self, start: int, end: int) -> list[ImageInput]:
+        """Images that tokens ``start <= i < end`` are computed from: by their placeholders, or by cross attention."""
         images = [span.image for span in self.spans_between(start, end)]
         return images if self.cross is None else [*images, self.cross.image]
 
-    def whole_range_at(self, place: int) -> tuple[int, int] | None:
-        """The tokens that see each other and lie on both sides of the border before token number `place`."""
-        return next((whole for whole in self.whole_ranges if whole[0] < place < whole[1]), None)
+    def bidirectional_span_at(self, place: int) -> tuple[int, int] | None:
+        """The bidirectional span that has tokens on both sides of the border before token number `place`."""
+        return next((span for span in self.bidirectional_spans if span[0] < place < span[1]), None)
 
     def keys_of_full_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
@@ -192,17 +199,16 @@ class Sequence:
         return self._tail[1]
 
     def _key(self, parent: bytes, start: int, end: int) -> bytes:
-        """The key of a block with tokens ``start <= i < end``, and with all that those of them see that come later."""
-        whole = self.whole_range_at(end)
-        # Where a range began before, the parent has all of it.
-        reach = whole[1] if whole is not None and whole[0] >= start else end
+        """The key of a block with tokens ``start <= i < end``, and with all later ones that those attend to."""
+        span = self.bidirectional_span_at(end)
+        # Where a span began before, the parent has all of it.
+        reach = span[1] if span is not None and span[0] >= start else end
         images = touched_images(self.image_spans, start, reach)
         return block_key(parent, self.token_ids[start:end], images, ahead=self.token_ids[end:reach])
 
 
-def _without_pictures(prompt: Prompt) -> list[int]:
-    token_ids, start = [], 0
-    for span in prompt.images:
-        token_ids += prompt.token_ids[start : span.start]
-        start = span.end
-    return token_ids + prompt.token_ids[start:]
+def _without_model(params: SamplingParams) -> SamplingParams:
+    """A pydantic model is nothing that can be sent."""
+    if params.grammar is None or params.grammar.model is None:
+        return params
+    return msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, model=None))

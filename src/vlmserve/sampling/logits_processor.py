@@ -68,8 +68,8 @@ class TokenCounts:
             del self._places[token_id]
 
 
-class Adjustment:
-    """The biases and penalties of one request. prompt: its tokens without those of pictures.
+class LogitsProcessor:
+    """The biases and penalties of one request. prompt: its tokens without those of images.
 
     counts: None without a penalty. bias_ids, biases: int64 and float32 ``[tokens with a bias]``.
     """

@@ -13,8 +13,8 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.sampling import sampler
-from vlmserve.sampling.adjustment import Adjustment, TokenCounts
-from vlmserve.sampling.sampler import SamplingRow, adjust
+from vlmserve.sampling.logits_processor import LogitsProcessor, TokenCounts
+from vlmserve.sampling.sampler import SamplingRow, process_logits
 from vlmserve.types import SamplingParams
 
 VOCABULARY = 40
@@ -31,16 +31,16 @@ def random_logits(rows: int, vocabulary: int = VOCABULARY, seed: int = 0) -> tor
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def adjustment(prompt=(), answer=(), **params) -> Adjustment:
-    made = Adjustment(SamplingParams(**params), list(prompt))
+def processor(prompt=(), answer=(), **params) -> LogitsProcessor:
+    made = LogitsProcessor(SamplingParams(**params), list(prompt))
     for token in answer:
         made.append(token)
     return made
 
 
-def adjusted(logits: torch.Tensor, *adjustments: Adjustment) -> torch.Tensor:
+def processed(logits: torch.Tensor, *processors: LogitsProcessor) -> torch.Tensor:
     logits = logits.clone()
-    adjust(logits, dict(enumerate(adjustments)))
+    process_logits(logits, dict(enumerate(processors)))
     return logits
 
 
@@ -68,7 +68,7 @@ def test_penalties_are_what_their_definitions_say(prompt, answer, last_n, repeti
         "presence_penalty": presence,
         "repeat_last_n": last_n,
     }
-    actual = adjusted(logits, adjustment(prompt, answer, **params))
+    actual = processed(logits, processor(prompt, answer, **params))
     expected = penalized(logits[0], prompt, answer, last_n, repetition, frequency, presence)
     np.testing.assert_allclose(actual[0].numpy(), expected, atol=1e-4, rtol=1e-5)
 
@@ -78,35 +78,35 @@ def test_penalties_are_what_their_definitions_say(prompt, answer, last_n, repeti
 def test_the_repetition_penalty_is_transformers(prompt, answer, penalty, seed):
     logits = random_logits(1, seed=seed)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + answer]), logits.clone())
-    assert torch.equal(adjusted(logits, adjustment(prompt, answer, repetition_penalty=penalty)), expected)
+    assert torch.equal(processed(logits, processor(prompt, answer, repetition_penalty=penalty)), expected)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.integers(0, VOCABULARY - 1), st.integers(-100, 100), min_size=1), st.integers(0, 99))
 def test_biases_are_transformers(biases, seed):
     logits = random_logits(1, seed=seed)
-    processor = SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in biases.items()})
-    expected = processor(torch.tensor([[1, 2]]), logits.clone())
-    torch.testing.assert_close(adjusted(logits, adjustment(logit_bias=biases)), expected)
+    oracle = SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in biases.items()})
+    expected = oracle(torch.tensor([[1, 2]]), logits.clone())
+    torch.testing.assert_close(processed(logits, processor(logit_bias=biases)), expected)
 
 
 def test_biases_come_before_penalties():
-    made = adjustment([3], repetition_penalty=2.0, logit_bias={3: 10.0})
-    assert adjusted(torch.full((1, 5), -2.0), made)[0, 3] == (10 - 2) / 2
+    made = processor([3], repetition_penalty=2.0, logit_bias={3: 10.0})
+    assert processed(torch.full((1, 5), -2.0), made)[0, 3] == (10 - 2) / 2
 
 
 def test_each_row_is_changed_by_its_own_request_alone():
     logits = random_logits(4)
     requests = {
-        0: adjustment([1, 2], [3], repetition_penalty=1.7),
-        2: adjustment([4], [5, 5], frequency_penalty=0.5, logit_bias={7: -3.0}),
-        3: adjustment([6] * 9, [8], presence_penalty=1.5, repetition_penalty=0.5),
+        0: processor([1, 2], [3], repetition_penalty=1.7),
+        2: processor([4], [5, 5], frequency_penalty=0.5, logit_bias={7: -3.0}),
+        3: processor([6] * 9, [8], presence_penalty=1.5, repetition_penalty=0.5),
     }
     together = logits.clone()
-    adjust(together, requests)
+    process_logits(together, requests)
     assert torch.equal(together[1], logits[1])
     for number, made in requests.items():
-        assert torch.equal(together[number], adjusted(logits[number : number + 1], made)[0])
+        assert torch.equal(together[number], processed(logits[number : number + 1], made)[0])
         assert not torch.equal(together[number], logits[number])
 
 
@@ -125,12 +125,12 @@ def test_counts_that_are_kept_are_those_of_a_recount(prompt, answer, window):
 def test_edited_rows_are_drawn_as_others_are(sample):
     logits = random_logits(3, 500)
     banned = {token: -100.0 for token in range(499)}
-    row = SamplingRow(SamplingParams(logit_bias=banned), 1, 0, adjustment=adjustment(logit_bias=banned))
+    row = SamplingRow(SamplingParams(logit_bias=banned), 1, 0, logits_processor=processor(logit_bias=banned))
     greedy = SamplingRow(SamplingParams(temperature=0), 1, 0)
     best = logits[1:].argmax(-1).tolist()
     assert sample(logits.clone(), [row, greedy, greedy]) == [499, *best]
-    penalty = adjustment([best[0]], repetition_penalty=100.0)
-    penalized_row = SamplingRow(SamplingParams(temperature=0, repetition_penalty=100.0), 1, 0, adjustment=penalty)
+    penalty = processor([best[0]], repetition_penalty=100.0)
+    penalized_row = SamplingRow(SamplingParams(temperature=0, repetition_penalty=100.0), 1, 0, logits_processor=penalty)
     assert sample(logits.clone(), [row, penalized_row, greedy])[1:] == [
         int(logits[1].topk(2).indices[1]), best[1]
     ]  # fmt: skip
@@ -143,5 +143,5 @@ def test_filters_apply_to_what_penalties_leave(sample):
     left = RepetitionPenaltyLogitsProcessor(3.0)(torch.tensor([prompt]), logits.clone())
     left = TopPLogitsWarper(0.6)(torch.tensor([prompt]), left)
     possible = set(left[0].isfinite().nonzero().flatten().tolist())
-    rows = [SamplingRow(params, 7, index, adjustment=Adjustment(params, prompt)) for index in range(3000)]
+    rows = [SamplingRow(params, 7, index, logits_processor=LogitsProcessor(params, prompt)) for index in range(3000)]
     assert set(sample(logits.repeat(3000, 1), rows)) == possible

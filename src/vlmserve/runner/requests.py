@@ -1,0 +1,157 @@
+"""What the model runner keeps of each request, from the step that brings it to the one that says it is finished."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vlmserve.models.protocols import LanguageModel
+from vlmserve.sampling.grammar import Matcher
+from vlmserve.sampling.logits_processor import LogitsProcessor
+from vlmserve.sampling.sampler import SamplingRow
+from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
+from vlmserve.types import Grammar, ImagePlacement, whole_ranges
+
+MakeMatcher = Callable[[Grammar], Matcher]
+
+_NOTHING_BANNED: frozenset[int] = frozenset()
+
+
+class RequestState:
+    """A request's tokens, its KV blocks, and how its next token is sampled.
+
+    token_ids: prompt and answer. block_table: grows while the request keeps its blocks; after a preemption a new one
+    takes its place. bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions.
+    matcher: where its answer stands in its grammar. logits_processor: its biases and penalties.
+    num_scored: leading tokens of the prompt whose logprobs are known, while some are asked for that are not; else None.
+    """
+
+    __slots__ = (
+        "_first_position",
+        "_max_short_len",
+        "bidirectional_spans",
+        "block_table",
+        "cross_key",
+        "end_token_ids",
+        "images",
+        "logits_processor",
+        "matcher",
+        "max_len",
+        "num_prompt_tokens",
+        "num_scored",
+        "params",
+        "request_id",
+        "seed",
+        "token_ids",
+    )
+
+    def __init__(self, request: NewRequest, model: LanguageModel, make_matcher: MakeMatcher) -> None:
+        self.request_id = request.request_id
+        self.token_ids = list(request.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.block_table = array("i", request.block_ids)
+        self.params = request.params
+        self.seed = request.seed
+        self.max_len = request.max_len
+        self.end_token_ids = frozenset(request.end_token_ids)
+        self.images = request.images
+        self.cross_key = request.cross_key
+        self.bidirectional_spans = whole_ranges(request.images, self.num_prompt_tokens, model.sees_ahead)
+        scores_prompt = self.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
+        self.num_scored = 1 if scores_prompt else None
+        self.matcher = None if self.params.grammar is None else make_matcher(self.params.grammar)
+        self.logits_processor: LogitsProcessor | None = None
+        if self.params.logit_bias or self.params.penalizes:
+            self.logits_processor = LogitsProcessor(self.params, self._text_tokens())
+        self._first_position = model.first_position(self.num_prompt_tokens)
+        self._max_short_len = model.max_short_len
+
+    @property
+    def position_offset(self) -> int:
+        """What is added to positions: those of long requests come behind all that short ones have."""
+        if self._max_short_len is not None and len(self.token_ids) > self._max_short_len:
+            return self._max_short_len
+        return self._first_position
+
+    def images_between(self, start: int, end: int) -> list[ImagePlacement]:
+        """Images with a placeholder in ``start <= i < end``."""
+        return [image for image in self.images if image.start < end and image.end > start]
+
+    def sampling_row(self) -> SamplingRow:
+        """How the next token is sampled."""
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        may_end = num_generated >= self.params.min_tokens
+        banned, allowed = _NOTHING_BANNED, None
+        if self.matcher is not None:
+            left = self.max_len - len(self.token_ids)
+            allowed = self.matcher.allowed(self.end_token_ids, may_end=may_end, left=left)
+        elif not may_end:
+            banned = self.end_token_ids
+        return SamplingRow(self.params, self.seed, num_generated, banned, self.logits_processor, allowed, self.matcher)
+
+    def append(self, token_id: int) -> None:
+        """A new token of the answer."""
+        self.token_ids.append(token_id)
+        if self.logits_processor is not None:
+            self.logits_processor.append(token_id)
+        if self.matcher is not None:
+            self.matcher.advance(token_id)
+
+    def set_blocks(self, scheduled: CachedRequest) -> None:
+        """Take up what a step says of its blocks."""
+        if scheduled.resumed:
+            self.block_table = array("i")
+        self.block_table.extend(scheduled.new_block_ids)
+
+    def _text_tokens(self) -> list[int]:
+        """The prompt without the tokens of images."""
+        token_ids, start = [], 0
+        for image in self.images:
+            token_ids += self.token_ids[start : image.start]
+            start = image.end
+        return token_ids + self.token_ids[start:]
+
+
+class ScheduledRequest(NamedTuple):
+    """Tokens ``start <= i < start + num_tokens`` of a request, the last of which are drafts.
+
+    num_sampled: how many of the last of them a token may be sampled behind: none before the newest token.
+    """
+
+    state: RequestState
+    start: int
+    num_tokens: int
+    draft_token_ids: list[int]
+    num_sampled: int
+
+
+class RequestStates:
+    """The states of all requests that are not finished."""
+
+    def __init__(self, model: LanguageModel, make_matcher: MakeMatcher) -> None:
+        self._model = model
+        self._make_matcher = make_matcher
+        self._states: dict[str, RequestState] = {}
+
+    def update(self, step: SchedulerOutput) -> list[ScheduledRequest]:
+        """Take up what a step says. Returns its batch, with requests of one token first, as attention wants them."""
+        states = self._states
+        for request_id in step.finished_request_ids:
+            del states[request_id]
+        for new in step.new_requests:
+            states[new.request_id] = RequestState(new, self._model, self._make_matcher)
+        for cached in step.cached_requests:
+            if cached.new_block_ids:
+                states[cached.request_id].set_blocks(cached)
+        scheduled = []
+        for request in step.requests:
+            state = states[request.request_id]
+            drafts = step.draft_token_ids.get(request.request_id, _NO_DRAFTS)
+            num_sampled = max(0, request.start + request.num_tokens + 1 - len(state.token_ids))
+            scheduled.append(ScheduledRequest(state, request.start, request.num_tokens, drafts, num_sampled))
+        scheduled.sort(key=lambda one: one.num_tokens != 1)
+        return scheduled
+
+
+_NO_DRAFTS: list[int] = []

@@ -1,0 +1,90 @@
+"""From logits to tokens: sampling, checking drafts, and how likely tokens were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlmserve.runner.requests import RequestState, ScheduledRequest
+from vlmserve.sampling.logprobs import token_logprobs
+from vlmserve.sampling.sampler import sample
+from vlmserve.steps import ModelRunnerOutput, RequestFailure
+
+
+def sample_tokens(
+    logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput, *, native: bool
+) -> None:
+    """Sample what follows on the newest token of each request, and enter it into the requests' states and `output`.
+
+    logits: float32 ``[rows, vocabulary]``, `num_sampled` rows of each request in order; overwritten.
+
+    A draft is accepted if it is the token that is sampled before it: then the row behind it is sampled as well, as if
+    it came from a step of its own. Rows are sampled in rounds, one row of each request in each, because penalties,
+    grammars and random numbers depend on the tokens before. So answers are the same with and without drafts.
+    """
+    first = 0
+    going: list[tuple[int, ScheduledRequest]] = []
+    for request in batch:
+        if request.num_sampled:
+            going.append((first, request))
+            output.token_ids[request.state.request_id] = []
+            if request.state.params.logprobs is not None:
+                output.logprobs[request.state.request_id] = []
+        first += request.num_sampled
+    depth = 0
+    while going:
+        all_rows = len(going) == len(logits)
+        rows = logits if all_rows else logits[torch.tensor([row + depth for row, _ in going], device=logits.device)]
+        tokens = _sample_once(rows, [request.state for _, request in going], output, native=native)
+        going = [
+            (row, request)
+            for (row, request), token in zip(going, tokens, strict=True)
+            if _enter(request.state, token, output) and request.draft_token_ids[depth : depth + 1] == [token]
+        ]
+        depth += 1
+
+
+def _sample_once(
+    logits: Tensor, states: Sequence[RequestState], output: ModelRunnerOutput, *, native: bool
+) -> list[int | None]:
+    """A token for each row, and how likely it was where that is asked for."""
+    asking = [index for index, state in enumerate(states) if state.params.logprobs is not None]
+    raw = logits[asking] if asking else None  # sampling overwrites them
+    rows = [state.sampling_row() for state in states]
+    tokens = [
+        token if token is None or row.matcher is None else row.matcher.settle(token)
+        for token, row in zip(sample(logits, rows, native=native), rows, strict=True)
+    ]
+    if raw is not None:
+        chosen = [tokens[index] or 0 for index in asking]
+        num_top = [states[index].params.logprobs or 0 for index in asking]
+        for index, scores in zip(asking, token_logprobs(raw, chosen, num_top), strict=True):
+            if tokens[index] is not None:
+                output.logprobs[states[index].request_id].append(scores)
+    return tokens
+
+
+def _enter(state: RequestState, token: int | None, output: ModelRunnerOutput) -> bool:
+    """Enter what was sampled; None: nothing could be. Returns whether another token may follow."""
+    request_id, matcher = state.request_id, state.matcher
+    if token is None:
+        if matcher is not None and matcher.finished:
+            output.finish_reasons[request_id] = "stop"
+        elif matcher is not None and matcher.error is not None:
+            output.failures[request_id] = RequestFailure("grammar", matcher.error)
+        else:
+            output.failures[request_id] = RequestFailure("not_finite")
+        return False
+    output.token_ids[request_id].append(token)
+    if token in state.end_token_ids:
+        return False
+    state.append(token)
+    if matcher is not None:
+        if matcher.cut and matcher.complete:
+            output.finish_reasons[request_id] = "length"
+        elif matcher.finished:
+            output.finish_reasons[request_id] = "stop"
+        return request_id not in output.finish_reasons
+    return True

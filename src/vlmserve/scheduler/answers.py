@@ -1,0 +1,51 @@
+"""What a finished step adds to an answer, and whether the answer ends with it."""
+
+from __future__ import annotations
+
+from vlmserve.scheduler.request import Request
+from vlmserve.steps import ModelRunnerOutput
+from vlmserve.types import EngineOutput, FinishReason
+
+
+def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
+    """Append the tokens that were sampled for a request. An end token ends its answer and is no part of it."""
+    request_id = request.request_id
+    new: list[int] = []
+    reason: FinishReason | None = None
+    stop_token_id = None
+    for token in output.token_ids[request_id]:
+        if token in request.end_token_ids:
+            reason, stop_token_id = "stop", token
+            break
+        request.token_ids.append(token)
+        new.append(token)
+        if len(request.token_ids) >= request.max_len:
+            reason = "length"
+            break
+    reason = output.finish_reasons.get(request_id, reason)
+    error, error_param = _error(request, output)
+    logprobs = output.logprobs.get(request_id)
+    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    return EngineOutput(
+        request_id,
+        new,
+        reason if error is None else "error",
+        stop_token_id,
+        error,
+        request.num_cached or 0,
+        request.num_encoded,
+        logprobs=None if logprobs is None else logprobs[: len(new)],
+        prompt_logprobs=prompt_logprobs,
+        error_param=error_param,
+    )
+
+
+def _error(request: Request, output: ModelRunnerOutput) -> tuple[str | None, str | None]:
+    """Why it cannot go on, and the field of the request whose fault that is."""
+    failure = output.failures.get(request.request_id)
+    if failure is None:
+        return None, None
+    if failure.kind == "not_finite":
+        return "the model's output is not a number; try another dtype (--dtype float32)", None
+    source = None if request.params.grammar is None else request.params.grammar.source
+    return f"the grammar cannot be followed any further: {failure.message}", source

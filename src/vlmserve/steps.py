@@ -1,0 +1,145 @@
+"""One step, as the scheduler and the model runner tell each other of it.
+
+Both messages are values: they hold all that the other side needs and refer to nothing that either side changes later,
+so a step can be sent to another process, recorded, or run while the next one is planned. The runner keeps what it was
+told of a request until the request is finished; the scheduler tells it only what is new.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from vlmserve.types import ImageInput, ImagePlacement, SamplingParams, TokenLogprobs
+
+
+class BlockCopy(NamedTuple):
+    """A KV block to copy: from the device to host memory (save), back (load), or from one device block to another."""
+
+    kind: Literal["save", "load", "copy"]
+    source: int
+    target: int
+
+
+class CrossStates(msgspec.Struct, frozen=True):
+    """States that a decoder attends to by cross attention, to be computed from an image and a text.
+
+    key: under which they are kept. image_key: of the image's features, which are in memory by then. token_ids: of the
+    text that is read along with the image; none for the image alone.
+    """
+
+    key: bytes
+    image_key: bytes
+    token_ids: list[int]
+
+
+class NewRequest(msgspec.Struct, frozen=True):
+    """A request that the runner does not know yet, and the tokens ``start <= i < start + num_tokens`` of it to compute.
+
+    token_ids: of the prompt. block_ids: of the KV blocks of its first tokens; those before `start` are computed.
+    seed: of its random numbers. max_len: of prompt and answer together. end_token_ids: tokens that end its answer.
+    cross_key: of the `CrossStates` that it attends to.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    token_ids: list[int]
+    block_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    end_token_ids: list[int]
+    images: tuple[ImagePlacement, ...] = ()
+    cross_key: bytes | None = None
+
+
+class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that the runner knows, and the tokens ``start <= i < start + num_tokens`` of it to compute.
+
+    Tokens behind those that the runner knows are drafts. new_block_ids: KV blocks behind those that it has. resumed:
+    its blocks were taken away; `new_block_ids` are all that it has now.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...] = ()
+    resumed: bool = False
+
+
+class SchedulerOutput(msgspec.Struct):
+    """One step, in the order in which it is run.
+
+    finished_request_ids: requests to forget; a request that comes after them may have the same id. blocks_to_zero,
+    block_copies: changes to KV blocks. embeddings_to_evict: keys of image embeddings and cross-attention states to
+    drop. images_to_encode: their pixels come with no other step. cross_states: to compute.
+    cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, guesses of
+    the tokens that follow on the newest one; they are the last tokens that are computed of it.
+    """
+
+    finished_request_ids: list[str] = []
+    blocks_to_zero: list[int] = []
+    block_copies: list[BlockCopy] = []
+    embeddings_to_evict: list[bytes] = []
+    images_to_encode: list[ImageInput] = []
+    cross_states: list[CrossStates] = []
+    cached_requests: list[CachedRequest] = []
+    new_requests: list[NewRequest] = []
+    draft_token_ids: dict[str, list[int]] = {}
+
+    @property
+    def requests(self) -> list[CachedRequest | NewRequest]:
+        """The whole batch."""
+        return [*self.cached_requests, *self.new_requests]
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.cached_requests or self.new_requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to run. Evicting embeddings makes room for what comes in the same step."""
+        return bool(
+            self.has_requests or self.blocks_to_zero or self.block_copies or self.images_to_encode or self.cross_states
+        )
+
+
+class RequestFailure(msgspec.Struct, frozen=True):
+    """Why a request has no next token.
+
+    kind: "not_finite": its logits hold a NaN, or nothing but minus infinity. "grammar": its grammar cannot be followed
+    any further, for the reason in `message`.
+    """
+
+    kind: Literal["not_finite", "grammar"]
+    message: str = ""
+
+
+class RunTimings(msgspec.Struct, frozen=True):
+    """Seconds that a step spent in each part of the runner."""
+
+    transfer: float = 0.0
+    build: float = 0.0
+    vision: float = 0.0
+    model: float = 0.0
+    sample: float = 0.0
+
+
+class ModelRunnerOutput(msgspec.Struct):
+    """What came of a step, by request.
+
+    token_ids: of each request whose newest token was computed, the tokens that follow: drafts that were right, and one
+    more; fewer if the answer ended. An end token is the last one. logprobs: as many, where they are asked for.
+    prompt_logprobs: of the prompt's tokens that come next, where they are asked for; None for those of images.
+    finish_reasons: of answers that their grammar has brought to an end: "stop" where nothing can follow, "length" where
+    the answer was cut short for want of tokens. failures: requests that cannot go on.
+    """
+
+    token_ids: dict[str, list[int]] = {}
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+    finish_reasons: dict[str, Literal["stop", "length"]] = {}
+    failures: dict[str, RequestFailure] = {}
+    timings: RunTimings = RunTimings()

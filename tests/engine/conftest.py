@@ -1,0 +1,28 @@
+"""All engines here run their steps from messages, as if the runner were in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from vlmserve.frames import pack, unpack
+from vlmserve.runner.runner import ModelRunner
+from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
+
+
+@pytest.fixture(scope="module", autouse=True)
+def messages() -> Iterator[None]:
+    """The runner gets a copy of each step that has been through msgpack, and so does the scheduler of each output."""
+    submit = ModelRunner.submit
+
+    def submit_message(self: ModelRunner, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        output = submit(self, unpack(pack(step), SchedulerOutput)).result()
+        handle: Future[ModelRunnerOutput] = Future()
+        handle.set_result(unpack(pack(output), ModelRunnerOutput))
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "submit", submit_message)
+        yield
