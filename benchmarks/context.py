@@ -21,9 +21,9 @@ from rich.table import Table
 
 from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
-from vlmserve.bench import Figure, Limits, Rounds, memory_bandwidth, product_rate
+from vlmserve.bench import Figure, Rounds, measure_limits
 from vlmserve.config import EngineConfig
-from vlmserve.engine.engine import Engine, choose_device, load
+from vlmserve.engine.engine import Engine, load
 from vlmserve.models.protocols import LoadedModel
 
 POSITIONS = 20_000
@@ -39,9 +39,8 @@ def save_long_llama(folder: Path) -> Path:
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     engines = {kind: _engine(options, folder, kind) for kind in options.kv_cache_dtype}
-    device = choose_device(options.device)
     [dtype] = {model.dtype for _, model in engines.values()}
-    limits = Limits(memory_bandwidth(device), product_rate(device, dtype))
+    limits = measure_limits(next(model for _, model in engines.values()))
     rounds = {kind: Rounds(*engine, limits, "none", options.steps) for kind, engine in engines.items()}
     plan = [
         (count, length) for count in options.at_once for length in options.lengths if count * length <= options.most

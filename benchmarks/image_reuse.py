@@ -35,7 +35,8 @@ from rich.table import Table
 from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
 from vlmserve.config import EngineConfig, MediaConfig
-from vlmserve.engine.engine import Engine, choose_device
+from vlmserve.devices.choice import find_device
+from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.protocols import LoadedModel
@@ -89,7 +90,7 @@ class Bench:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
-        self.model: LoadedModel = load_model(folder, device=choose_device(options.device), dtype=dtype)
+        self.model: LoadedModel = load_model(folder, device=find_device(options.device), dtype=dtype)
         self.folder = folder
         self.options = options
 

@@ -97,7 +97,7 @@ def attend(
         def rows(tensors: list[Tensor], parts: list[tuple[int, int, int]] = parts) -> Tensor:
             return torch.cat([tensors[i][before : before + count] for i, before, count in parts])
 
-        plan = backend.prepare(metadata, block_size)
+        plan = backend.prepare(metadata, block_size, [spec], dtype)
         output = backend.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
     expected = [
         naive_attention(q[before:], as_stored(k, cache), as_stored(v, cache), spec, seen)

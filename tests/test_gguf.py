@@ -123,8 +123,7 @@ def test_a_published_model_knows_as_much_in_4_bits() -> None:
     scores = []
     for dtype, kernels in (("auto", "auto"), ("bfloat16", "torch"), ("float32", "auto")):
         llm = LLM(str(PUBLISHED), dtype=dtype, kernels=kernels, kv_cache_memory="64MiB", max_model_len=512)
-        packed = getattr(llm.engine._runner.model.language_model.layers[0].mlp.down_proj, "_native", None)
-        assert (dtype == "auto") == (getattr(packed, "_bits", 0) == 4)
+        assert (dtype == "auto") == (llm.engine._runner.model.language_model.layers[0].mlp.down_proj.bits == 4)
         scores.append(torch.stack([logits_after(llm, conversation) for conversation in CAPITALS]))
         [_, japan] = llm.chat(CAPITALS, GREEDY, False)
         assert japan.outputs[0].text == "The capital of Japan is Tokyo."

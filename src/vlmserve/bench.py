@@ -21,7 +21,6 @@ from torch import nn
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.engine import Engine, load
 from vlmserve.errors import ConfigurationError
-from vlmserve.kernels.extension import selected_isa
 from vlmserve.layers.linear import Embedding, Weight
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel
@@ -81,6 +80,12 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * PRODUCT_SIZE**3 / _best(lambda: (matrix @ matrix)[0, 0].item())
 
 
+def measure_limits(model: LoadedModel) -> Limits:
+    """Of the device that a model is on, in the model's type."""
+    device = model.device.torch_device
+    return Limits(memory_bandwidth(device), product_rate(device, model.dtype))
+
+
 def _best(work: Callable[[], object]) -> float:
     best = math.inf
     for _ in range(LIMIT_REPEATS):
@@ -118,7 +123,7 @@ def bench(
             raise ConfigurationError("bench measures models that read their images as part of the prompt")
         # So that all compute in the same type, whatever each would choose.
         config = config.model_copy(update={"dtype": str(model.dtype).removeprefix("torch.")})
-        limits = limits or Limits(memory_bandwidth(model.device), product_rate(model.device, model.dtype))
+        limits = limits or measure_limits(model)
         engine = Engine.from_model(settings, model)
         info = engine.info
         label = f"{scheme}, {kind}"
@@ -146,7 +151,7 @@ class Rounds:
     def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str, steps: int) -> None:
         """scheme: how the weights are quantized, for the figures. steps: how many are measured of each kind."""
         self._engine, self._model, self._limits, self._scheme, self._steps = engine, model, limits, scheme, steps
-        self._kernels = selected_isa() if model.native else "torch"
+        self._kernels = model.device.kernels
         self._random = random.Random(0)
         language_model = model.language_model
         assert isinstance(language_model, Decoder)
@@ -191,7 +196,7 @@ class Rounds:
         vision = self._model.vision
         assert vision is not None
         assert isinstance(vision, nn.Module)
-        pixels = torch.tensor(picture.pixels, device=self._model.device, dtype=self._model.dtype)
+        pixels = torch.tensor(picture.pixels, device=self._model.device.torch_device, dtype=self._model.dtype)
         seconds = []
         with torch.inference_mode():
             for _ in range(3):

@@ -227,7 +227,11 @@ class EngineConfig(Settings):
     swap_memory: ByteSize = Field(0, description="Host memory for evicted KV blocks, like 4GiB; 0: none.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts with a common prefix.")
     memory_fraction: float = Field(
-        0.9, gt=0, le=1, description="Share of the free GPU memory to use for weights and caches."
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of a GPU's total memory for weights, activations and caches together. On a CPU it has no "
+        "effect: the KV cache takes at most half of the free memory, unless kv_cache_memory says how much.",
     )
     max_num_seqs: int = Field(256, ge=1, description="Largest number of requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Largest number of tokens in one step.")

@@ -59,10 +59,10 @@ def perplexity(
     caches = decoder.allocate_cache(num_blocks, BLOCK_SIZE)
     total, count = 0.0, 0
     for start in range(0, len(token_ids) - 1, window):
-        tokens = torch.tensor(token_ids[start : start + window], device=model.device)
+        tokens = torch.tensor(token_ids[start : start + window], device=model.device.torch_device)
         if len(tokens) < 2:
             break
-        positions = torch.arange(len(tokens) - 1, device=model.device)
+        positions = torch.arange(len(tokens) - 1, device=model.device.torch_device)
         short = decoder.max_short_len
         offset = decoder.first_position(len(positions))
         if short is not None and len(positions) > short:

@@ -117,9 +117,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """Values that vLLM writes otherwise, by the field that gets them."""
 
 _RENAMED: Mapping[str, Renamed] = {
-    "--gpu-memory-utilization": Renamed(
-        ("memory_fraction",), note="a share of the memory that is free when the server starts, not of all"
-    ),
+    "--gpu-memory-utilization": Renamed(("memory_fraction",)),
     "--kv-cache-memory-bytes": Renamed(("kv_cache_memory",)),
     "--swap-space": Renamed(("swap_memory",), _gibibytes("swap_memory"), note="in GiB"),
     "--kv-offloading-size": Renamed(("swap_memory",), _gibibytes("swap_memory"), note="in GiB"),

@@ -14,6 +14,6 @@ from vlmserve.kernels.extension import supported_isas
 @pytest.fixture(params=supported_isas() or ("none",))
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set in turn; afterwards the best one is chosen again."""
-    choose_kernels(request.param, torch.device("cpu"), torch.float32)
+    choose_kernels(request.param, torch.float32)
     yield request.param
-    choose_kernels(supported_isas()[0], torch.device("cpu"), torch.float32)
+    choose_kernels(supported_isas()[0], torch.float32)

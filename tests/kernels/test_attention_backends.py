@@ -111,9 +111,9 @@ def test_layers_with_different_windows_share_a_step(kind: type[AttentionBackend]
     blocks = BlockTables([20], 4)
     backend = kind()
     metadata = blocks.metadata([(0, 0, 20)])
-    plan = backend.prepare(metadata, 4)
-    for window in (None, 3, None):
-        spec = AttentionSpec(2, 1, 8, 0.5, window)
+    specs = [AttentionSpec(2, 1, 8, 0.5, window) for window in (None, 3, None)]
+    plan = backend.prepare(metadata, 4, specs, torch.float32)
+    for spec in specs:
         cache = backend.allocate(blocks.num_blocks, 4, spec, torch.float32, CPU)
         query, key, value = torch.randn(20, 2, 8), torch.randn(20, 1, 8), torch.randn(20, 1, 8)
         output = backend.attend(query, key, value, cache, spec, metadata, plan)
@@ -127,7 +127,8 @@ def written(backend: AttentionBackend, blocks: BlockTables, seed: int) -> LayerC
     cache = backend.allocate(blocks.num_blocks, blocks.block_size, PLAIN, torch.float32, CPU)
     metadata = blocks.metadata([(0, 0, length)])
     query, key, value = torch.randn(length, 4, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 8)
-    backend.attend(query, key, value, cache, PLAIN, metadata, backend.prepare(metadata, blocks.block_size))
+    plan = backend.prepare(metadata, blocks.block_size, [PLAIN], torch.float32)
+    backend.attend(query, key, value, cache, PLAIN, metadata, plan)
     return cache
 
 

@@ -97,7 +97,9 @@ def test_what_is_no_number_stays_with_the_sequence_that_has_it(dtype: torch.dtyp
     metadata = blocks.metadata([(0, 0, 20), (1, 0, 20)])
     query, key, value = (torch.randn(40, heads, 64).to(dtype) for heads in (9, 3, 3))
     value[3, 1, 5] = float("nan")
-    output = backend.attend(query, key, value, cache, SMOL, metadata, backend.prepare(metadata, 16)).view(40, 9, 64)
+    output = backend.attend(
+        query, key, value, cache, SMOL, metadata, backend.prepare(metadata, 16, [SMOL], dtype)
+    ).view(40, 9, 64)
     assert output[3:20, 3:6, 5].isnan().all()
     output[3:20, 3:6, 5] = 0
     # Rows before the token that share a product with it may have it as well; no other sequence, head or column.
@@ -142,7 +144,7 @@ def test_turning_on_the_way_is_turning_before(
         turned = torch.cat((apply_rope(heads[..., :size], tables), heads[..., size:]), -1).to(dtype)
         query, key, _ = turned.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
         value = qkv.view(len(positions), -1, spec.head_size)[:, -spec.num_kv_heads :]
-        plan = backend.prepare(metadata, 16)
+        plan = backend.prepare(metadata, 16, [spec], dtype)
         expected = backend.attend(query, key, value, caches[0], spec, metadata, plan)
         cos, sin, _ = tables.rows
         rope = RotaryRows(cos[positions], sin[positions], None) if own_rows else tables.rows
@@ -172,7 +174,7 @@ def test_slices_of_wider_rows_are_read_where_they_are() -> None:
     blocks = BlockTables([30], 16)
     backend = CpuAttention()
     metadata = blocks.metadata([(0, 0, 30)])
-    plan = backend.prepare(metadata, 16)
+    plan = backend.prepare(metadata, 16, [SMOL], torch.float32)
     rows = torch.randn(30, 15, 64)
     query, key, value = rows.split((9, 3, 3), 1)
     outputs = []
@@ -201,7 +203,7 @@ def test_a_cache_of_another_type_is_refused() -> None:
             cache,
             SMOL,
             metadata,
-            backend.prepare(metadata, 16),
+            backend.prepare(metadata, 16, [SMOL], torch.float32),
         )
 
 

@@ -18,9 +18,23 @@ from tests.checkpoints import make_llama
 from tests.native import built
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
+from vlmserve.devices import cpu
+from vlmserve.devices.cpu import ProgramExecutor
 from vlmserve.kernels import cpu_program
+from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear
-from vlmserve.kernels.cpu_program import INPUT, LINEAR, OUTPUT, NotRecordable, Operation, Recording, assign_buffers
+from vlmserve.kernels.cpu_program import (
+    INPUT,
+    LINEAR,
+    OUTPUT,
+    NotRecordable,
+    Operation,
+    Program,
+    Recording,
+    assign_buffers,
+)
+from vlmserve.layers.attention import StepContext
+from vlmserve.layers.rope import RopeTables
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.registry import load_model
 
@@ -44,6 +58,15 @@ def logits(decoder: Decoder, counts: list[list[int]]) -> torch.Tensor:
     return torch.cat(run.finish([1, 1, 1]))
 
 
+def program_of(decoder: Decoder, caches: list[LayerCache]) -> Program | None:
+    """What runs the decoder's layers over these caches."""
+    nothing: Any = None
+    tables = [RopeTables(rope, torch.arange(1), 1, decoder.dtype) for rope in decoder.ropes]
+    x = torch.empty(1, decoder.hidden_size, dtype=decoder.dtype)
+    assert isinstance(decoder._executor, ProgramExecutor)
+    return decoder._executor.program(decoder._through_layers, x, caches, StepContext(nothing, tables, nothing))
+
+
 @built
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,12 +83,12 @@ def test_a_program_gives_what_its_kernels_give_one_by_one(
     folder = make_llama(tmp_path, **overrides)
     counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
     programs = []
-    record = Decoder._record
-    monkeypatch.setattr(Decoder, "_record", lambda *args: programs.append(record(*args)) or programs[-1])
+    record = cpu._record
+    monkeypatch.setattr(cpu, "_record", lambda *args: programs.append(record(*args)) or programs[-1])
     at_once = logits(load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache), counts)
     assert len(programs) == 1
     assert programs[0] is not None
-    monkeypatch.setattr(Decoder, "_record", lambda *args: None)
+    monkeypatch.setattr(cpu, "_record", lambda *args: None)
     one_by_one = load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache)
     assert torch.equal(logits(one_by_one, counts), at_once)
 
@@ -73,7 +96,7 @@ def test_a_program_gives_what_its_kernels_give_one_by_one(
 @built
 def test_layers_that_need_torch_go_on_without_a_program(tmp_path: Path) -> None:
     decoder = load_decoder(make_llama(tmp_path, mlp_bias=True), torch.float32)
-    assert decoder._record(decoder.allocate_cache(3, 16)) is None
+    assert program_of(decoder, decoder.allocate_cache(3, 16)) is None
     assert logits(decoder, [[40, 1, 5]]).isfinite().all()
 
 
@@ -82,16 +105,16 @@ def test_new_caches_are_recorded_anew(tmp_path: Path) -> None:
     decoder = load_decoder(make_llama(tmp_path), torch.float32)
     assert torch.equal(logits(decoder, [[61, 1, 23]]), logits(decoder, [[61, 1, 23]]))
     first, second = decoder.allocate_cache(3, 16), decoder.allocate_cache(3, 16)
-    program = decoder._program(first)
-    assert decoder._program(first) is program
-    assert decoder._program(second) is not program
+    program = program_of(decoder, first)
+    assert program_of(decoder, first) is program
+    assert program_of(decoder, second) is not program
 
 
 @built
 def test_a_program_keeps_no_cache_alive(tmp_path: Path) -> None:
     decoder = load_decoder(make_llama(tmp_path), torch.float32)
     caches = decoder.allocate_cache(3, 16)
-    assert decoder._program(caches) is not None
+    assert program_of(decoder, caches) is not None
     memory = [weakref.ref(tensor) for cache in caches for tensor in (cache.keys, cache.values)]
     gc.disable()
     try:

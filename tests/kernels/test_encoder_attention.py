@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.native import built
+from vlmserve.devices.cpu import NativeCpuDevice
 from vlmserve.kernels.cpu_native import encoder_attention
+from vlmserve.kernels.extension import selected_isa
 from vlmserve.layers.encoder_attention import EncoderAttention
 
 CPU = torch.device("cpu")
@@ -102,5 +104,5 @@ def test_the_layer_gives_the_same_with_and_without_the_kernel(dtype: torch.dtype
     layer = EncoderAttention(3 * head_size, 3, dtype=dtype)
     qkv = random_qkv(2, 17, 3, head_size, dtype)
     plain = layer(qkv)
-    layer.use_native()
+    layer.arrange(NativeCpuDevice(torch.device("cpu"), selected_isa()))
     torch.testing.assert_close(layer(qkv).double(), plain.double(), rtol=0, atol=TOLERANCE[dtype])

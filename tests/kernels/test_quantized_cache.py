@@ -77,7 +77,8 @@ def test_the_largest_head_does_not_overflow() -> None:
     signs = torch.where(torch.arange(512) % 3 == 0, -1.0, 1.0)
     query, key = signs.expand(40, 2, 512).contiguous(), signs.expand(40, 1, 512).contiguous()
     value = torch.arange(1, 41.0)[:, None, None].expand(40, 1, 512).contiguous()
-    output = backend.attend(query, key, value, cache, spec, metadata, backend.prepare(metadata, 16))
+    plan = backend.prepare(metadata, 16, [spec], torch.float32)
+    output = backend.attend(query, key, value, cache, spec, metadata, plan)
     # All scores are equal and as large as they can be.
     means = torch.arange(1, 41.0).cumsum(0) / torch.arange(1, 41.0)
     torch.testing.assert_close(output, means[:, None].expand(40, 1024), atol=1e-3, rtol=1e-3)
@@ -121,7 +122,7 @@ def test_what_is_stored_does_not_depend_on_how_a_prompt_is_cut(kind: Kind, dtype
             # Beside another sequence, as long as it lasts.
             chunks = [(0, first, last - first), *([(1, 0, 20)] if first == 0 and last > 1 else [])]
             metadata = blocks.metadata(chunks)
-            plan = backend.prepare(metadata, 16)
+            plan = backend.prepare(metadata, 16, [SMOL], dtype)
             rows = [
                 torch.cat([x[first:last], x[:20]]) if len(chunks) > 1 else x[first:last] for x in (query, key, value)
             ]
@@ -172,7 +173,8 @@ def test_what_is_no_number_stays_with_the_sequence_that_has_it(kind: Kind, dtype
     query, key, value = (torch.randn(40, heads, 64).to(dtype) for heads in (9, 3, 3))
     value[3, 1, 5] = float("nan")
     key[23, 0, 1] = float("inf")
-    output = backend.attend(query, key, value, cache, SMOL, metadata, backend.prepare(metadata, 16)).view(40, 9, 64)
+    plan = backend.prepare(metadata, 16, [SMOL], dtype)
+    output = backend.attend(query, key, value, cache, SMOL, metadata, plan).view(40, 9, 64)
     assert output[3:20, 3:6].isnan().all()
     assert output[23:, :3].isnan().all()
     output[:20, 3:6] = 0
@@ -187,7 +189,7 @@ def test_turning_on_the_way_is_turning_before(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     blocks, backend = BlockTables([60], 16), native()
     metadata = blocks.metadata([(0, 0, 60)])
-    plan = backend.prepare(metadata, 16)
+    plan = backend.prepare(metadata, 16, [SMOL], dtype)
     tables = RopeTables(Rope(1.0 / 1e4 ** (torch.arange(0, 64, 2) / 64)), torch.arange(60), 60, torch.float32)
     qkv = torch.randn(60, 15 * 64).to(dtype)
     heads = qkv.view(60, 15, 64)

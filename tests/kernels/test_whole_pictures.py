@@ -77,7 +77,9 @@ def test_rows_see_their_own_picture_and_what_came_before(
             torch.cat([tensors[i][before : before + new] for i, before, new in chunks])
             for tensors in (queries, keys, values)
         )
-        output = backend.attend(query, key, value, cache, spec, metadata, backend.prepare(metadata, 4))
+        output = backend.attend(
+            query, key, value, cache, spec, metadata, backend.prepare(metadata, 4, [spec], torch.float32)
+        )
     expected = [
         naive(query[before:], key, value, spec, pictures)
         for query, key, value, (before, _, pictures) in zip(queries, keys, values, SEQUENCES, strict=True)

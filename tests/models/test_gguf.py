@@ -25,6 +25,7 @@ from vlmserve.errors import (
     ModelLoadError,
     UnsupportedModelError,
 )
+from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.layers.linear import Linear
 from vlmserve.models import weights
 from vlmserve.models.gguf.config import ARCHITECTURES, read_config
@@ -91,14 +92,14 @@ def native_layers(model: LoadedModel) -> dict[str, Linear]:
     return {
         name: module
         for name, module in model.language_model.named_modules()
-        if isinstance(module, Linear) and module._native is not None
+        if isinstance(module, Linear) and isinstance(module._product, PackedLinear)
     }
 
 
 def bits(model: LoadedModel) -> dict[str, int]:
     """Bits of the weights of the first layer's packed layers, 0 for plain ones."""
     return {
-        name.removeprefix("layers.0."): layer._native._bits
+        name.removeprefix("layers.0."): layer.bits or 0
         for name, layer in native_layers(model).items()
         if name.startswith("layers.0.")
     }
@@ -187,7 +188,7 @@ def test_4_bits_stay_packed_beside_the_native_kernels(tmp_path: Path, name: str,
     assert bits(model) == dict.fromkeys(
         ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"), 4
     )
-    assert native_layers(model)["lm_head"]._native._bits == 4
+    assert native_layers(model)["lm_head"].bits == 4
     sequences = token_sequences(300, [21, 4])
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
     expected = torch.cat(transformers_logits(folder, sequences))
@@ -210,7 +211,7 @@ def test_what_a_kernel_cannot_keep_is_plain(tmp_path: Path) -> None:
         "mlp.gate_up_proj": 4,
         "mlp.down_proj": 4,
     }
-    assert native_layers(model)["layers.1.mlp.down_proj"]._native._bits == 0
+    assert native_layers(model)["layers.1.mlp.down_proj"].bits is None
     sequences = token_sequences(300, [21, 4])
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
     assert relative_error(actual, torch.cat(transformers_logits(folder, sequences))) < 0.1

@@ -24,6 +24,7 @@ from tests.oracles import quantized_weights as oracle
 from tests.paged import PagedRun
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.layers.linear import Weight
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.registry import load_model
 from vlmserve.quant import gptq
@@ -113,8 +114,7 @@ def loaded_layers(folder: Path) -> dict[str, int | None]:
     """Bits of the layers that stayed packed; None for plain ones."""
     decoder = load_model(folder, device=CPU, dtype=torch.float32, kernels="torch").language_model
     assert isinstance(decoder, Decoder)
-    linear = {name: module for name, module in decoder.named_modules() if hasattr(module, "_quantized")}
-    return {name: module._quantized.bits if module._quantized else None for name, module in linear.items()}
+    return {name: module.bits for name, module in decoder.named_modules() if isinstance(module, Weight)}
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

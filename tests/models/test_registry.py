@@ -32,7 +32,7 @@ def test_a_llava_says_what_it_is(tmp_path: Path) -> None:
     assert model.image_token_id == config["image_token_index"]
     assert model.max_position == 512
     assert model.end_token_ids == {2}
-    assert (model.dtype, model.device) == (torch.float32, CPU)
+    assert (model.dtype, model.device.torch_device) == (torch.float32, CPU)
     assert model.language_model.vocab_size == config["text_config"]["vocab_size"]
     assert model.language_model.hidden_size == 48
 
@@ -117,37 +117,8 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, fields: dict
         load_model(folder, device=CPU, dtype=None, implementation="vlmserve")
 
 
-@pytest.mark.parametrize("hardware", [True, False], ids=["CPU with bfloat16", "CPU without"])
-@pytest.mark.parametrize("native", [True, False], ids=["native kernels", "torch"])
-@pytest.mark.parametrize(
-    ("stored", "asked", "good", "poor"),
-    [
-        (torch.float32, None, torch.float32, torch.float32),
-        (torch.bfloat16, None, torch.bfloat16, torch.float32),
-        (torch.float16, None, torch.bfloat16, torch.float32),
-        (torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.float16, torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.float32, torch.float32, torch.float32),
-    ],
-)
-def test_a_cpu_computes_in_a_type_that_it_is_good_at(
-    monkeypatch: pytest.MonkeyPatch,
-    hardware: bool,
-    native: bool,
-    stored: torch.dtype,
-    asked: torch.dtype | None,
-    good: torch.dtype,
-    poor: torch.dtype,
-) -> None:
-    monkeypatch.setattr(registry, "multiplies_bfloat16", lambda: hardware)
-    monkeypatch.setattr(registry, "choose_kernels", lambda *_: native)
-    chosen, kernels = registry._choose_dtype(asked or stored, "auto", torch.device("cpu"), automatic=asked is None)
-    assert chosen == (good if native or hardware else poor)
-    assert kernels == native
-
-
 def test_a_changed_type_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="vlmserve.models.registry"):
+    with caplog.at_level(logging.INFO, logger="vlmserve.devices.cpu"):
         load(make_llama(tmp_path, dtype=torch.float16))
     assert "float16" in caplog.text
 

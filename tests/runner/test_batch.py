@@ -79,7 +79,7 @@ def test_whatever_happened_before_a_batch_is_its_step(
     """Requests come and go, are preempted and are aborted, and some of their drafts are right."""
     made_up = scheduler(num_blocks=num_blocks, budget=budget, prefix_caching=prefix_caching)
     made_up.propose_drafts = drafts and (lambda request: drafts)
-    builder, states = BatchBuilder(BLOCK, CPU), request_states()
+    builder, states = BatchBuilder(BLOCK, torch.from_numpy), request_states()
     for number, length in enumerate(lengths):
         made_up.add(request(str(number), length, token=number + 1, max_tokens=5 + (7 * number) % 40))
     for number in range(400):
@@ -100,7 +100,7 @@ def test_text_inside_an_image_is_text_wherever_a_chunk_ends(budget: int) -> None
     for place, token in shown.text:
         seen.token_ids[3 + place] = token
     seen.token_ids[:3] = seen.token_ids[15:] = [1, 2, 3]
-    builder, states = BatchBuilder(BLOCK, CPU), request_states()
+    builder, states = BatchBuilder(BLOCK, torch.from_numpy), request_states()
     tokens: list[int] = []
     taken: dict[int, int] = {}
     while len(made_up):
@@ -120,7 +120,7 @@ def test_rows_of_an_image_say_whose_they_are_and_from_where() -> None:
     one, two = image(1, 5), image(2, 3)
     made_up.add(seen := request("seen", 14, images=[(one, 2), (two, 9)]))
     seen.token_ids[2:7], seen.token_ids[9:12] = [50] * 5, [50] * 3
-    builder, states = BatchBuilder(BLOCK, CPU), request_states()
+    builder, states = BatchBuilder(BLOCK, torch.from_numpy), request_states()
     rows = []
     while len(made_up):
         batch, _ = run(made_up, states, builder)

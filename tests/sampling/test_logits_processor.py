@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, TopPLogitsWarper
 
+from vlmserve.kernels import cpu_sampling, torch_sampling
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.sampling import sampler
 from vlmserve.sampling.logits_processor import LogitsProcessor, TokenCounts
@@ -21,10 +22,13 @@ VOCABULARY = 40
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=60)
 
 
+DRAWS = {"torch": torch_sampling.draw, "native": cpu_sampling.draw}
+
+
 @pytest.fixture(params=["torch", *(["native"] if supported_isas() else [])])
 def sample(request):
     """The function under test, with each kind of kernels."""
-    return functools.partial(sampler.sample, native=request.param == "native")
+    return functools.partial(sampler.sample, draw=DRAWS[request.param])
 
 
 def random_logits(rows: int, vocabulary: int = VOCABULARY, seed: int = 0) -> torch.Tensor:

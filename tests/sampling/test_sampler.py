@@ -14,9 +14,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from vlmserve.kernels import cpu_sampling, torch_sampling
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.torch_sampling import Filters, filter_logits
 from vlmserve.sampling import sampler
-from vlmserve.sampling.sampler import SamplingRow, draw_seed, filter_logits, uniform
+from vlmserve.sampling.sampler import SamplingRow, draw_seed, uniform
 from vlmserve.types import SamplingParams
 
 
@@ -24,10 +26,13 @@ def row(seed=0, index=0, banned=frozenset(), **params) -> SamplingRow:
     return SamplingRow(SamplingParams(**params), seed, index, banned)
 
 
+DRAWS = {"torch": torch_sampling.draw, "native": cpu_sampling.draw}
+
+
 @pytest.fixture(params=["torch", *(["native"] if supported_isas() else [])])
 def sample(request):
     """The function under test, with each kind of kernels."""
-    return functools.partial(sampler.sample, native=request.param == "native")
+    return functools.partial(sampler.sample, draw=DRAWS[request.param])
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
@@ -54,8 +59,7 @@ def test_filters_agree_with_transformers(vocabulary, temperature, top_k, top_p, 
     if min_p:
         processors.append(MinPLogitsWarper(min_p))
     expected = processors(None, logits.clone()).softmax(-1)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    actual = filter_logits(logits.clone(), [params]).softmax(-1)
+    actual = filter_logits(logits.clone(), Filters([temperature], [top_k], [top_p], [min_p])).softmax(-1)
     # A token exactly on a threshold may fall on either side; its probability is then tiny or at the rim.
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
@@ -82,7 +86,9 @@ def test_the_same_seed_and_index_draw_the_same_token_and_others_do_not(sample):
 def test_tokens_come_as_often_as_their_probability_says(sample, params):
     draws = 20_000
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0, -torch.inf, 0.7]])
-    expected = filter_logits(logits.clone(), [SamplingParams(**params)]).softmax(-1)[0]
+    wanted = SamplingParams(**params)
+    filters = Filters([wanted.temperature], [wanted.top_k], [wanted.top_p], [wanted.min_p])
+    expected = filter_logits(logits.clone(), filters).softmax(-1)[0]
     drawn = sample(logits.repeat(draws, 1), [row(seed=9, index=index, **params) for index in range(draws)])
     counts = torch.bincount(torch.tensor(drawn), minlength=6) / draws
     torch.testing.assert_close(counts, expected, atol=0.015, rtol=0)

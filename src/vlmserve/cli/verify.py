@@ -50,7 +50,7 @@ def run_verify(config: EngineConfig, pictures: Path | None, num_tokens: int) -> 
     with Console(stderr=True).status("Loading the model twice"):
         ours = Ours(config, folder)
         model = ours.model
-        theirs = Theirs(folder, sees=sees, dtype=model.dtype, device=model.device)
+        theirs = Theirs(folder, sees=sees, dtype=model.dtype, device=model.device.torch_device)
     tokenizer = Tokenizer.from_folder(folder)
     tolerance = TOLERANCE[model.dtype]
     table = Table("conversation", "prompt", "answer", "largest difference\nof a logit", "")

@@ -22,10 +22,10 @@ from vlmserve.config import EngineConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
 from vlmserve.engine.base import BaseEngine, context_length
 from vlmserve.engine.grammars import grammar_compiler
-from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
+from vlmserve.errors import InvalidRequestError, PromptTooLongError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.runner.memory import free_memory, num_kv_blocks
+from vlmserve.runner.memory import num_kv_blocks, run_largest_step
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.request import Request
@@ -83,7 +83,7 @@ class Engine(BaseEngine):
         block_bytes = language_model.cache_bytes_per_block(config.block_size)
         max_model_len = context_length(config, model.max_position)
         num_blocks = num_kv_blocks(
-            budget=config.kv_cache_memory or free_memory(model.device, config.memory_fraction),
+            budget=config.kv_cache_memory or _cache_budget(config, model, max_model_len),
             bytes_per_block=block_bytes,
             block_size=config.block_size,
             max_model_len=max_model_len,
@@ -95,7 +95,7 @@ class Engine(BaseEngine):
         )  # fmt: skip
         self._config = config
         self._grammars = grammar_compiler(config, folder, language_model.vocab_size)
-        one_block = language_model.allocate_cache(1, config.block_size, model.device)
+        one_block = language_model.allocate_cache(1, config.block_size)
         self._identity = cache_identity(model.identity, model.backend, one_block)
         self._vision, self._cross = model.vision, model.cross
         self._end_token_ids = model.end_token_ids
@@ -126,7 +126,7 @@ class Engine(BaseEngine):
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_encoded_images=config.max_encoded_images or (4 if model.device.type == "cpu" else 16),
+            max_encoded_images=config.max_encoded_images or model.device.images_per_step,
             image_token_bytes=self._image_token_bytes,
             prefix_caching=config.enable_prefix_caching,
             window=language_model.window,
@@ -144,7 +144,7 @@ class Engine(BaseEngine):
             kv_cache_bytes=num_blocks * block_bytes,
             sees_images=model.vision is not None,
             end_token_ids=sorted(model.end_token_ids),
-            gpu_uuid=gpu_uuid(model.device),
+            gpu_uuid=model.device.gpu_uuid,
             image_token_bytes=self._image_token_bytes,
         )
 
@@ -327,22 +327,16 @@ def _cache_type(config: EngineConfig, model: LoadedModel) -> str:
     return config.kv_cache_dtype if config.kv_cache_dtype != "auto" else str(model.dtype).removeprefix("torch.")
 
 
-def gpu_uuid(device: torch.device) -> str | None:
-    """NVML's name of a CUDA device; None for others."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
 def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
     """The model that the settings name, on their device, with their threads; folder: where it is, if that is known."""
+    from vlmserve.devices.choice import find_device
     from vlmserve.models.hub import resolve_model
     from vlmserve.models.registry import load_model
 
     _set_threads(config.num_threads)
     return load_model(
         resolve_model(config.model, config.revision) if folder is None else folder,
-        device=choose_device(config.device),
+        device=find_device(config.device),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         kernels=config.kernels,
         quantization=config.quantization,
@@ -364,13 +358,17 @@ def _set_threads(wanted: int | None) -> None:
         )  # fmt: skip
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" prefers a GPU. Raises ConfigurationError if the machine lacks it."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigurationError("--device mps: torch cannot use Metal on this machine")
-    return device
+def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) -> int:
+    """Bytes that the KV cache may take where the settings do not say."""
+
+    def largest_step() -> None:
+        run_largest_step(
+            model,
+            num_tokens=config.max_num_batched_tokens,
+            num_rows=config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+        )
+
+    reserved = 0 if model.vision is None else config.encoder_cache_memory
+    return model.device.cache_budget(config.memory_fraction, largest_step, reserved)

@@ -122,8 +122,13 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def prepare(self, metadata: BatchMetadata, block_size: int) -> object:
-        """What all layers of one step share (masks, gather indices), computed once; passed to `attend`."""
+    def prepare(
+        self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
+    ) -> object:
+        """What all layers of one step share (masks, gather indices), computed once; passed to `attend`.
+
+        layers: how the layers attend that will call `attend`; equal ones count once. dtype: of queries.
+        """
         ...
 
     def attend(

@@ -30,12 +30,11 @@ TRIAL_ROWS = (1, 256)
 TRIAL_REPEATS = 5
 
 
-def choose_kernels(choice: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether to run native kernels, and which.
+def check_kernels(choice: str) -> str:
+    """The kernels that are asked for: "auto", "torch", "native" or one of `supported_isas`.
 
-    choice: "torch", "native", one of `supported_isas`, or "auto", which asks the environment (``VLMSERVE_KERNELS``) and
-    else takes the best instruction set whose kernels are not slower than torch. Raises ConfigurationError for kernels
-    that this machine does not have.
+    choice: one of these; "auto" asks the environment (``VLMSERVE_KERNELS``). Raises ConfigurationError for kernels that
+    this machine does not have.
     """
     if choice == "auto":
         choice = os.environ.get(VARIABLE) or "auto"
@@ -45,18 +44,29 @@ def choose_kernels(choice: str, device: torch.device, dtype: torch.dtype) -> boo
         raise ConfigurationError(f"--kernels {choice}: not available on this machine; choose one of {known}")
     if choice == "native" and not isas:
         raise ConfigurationError("the native kernels were not built: install vlmserve where there is a C++ compiler")
-    if choice == "torch" or device.type != "cpu" or dtype not in DTYPES:
-        return False
+    return choice
+
+
+def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
+    """The instruction set whose kernels run on this CPU from now on; None: torch's kernels do.
+
+    choice: see `check_kernels`; "auto" takes the best instruction set whose kernels are not slower than torch. dtype:
+    that the model runs in. Raises what `check_kernels` raises.
+    """
+    choice = check_kernels(choice)
+    isas = supported_isas()
+    if choice == "torch" or dtype not in DTYPES:
+        return None
     if not isas:
         logger.info("kernels: torch (no native ones: vlmserve was installed without a C++ compiler)")
-        return False
+        return None
     for isa in (choice,) if choice in isas else isas:
         extension().select_isa(isa)
         if choice != "auto" or isa in MEASURED or _faster_than_torch(isa, dtype):
             logger.info("kernels: native, %s", isa)
-            return True
+            return isa
     logger.info("kernels: torch (measured to be faster here than the native ones)")
-    return False
+    return None
 
 
 @cache

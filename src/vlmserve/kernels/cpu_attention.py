@@ -6,6 +6,8 @@ in memory is told in csrc/attention.h.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -88,7 +90,9 @@ class CpuAttention:
         """Copy blocks between caches, which may be the same one."""
         copy_blocks(source, target, source_blocks, target_blocks)
 
-    def prepare(self, metadata: BatchMetadata, block_size: int) -> CpuPlan:
+    def prepare(
+        self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
+    ) -> CpuPlan:
         """Addresses and sizes of the batch."""
         starts_of, contexts_of, tables = _without_wide_rows(metadata)
         tables = tables.to(torch.int32)

@@ -95,11 +95,11 @@ class PackedLinear:
         else:
             tile_bytes = -(-self.in_features // weight.group_size) * TILE * (4 + weight.group_size // 2)
         packed = torch.empty(num_tiles * tile_bytes, dtype=torch.uint8)
-        values, scales, shifts = (tensor.contiguous() for tensor in (weight.values, weight.scales, weight.shifts))
+        values, scales, minimums = (tensor.contiguous() for tensor in (weight.values, weight.scales, weight.minimums))
         extension().pack_quantized(
             values.data_ptr(),
             scales.data_ptr(),
-            shifts.data_ptr(),
+            minimums.data_ptr(),
             packed.data_ptr(),
             *sizes,
             weight.bits,

@@ -20,12 +20,7 @@ def draw(
     min_ps: Sequence[float],
     numbers: Sequence[float],
 ) -> list[int]:
-    """A token for each row of float32 ``[rows, vocabulary]`` logits; -1 where they hold a NaN or no finite maximum.
-
-    Temperature (0 takes the first of the likeliest), top-k (0: all), top-p and min-p apply in this order, each to what
-    the one before has left; tokens that tie with the last one kept are kept, too. numbers: uniform in [0, 1), which
-    decide the draw.
-    """
+    """See `torch_sampling.Draw`."""
     rows, vocabulary = logits.shape
     logits = logits.contiguous()
     tokens = array("q", bytes(8 * rows))

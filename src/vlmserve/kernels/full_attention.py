@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,7 +33,9 @@ class FullAttention:
     def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
         """Nothing is there to copy."""
 
-    def prepare(self, metadata: BatchMetadata, block_size: int) -> None:
+    def prepare(
+        self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
+    ) -> None:
         """Nothing to share between layers."""
 
     def attend(

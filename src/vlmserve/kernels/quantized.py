@@ -15,10 +15,10 @@ GROUP_SIZES = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight ``[out_features, in_features]`` as ``scale * u + shift`` of unsigned integers u.
+    """A weight ``[out_features, in_features]`` as ``scale * u + minimum`` of unsigned integers u.
 
-    bits: 8 or 4. group_size: how many inputs of an output share a scale and a shift.
-    values: uint8 ``[out_features, in_features]``, one a byte whatever `bits` says. scales, shifts: float32
+    bits: 8 or 4. group_size: how many inputs of an output share a scale and a minimum.
+    values: uint8 ``[out_features, in_features]``, one a byte whatever `bits` says. scales, minimums: float32
     ``[out_features, groups]``.
     wide_inputs: kernels that round inputs of 4-bit weights keep 16 bits of them instead of 8, more than bfloat16 has;
     many rows then take longer. Beside 8 bits they always do.
@@ -28,16 +28,16 @@ class QuantizedWeight:
     group_size: int
     values: Tensor
     scales: Tensor
-    shifts: Tensor
+    minimums: Tensor
     wide_inputs: bool = False
 
     def __post_init__(self) -> None:
         out_features, in_features = self.values.shape
         groups = -(-in_features // self.group_size)
-        if self.scales.shape != (out_features, groups) or self.shifts.shape != (out_features, groups):
+        if self.scales.shape != (out_features, groups) or self.minimums.shape != (out_features, groups):
             raise ValueError(
-                f"{tuple(self.values.shape)} weights in groups of {self.group_size} need scales and shifts "
-                f"{(out_features, groups)}, not {tuple(self.scales.shape)} and {tuple(self.shifts.shape)}"
+                f"{tuple(self.values.shape)} weights in groups of {self.group_size} need scales and minimums "
+                f"{(out_features, groups)}, not {tuple(self.scales.shape)} and {tuple(self.minimums.shape)}"
             )
 
     @property
@@ -46,25 +46,30 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes packed: its bits, and two bytes for each scale and shift of 4 bits, four of 8."""
+        """Memory that it takes packed: its bits, and two bytes for each scale and minimum of 4 bits, four of 8."""
         return self.values.numel() * self.bits // 8 + self.scales.numel() * 4
 
     @property
     def is_served(self) -> bool:
-        """Whether kernels multiply with it as it is: in 4 bits in groups of `GROUP_SIZES`, with scales and shifts that
-        float16 has; in 8 bits with one scale for each output and 128 for zero."""
+        """Whether kernels multiply with it as it is.
+
+        That is 4 bits in groups of `GROUP_SIZES`, with scales and minimums that float16 has, or 8 bits with one scale
+        for each output and 128 for zero."""
         if self.bits == 4:
-            largest = max(float(tensor.abs().max()) for tensor in (self.scales, self.shifts))
+            largest = max(float(tensor.abs().max()) for tensor in (self.scales, self.minimums))
             return self.group_size in GROUP_SIZES and largest <= torch.finfo(torch.float16).max
-        return self.scales.shape[1] == 1 and torch.equal(self.shifts, -128 * self.scales)
+        return self.scales.shape[1] == 1 and torch.equal(self.minimums, -128 * self.scales)
 
     def dequantize(self) -> Tensor:
         """The weight that this stands for, float32 ``[out_features, in_features]``."""
-        width = self.shape[1]
-        scales, shifts = (
-            tensor.repeat_interleave(self.group_size, 1)[:, :width] for tensor in (self.scales, self.shifts)
+        rows, width = self.shape
+        if self.scales.shape[1] * self.group_size == width:
+            grouped = self.values.reshape(rows, -1, self.group_size).float()
+            return torch.addcmul(self.minimums[..., None], self.scales[..., None], grouped).reshape(rows, width)
+        scales, minimums = (
+            tensor.repeat_interleave(self.group_size, 1)[:, :width] for tensor in (self.scales, self.minimums)
         )
-        return torch.addcmul(shifts, scales, self.values.float())
+        return torch.addcmul(minimums, scales, self.values.float())
 
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -72,12 +77,12 @@ class QuantizedWeight:
         first = weights[0]
         if len({(weight.bits, weight.group_size, weight.wide_inputs) for weight in weights}) != 1:
             raise ValueError("weights of several kinds cannot be one")
-        values, scales, shifts = (
-            torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales", "shifts")
+        values, scales, minimums = (
+            torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales", "minimums")
         )
-        return cls(first.bits, first.group_size, values, scales, shifts, first.wide_inputs)
+        return cls(first.bits, first.group_size, values, scales, minimums, first.wide_inputs)
 
     def __getitem__(self, rows: Tensor | slice) -> QuantizedWeight:
         """The weight of some outputs."""
-        values, scales, shifts = self.values[rows], self.scales[rows], self.shifts[rows]
-        return dataclasses.replace(self, values=values, scales=scales, shifts=shifts)
+        values, scales, minimums = self.values[rows], self.scales[rows], self.minimums[rows]
+        return dataclasses.replace(self, values=values, scales=scales, minimums=minimums)

@@ -11,9 +11,9 @@ makes them numbers of the queries' type again. New ones meet queries as they wil
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,11 +82,8 @@ class LayerPlan:
     workspace: Tensor
 
 
-@dataclass(slots=True)
-class StepPlan:
-    """One step's plans, made when the first layer of a geometry asks."""
-
-    layers: dict[tuple[AttentionSpec, torch.dtype], LayerPlan] = field(default_factory=dict)
+StepPlan = Mapping[AttentionSpec, LayerPlan]
+"""One step's plans, of each geometry that layers have."""
 
 
 class TorchReference:
@@ -126,9 +123,11 @@ class TorchReference:
         """Copy blocks between caches, on one device or across two."""
         copy_blocks(source, target, source_blocks, target_blocks)
 
-    def prepare(self, metadata: BatchMetadata, block_size: int) -> StepPlan:
-        """An empty plan: what a layer needs depends on its geometry, so `attend` fills it in once for each."""
-        return StepPlan()
+    def prepare(
+        self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
+    ) -> StepPlan:
+        """A plan for each geometry."""
+        return {spec: _plan_layer(metadata, block_size, spec, dtype) for spec in dict.fromkeys(layers)}
 
     def attend(
         self,
@@ -141,10 +140,7 @@ class TorchReference:
         plan: object,
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
-        assert isinstance(plan, StepPlan)
-        layer = plan.layers.get((spec, query.dtype))
-        if layer is None:
-            layer = plan.layers[spec, query.dtype] = _plan_layer(metadata, cache.block_size, spec, query)
+        layer = cast(StepPlan, plan)[spec]
         key, value = _write(cache, 0, key, layer.write), _write(cache, 1, value, layer.write)
 
         output = query.new_empty(query.shape[0], spec.num_heads, spec.head_size)
@@ -357,10 +353,10 @@ def _gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batc
     return gathered.view(batch, -1, size)
 
 
-def _plan_layer(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, query: Tensor) -> LayerPlan:
+def _plan_layer(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> LayerPlan:
     heads = spec.num_kv_heads
-    device = query.device
     slots = metadata.slot_mapping
+    device = slots.device
     first_row = (slots // block_size) * (heads * block_size) + slots % block_size
     write = (first_row[:, None] + torch.arange(heads, device=device) * block_size).view(-1)
 
@@ -374,8 +370,8 @@ def _plan_layer(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, q
         None if order is None else torch.tensor(order, device=device),
         buckets,
         chunks,
-        _chunk_mask(chunks, spec, query),
-        query.new_empty(2, largest, block_size * spec.head_size),
+        _chunk_mask(chunks, spec, dtype, device),
+        torch.empty(2, largest, block_size * spec.head_size, dtype=dtype, device=device),
     )
 
 
@@ -446,7 +442,9 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) 
     return chunks
 
 
-def _chunk_mask(chunks: list[PromptChunk], spec: AttentionSpec, query: Tensor) -> Tensor | None:
+def _chunk_mask(
+    chunks: list[PromptChunk], spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
     """One mask that serves every masked chunk of a step."""
     masked = [chunk for chunk in chunks if chunk.masked]
     if not masked:
@@ -454,12 +452,12 @@ def _chunk_mask(chunks: list[PromptChunk], spec: AttentionSpec, query: Tensor) -
     rows = min(ROWS_PER_MASK, max(chunk.end - chunk.start for chunk in masked))
     groups = (group for chunk in masked for group in _row_groups(chunk, spec.window) if not group.wide)
     width = max((group.high - group.low for group in groups), default=0)
-    age_of_query = torch.arange(rows - 1, -1, -1, device=query.device)[:, None]
-    age_of_key = torch.arange(width - 1, -1, -1, device=query.device)
+    age_of_query = torch.arange(rows - 1, -1, -1, device=device)[:, None]
+    age_of_key = torch.arange(width - 1, -1, -1, device=device)
     hidden = age_of_key < age_of_query
     if spec.window is not None:
         hidden |= age_of_key - age_of_query >= spec.window
-    return torch.zeros(rows, width, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(rows, width, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
 def _cache_rows(blocks: Tensor, heads: int) -> Tensor:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.kernels import cpu_native
-from vlmserve.kernels.choice import multiplies_bfloat16
-from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.activation import activation
+from vlmserve.layers.operations import Epilogue, Layer, Operations, Product, Table
+from vlmserve.layers.products import torch_linear, torch_table
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -21,17 +18,11 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-# Any number of rows from here on gives the arrangement that is fastest for few and for many rows.
-PACKING_ROWS = 64
+class Weight(Layer):
+    """A matrix that inputs are multiplied with: plain, quantized, or as the device stores it.
 
-FEW_ROWS = 8
-"""Up to so many rows, a product of bfloat16 takes no longer than reading its weight, whatever computes it."""
-
-
-class Weight(nn.Module):
-    """A matrix that inputs are multiplied with: plain, quantized, or packed for a kernel.
-
-    `weight`, ``[out_features, in_features]``, is there until it is quantized or packed.
+    `weight`, ``[out_features, in_features]``, or a convolution's of more axes, is there until it is quantized or
+    arranged. bits: of a quantized weight; None: it is plain.
     """
 
     weight: nn.Parameter
@@ -41,31 +32,34 @@ class Weight(nn.Module):
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.in_features, self.out_features = in_features, out_features
         self.dtype = dtype
+        self.bits: int | None = None
         self._quantized: QuantizedWeight | None = None
-        self._native: PackedLinear | None = None
-
-    def quantize(self, weight: QuantizedWeight) -> None:
-        """Take a quantized weight instead of the plain one."""
-        self._quantized = weight
-        del self.weight
 
     @property
     def num_bytes(self) -> int:
         """Memory that the weight takes, in whatever form it is."""
-        if self._native is not None:
-            return self._native.num_bytes
+        if self._stored is not None:
+            return self._stored.num_bytes
         if self._quantized is not None:
             return self._quantized.num_bytes
         return self.in_features * self.out_features * self.dtype.itemsize
 
-    @property
-    def _matrix(self) -> Tensor:
-        return self.weight if self._quantized is None else self._quantized.dequantize().to(self.dtype)
+    def quantize(self, weight: QuantizedWeight) -> None:
+        """Take a quantized weight instead of the plain one."""
+        self._quantized = weight
+        self.bits = weight.bits
+        del self.weight
 
-    def _pack(self, bias: Tensor | None = None, **options: Any) -> None:
-        """Arrange the weight for the native kernel and drop what it was before."""
-        weight = self.weight.data if self._quantized is None else self._quantized
-        self._native = PackedLinear(weight, bias, dtype=self.dtype, **options)
+    @property
+    def _stored(self) -> Product | None:
+        """The weight as the device stores it, once it is arranged."""
+        raise NotImplementedError
+
+    def _matrix(self) -> Tensor | QuantizedWeight:
+        return self.weight.data.flatten(1) if self._quantized is None else self._quantized
+
+    def _drop(self) -> None:
+        """Keep no other form of the weight than the device's."""
         if self._quantized is None:
             del self.weight
         self._quantized = None
@@ -91,28 +85,15 @@ class Linear(Weight):
     ) -> None:
         super().__init__(in_features, out_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
-        self.act = act
-        self._activation = None if act is None else activation(act)
-        self._reordered: Tensor | None = None
+        self.epilogue = Epilogue(act)
+        self._product: Product | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """residual: shaped like the output, added to it."""
-        if self._native is not None:
-            return self._native(x, residual)
-        output = self._activated(self._product(x))
-        return output if residual is None else output + residual
-
-    def _product(self, x: Tensor) -> Tensor:
-        if self._reordered is not None:
-            output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
-            return output
-        return product(x, self._matrix, self.bias)
-
-    def _activated(self, x: Tensor) -> Tensor:
-        return x if self._activation is None else self._activation(x)
+        return (self._product or self._by_torch())(x, residual)
 
     def reorder(self, rows: Tensor) -> None:
-        """Before the weight is packed: put outputs into another order; rows: which old one is each new one."""
+        """Before the weight is arranged: put outputs into another order; rows: which old one is each new one."""
         if self._quantized is None:
             self.weight.data = self.weight.data[rows]
         else:
@@ -120,41 +101,19 @@ class Linear(Weight):
         if self.bias is not None:
             self.bias.data = self.bias.data[rows]
 
-    def pack(self, *, native: bool) -> None:
-        """Put the weight into the order in which it is multiplied, and drop the plain one, where that is possible.
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`. A layer that is arranged stays as it is."""
+        if self._product is None:
+            bias = None if self.bias is None else self.bias.data
+            self._product = operations.linear(self._matrix(), bias, self.epilogue, self.dtype)
+            self._drop()
 
-        native: for the native kernel. Otherwise for oneDNN, which without would rearrange it anew for each product:
-        that is half of the time of products with few rows.
-        """
-        if self._native is not None:
-            return
-        if native and cpu_native.can_pack(self.in_features, self.dtype):
-            self._pack_native()
-        elif self._quantized is None and can_reorder(self.weight.dtype, self.weight.device):
-            self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACKING_ROWS)
-            del self.weight
+    @property
+    def _stored(self) -> Product | None:
+        return self._product
 
-    def _pack_native(self) -> None:
-        self._pack(None if self.bias is None else self.bias.data, activation=self.act)
-
-
-def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN takes rearranged weights here: on a CPU, in a torch that has it, in a type that it computes."""
-    if device.type != "cpu" or not torch._C._has_mkldnn:
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``[..., in_features]`` times the transpose of ``[out_features, in_features]``, plus ``[out_features]``.
-
-    Many rows of bfloat16 on a CPU without instructions for it are multiplied in float32: torch would take several times
-    as long. Few rows are not, because they cost no more than reading the weight does.
-    """
-    rows = x.numel() // x.shape[-1]
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or rows <= FEW_ROWS or multiplies_bfloat16():
-        return F.linear(x, weight, bias)
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
+    def _by_torch(self) -> Product:
+        return torch_linear(self._matrix(), self.bias, self.epilogue, self.dtype)
 
 
 class MergedLinear(Linear):
@@ -194,34 +153,21 @@ class GatedLinear(MergedLinear):
         device: torch.device,
     ) -> None:
         super().__init__(in_features, parts, bias=bias, dtype=dtype, device=device)
-        self.act = act
-        self._activation = activation(act)
-
-    def _activated(self, x: Tensor) -> Tensor:
-        assert self._activation is not None
-        gate, up = x.chunk(2, -1)
-        return self._activation(gate) * up
-
-    def pack(self, *, native: bool) -> None:
-        """As `Linear.pack`; the native kernel knows no biases of gates."""
-        super().pack(native=native and self.bias is None)
-
-    def _pack_native(self) -> None:
-        self._pack(activation=self.act, gated=True)
+        self.epilogue = Epilogue(act, gated=True)
 
 
 class OutputLinear(Linear):
     """The output head: ``[rows, in_features]`` to float32 ``[rows, out_features]``."""
 
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype, device=device)
+        self.epilogue = Epilogue(float_output=True)
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """As `forward`; out: contiguous memory that the result may take."""
-        return self(hidden) if self._native is None else self._native(hidden, out=out)
-
-    def _activated(self, x: Tensor) -> Tensor:
-        return x.float()
-
-    def _pack_native(self) -> None:
-        self._pack(None if self.bias is None else self.bias.data, float_output=True)
+        return (self._product or self._by_torch())(hidden, out=out)
 
 
 class Bias(nn.Module):
@@ -251,19 +197,24 @@ class TiedEmbedding(Weight):
 
     def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, count, dtype=dtype, device=device)
+        self._table: Table | None = None
 
     def forward(self, indices: Tensor) -> Tensor:
-        if self._native is not None:
-            return self._native.rows(indices)
-        if self._quantized is not None:
-            return self._quantized[indices].dequantize().to(self.dtype)
-        return F.embedding(indices, self.weight)
+        return (self._table or self._by_torch()).rows(indices)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, size]`` to float32 ``[rows, count]``; out: contiguous memory that the result may take."""
-        return product(hidden, self._matrix).float() if self._native is None else self._native(hidden, out=out)
+        return (self._table or self._by_torch())(hidden, out=out)
 
-    def pack(self, *, native: bool) -> None:
-        """As `Linear.pack`. oneDNN cannot give back single rows, so that for it the table stays as it is."""
-        if native and cpu_native.can_pack(self.in_features, self.dtype):
-            self._pack(float_output=True)
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`."""
+        if self._table is None:
+            self._table = operations.table(self._matrix(), self.dtype)
+            self._drop()
+
+    @property
+    def _stored(self) -> Product | None:
+        return self._table
+
+    def _by_torch(self) -> Table:
+        return torch_table(self._matrix(), self.dtype)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.kernels.cpu_native import NativeNorm
 from vlmserve.layers.linear import empty_parameter
+from vlmserve.layers.operations import Layer, Norm, Operations
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Root mean square normalization, computed in float32 (https://arxiv.org/abs/1910.07467).
 
     offset: is added to the weights, in float32.
@@ -23,23 +23,23 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
         self.offset = offset
-        self._native: NativeNorm | None = None
+        self._kernel: Norm | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._native is not None:
-            return self._native(x)
+        if self._kernel is not None:
+            return self._kernel(x)
         size = (x.shape[-1],)
         if self.offset:
             return F.rms_norm(x.float(), size, self.weight.float() + self.offset, self.eps).to(x.dtype)
         return F.rms_norm(x, size, self.weight, self.eps)
 
-    def use_native(self) -> None:
-        """Compute with the native kernel from now on, which knows no offsets."""
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`. A norm with an offset stays with torch: no kernel has it."""
         if not self.offset:
-            self._native = NativeNorm(self.weight.data, None, self.eps)
+            self._kernel = operations.norm(self.weight.data, None, self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Layer):
     """Layer normalization with scale and shift (https://arxiv.org/abs/1607.06450)."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -47,16 +47,16 @@ class LayerNorm(nn.Module):
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self.bias = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
-        self._native: NativeNorm | None = None
+        self._kernel: Norm | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._native is not None:
-            return self._native(x)
+        if self._kernel is not None:
+            return self._kernel(x)
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
-    def use_native(self) -> None:
-        """Compute with the native kernel from now on."""
-        self._native = NativeNorm(self.weight.data, self.bias.data, self.eps)
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`."""
+        self._kernel = operations.norm(self.weight.data, self.bias.data, self.eps)
 
 
 class NormOfEachHead(nn.Module):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -12,17 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
-from vlmserve.kernels.cpu_attention import CpuAttention
-from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
 from vlmserve.layers.attention import Attention, CrossAttention, CrossRows, HeadNorm, StepContext
 from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
 from vlmserve.models.spec import ArchSpec, NormSpec
 from vlmserve.types import SeesAhead
-
-logger = logging.getLogger(__name__)
 
 
 class MLP(nn.Module):
@@ -146,10 +141,20 @@ class HeadTransform(nn.Module):
 class Decoder(nn.Module):
     """A stack of layers over a flat batch and a paged cache. Parameters are empty until weights are loaded."""
 
-    def __init__(self, spec: ArchSpec, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ArchSpec,
+        backend: AttentionBackend,
+        executor: LayerExecutor | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """executor: runs the layers; None: one by one."""
         super().__init__()
         self.spec = spec
         self.backend = backend
+        self._executor = executor or EagerExecutor()
         self.dtype = dtype
         self.device = device
         kind = TiedEmbedding if spec.tied_embeddings else Embedding
@@ -186,7 +191,6 @@ class Decoder(nn.Module):
             self.lm_head = Bias(spec.vocab_size, dtype=dtype, device=device) if spec.head_bias else None
         # Rounded as transformers rounds it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self._recorded: tuple[weakref.ref[LayerCache], Program | None] | None = None
 
     def _cross_states(self, dtype: torch.dtype, device: torch.device) -> MergedLinear:
         """What all layers look at is made in one product."""
@@ -294,14 +298,11 @@ class Decoder(nn.Module):
         step = StepContext(
             metadata,
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
-            self.backend.prepare(metadata, caches[0].block_size),
+            self.backend.prepare(metadata, caches[0].block_size, self.spec.attention, self.dtype),
             self._query_scale(metadata, longest),
             cross,
         )
-        program = self._program(caches) if step.query_scale is None else None
-        if program is not None:
-            return program.run(embeddings, [rope.rows for rope in step.ropes], step.plan)
-        return self._through_layers(embeddings, caches, step)
+        return self._executor.run(self._through_layers, embeddings, caches, step)
 
     def _query_scale(self, metadata: BatchMetadata, longest: int) -> Tensor | None:
         """``[tokens, 1]``: the logarithm of each token's place to the base `log_context`, at least 1."""
@@ -313,30 +314,12 @@ class Decoder(nn.Module):
         scales = places.double().log().div(math.log(base)).clamp(min=1.0)
         return scales[:, None].to(self.device, self.dtype)
 
-    def _through_layers(self, x: Tensor, caches: list[LayerCache], step: StepContext) -> Tensor:
+    def _through_layers(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache, step)
         if self.norm is not None:
             x = self.norm(x)
         return x
-
-    def _program(self, caches: list[LayerCache]) -> Program | None:
-        """All layers over these caches in one call, where native kernels can do all that they do."""
-        if not isinstance(self.backend, CpuAttention):
-            return None
-        if self._recorded is None or self._recorded[0]() is not caches[0]:
-            self._recorded = weakref.ref(caches[0]), self._record(caches)
-        return self._recorded[1]
-
-    def _record(self, caches: list[LayerCache]) -> Program | None:
-        recording = Recording(self.hidden_size, self.dtype)
-        nothing: Any = None
-        step = StepContext(nothing, [cast(Any, recording.rope(rope.size)) for rope in self.ropes], nothing)
-        try:
-            return recording.finish(self._through_layers(recording.input, caches, step))
-        except NotRecordable as error:
-            logger.info("layers: a call for each kernel, because of %s", error)
-            return None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import GatedLinear, Linear, TiedEmbedding
+from vlmserve.layers.operations import Operations
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_slots, weight_names
 from vlmserve.quant.layout import Layout, StoredWeight
 
@@ -59,10 +60,12 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layo
     return filled
 
 
-def load_blocks(checkpoint: Checkpoint, model: nn.Module, *, unsettled: Collection[nn.Module]) -> None:
-    """Give layers the weights that a GGUF file holds in a form that the native kernels compute with.
+def load_blocks(
+    checkpoint: Checkpoint, model: nn.Module, operations: Operations, *, unsettled: Collection[nn.Module]
+) -> None:
+    """Give layers the weights that a GGUF file holds in a form that kernels compute with.
 
-    Each is arranged for its kernel before the next one is read, but for those of `unsettled`, whose rows have yet to be
+    Each is stored by `operations` before the next one is read, but for those of `unsettled`, whose rows have yet to be
     put into order. Left as they are: layers that are merged of several kinds, those that the kernels do not know, and
     tables, of which single rows are read.
     """
@@ -79,7 +82,7 @@ def load_blocks(checkpoint: Checkpoint, model: nn.Module, *, unsettled: Collecti
         if joined is not None and joined.shape == (module.out_features, module.in_features):
             module.quantize(joined)
             if module not in unsettled:
-                module.pack(native=True)
+                module.arrange(operations)
 
 
 def _joined(weights: Sequence[StoredWeight]) -> QuantizedWeight | None:

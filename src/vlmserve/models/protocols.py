@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vlmserve.devices.device import Device
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layers.attention import CrossRows
 from vlmserve.types import CrossInput, SeesAhead, TowerInputs
@@ -119,8 +120,8 @@ class LoadedModel:
 
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model sees. max_position: the longest context its positions allow.
-    native: whether native kernels compute what they can. identity: the digest of `model_identity`. cross: of a decoder
-    that looks at pictures by cross attention, for which their embeddings stand in no prompt.
+    identity: the digest of `model_identity`. cross: of a decoder that attends to images by cross-attention, so that
+    their embeddings stand in no prompt.
     """
 
     architecture: str
@@ -130,9 +131,8 @@ class LoadedModel:
     end_token_ids: frozenset[int]
     max_position: int
     dtype: torch.dtype
-    device: torch.device
+    device: Device
     backend: AttentionBackend
     num_parameters: int
-    native: bool
     identity: bytes
     cross: CrossEncoder | None = None

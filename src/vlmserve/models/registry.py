@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,14 +19,11 @@ import torch
 from torch import nn
 
 from vlmserve.config import ModelImplementation, QuantizationConfig
+from vlmserve.devices.choice import open_device
+from vlmserve.devices.device import LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
-from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
-from vlmserve.kernels.cpu_attention import CpuAttention, unserved
-from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.linear import Linear, TiedEmbedding
-from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.kernels.attention import AttentionBackend
+from vlmserve.layers.operations import arrange_layers
 from vlmserve.models.cross import PictureReader, text_reader
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
@@ -67,9 +64,9 @@ def load_model(
 
     implementation: "vlmserve" is our own, "transformers" takes that library's, and "auto" does for what ours lacks.
     dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
-    bfloat16 if it has instructions for it or the native kernels run, else float32. kernels: see `choose_kernels`.
+    bfloat16 if it has instructions for it or the native kernels run, else float32. kernels: see `check_kernels`.
     quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is; what
-    a GGUF file has in 4 bits does where native kernels compute with it, unless float32 is asked for, which is exact.
+    a GGUF file has in 4 bits does on devices that keep it so, unless float32 is asked for, which is exact.
     quantized_cache: keys and values are stored in 8 bits.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors.
@@ -110,20 +107,19 @@ def _load(
         spec = description.spec(checkpoint)
         layouts = stored_layouts(packed) if packed else []
         stated = dtype or _stated_dtype(config, text_config) or checkpoint.dtype()
-        wanted, native = _choose_dtype(stated, kernels, device, automatic=dtype is None)
-        ahead = spec.sees_ahead is not None
-        choose = partial(_attention_backend, dtype=wanted, device=device, native=native)
-        backend = choose(spec.attention, sees_ahead=ahead, quantized_cache=quantized_cache)
-        model, decoder, vision, cross = description.build(spec, backend, dtype=wanted, device=device)
+        on, wanted = open_device(device, kernels, stated, automatic=dtype is None)
+        bidirectional = spec.sees_ahead is not None
+        backend = on.attention(spec.attention, wanted, bidirectional=bidirectional, quantized_cache=quantized_cache)
+        model, decoder, vision, cross = description.build(spec, backend, on.executor(), dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     filled = load_packed(checkpoint, model, layouts) if packed else set()
-    if folder.is_file() and native and dtype != torch.float32 and quantization is None:
-        load_blocks(checkpoint, model, unsettled=decoder.interleaved())
+    if folder.is_file() and on.keeps_packed and dtype != torch.float32 and quantization is None:
+        load_blocks(checkpoint, model, on, unsettled=decoder.interleaved())
     checkpoint.load(model, filled=filled)
     decoder.deinterleave()
     if quantization is not None:
         quantize(model, quantization)
-    _choose_arrangement(model, native=native)
+    arrange_layers(model, on)
     _return_free_memory()
     return LoadedModel(
         architecture=description.architecture,
@@ -133,10 +129,9 @@ def _load(
         end_token_ids=_end_token_ids(folder, config, text_config),
         max_position=spec.max_position,
         dtype=wanted,
-        device=device,
+        device=on,
         backend=backend,
         num_parameters=num_parameters,
-        native=native,
         identity=model_identity(folder, implementation="vlmserve", dtype=wanted, quantization=quantization),
         cross=cross,
     )
@@ -220,10 +215,18 @@ class Description:
             spec = replace(spec, sees_ahead=family.sees_ahead)
         return _tie_as_stored(spec, self.text_config, checkpoint)
 
-    def build(self, spec: ArchSpec, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> Parts:
-        """The model without its weights."""
+    def build(
+        self,
+        spec: ArchSpec,
+        backend: AttentionBackend,
+        executor: LayerExecutor | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Parts:
+        """The model without its weights. executor: see `Decoder`."""
         modules = nn.Module()
-        modules.language_model = decoder = Decoder(spec, backend, dtype=dtype, device=device)
+        modules.language_model = decoder = Decoder(spec, backend, executor, dtype=dtype, device=device)
         family = vision_family(self.architecture, self.config)
         if family is None:
             return Parts(modules, decoder, None, None)
@@ -259,14 +262,14 @@ def _load_with_transformers(
     checkpoint = TransformersCheckpoint(folder)
     config = checkpoint.config
     stated = dtype or config.dtype or Checkpoint(folder, str).dtype()
-    wanted, native = _choose_dtype(stated, kernels, device, automatic=dtype is None)
-    choose = partial(_attention_backend, dtype=wanted, device=device, native=native)
+    on, wanted = open_device(device, kernels, stated, automatic=dtype is None)
+    choose = partial(on.attention, dtype=wanted)
     theirs = checkpoint.load(wanted, device)
     sample = checkpoint.sample(theirs)
     model = TransformersModel(theirs, choose, sample)
     if quantized_cache:
         # Not sooner: its logits were compared with transformers' own.
-        model.backend = choose(model.attention, sees_ahead=model.sees_ahead is not None, quantized_cache=True)
+        model.backend = choose(model.attention, bidirectional=model.sees_ahead is not None, quantized_cache=True)
     logger.info("%s runs by transformers' implementation, which is slower than our own", type(theirs).__name__)
     return LoadedModel(
         architecture=type(theirs).__name__,
@@ -276,41 +279,11 @@ def _load_with_transformers(
         end_token_ids=model.end_token_ids,
         max_position=model.longest_context(checkpoint.max_position),
         dtype=wanted,
-        device=device,
+        device=on,
         backend=model.backend,
         num_parameters=theirs.num_parameters(),
-        native=False,
         identity=model_identity(folder, implementation="transformers", dtype=wanted, quantization=None),
     )
-
-
-def _attention_backend(
-    layers: Sequence[AttentionSpec],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    native: bool,
-    sees_ahead: bool,
-    quantized_cache: bool = False,
-) -> AttentionBackend:
-    """The native backend where it serves all layers and native kernels are wanted."""
-    if not native:
-        return TorchReference(quantized_cache=quantized_cache)
-    for attention in layers:
-        reason = unserved(attention, dtype, device, sees_ahead=sees_ahead, quantized_cache=quantized_cache)
-        if reason is not None:
-            logger.info("attention: torch (%s)", reason)
-            return TorchReference(quantized_cache=quantized_cache)
-    return CpuAttention(quantized_cache=quantized_cache)
-
-
-def _choose_arrangement(model: nn.Module, *, native: bool) -> None:
-    """Arrange the weights as the kernels want them."""
-    for module in model.modules():
-        if isinstance(module, Linear | TiedEmbedding):
-            module.pack(native=native)
-        elif isinstance(module, RMSNorm | LayerNorm | EncoderAttention) and native:
-            module.use_native()
 
 
 def _return_free_memory() -> None:
@@ -367,26 +340,6 @@ def _stated_dtype(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> 
             if (name := str(source.get(key)).removeprefix("torch.")) in DTYPES:
                 return DTYPES[name]
     return None
-
-
-def _choose_dtype(
-    stated: torch.dtype, kernels: str, device: torch.device, *, automatic: bool
-) -> tuple[torch.dtype, bool]:
-    """The type that a model runs in, and whether by native kernels. automatic: whether nobody asked for `stated`.
-
-    The native kernels read bfloat16 weights and compute in float32 where the processor has no bfloat16 products, which
-    costs prompts little and makes answers faster. torch's products of bfloat16 take several times as long there.
-    """
-    if device.type != "cpu" or stated == torch.float32:
-        return stated, choose_kernels(kernels, device, stated)
-    native = choose_kernels(kernels, device, torch.bfloat16)
-    computes_well = native or multiplies_bfloat16()
-    wanted = torch.float32 if not computes_well and (automatic or stated == torch.float16) else torch.bfloat16
-    if wanted != stated:
-        logger.info("this CPU computes %s slowly: the model runs in %s", stated, wanted)
-    elif not computes_well:
-        logger.info("this CPU computes %s slowly: products of many rows run in float32", stated)
-    return wanted, native
 
 
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:

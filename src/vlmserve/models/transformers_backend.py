@@ -125,9 +125,9 @@ def _attending(attend: Attend, windows: list[int] | None = None) -> Iterator[Non
 
 
 class ChooseBackend(Protocol):
-    """Chooses what serves all layers. sees_ahead: whether some tokens see what comes after them."""
+    """Chooses what serves all layers. bidirectional: whether some tokens attend to later ones."""
 
-    def __call__(self, layers: Sequence[AttentionSpec], *, sees_ahead: bool) -> AttentionBackend: ...
+    def __call__(self, layers: Sequence[AttentionSpec], *, bidirectional: bool) -> AttentionBackend: ...
 
 
 class _Finished:
@@ -169,7 +169,7 @@ class TransformersModel:
         self.sees_ahead: SeesAhead | None = None
         self.attention = self._find_attention()
         self._choose_backend = backend
-        self.backend = backend(self.attention, sees_ahead=False)
+        self.backend = backend(self.attention, bidirectional=False)
 
     def _find_attention(self) -> tuple[AttentionSpec, ...]:
         """What each layer attends like, from a pass over two tokens."""
@@ -244,7 +244,7 @@ class TransformersModel:
         cross: Sequence[CrossRows] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states."""
-        plan = self.backend.prepare(metadata, caches[0].block_size)
+        plan = self.backend.prepare(metadata, caches[0].block_size, self.attention, self._model.dtype)
         layers = zip(caches, self.attention, strict=True)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
@@ -312,7 +312,7 @@ class TransformersModel:
             embeddings = self.embed(ids.to(device))
             embeddings[placeholders] = picture
             wide = [WideRows(0, first, last - 1, last) for first, last in whole_ranges([span], len(ids), ahead)]
-            self.backend = self._choose_backend(self.attention, sees_ahead=ahead is not None)
+            self.backend = self._choose_backend(self.attention, bidirectional=ahead is not None)
             metadata, _ = _metadata([(0, len(ids))], len(ids), device, wide)
             with choices.follow([(0, len(ids))]):
                 hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)))

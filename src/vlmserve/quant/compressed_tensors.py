@@ -35,16 +35,16 @@ NUMBERS = {
 }
 """The formats that can be loaded, and what kinds of numbers they hold."""
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
-ZERO_POINT, SHIFT, GROUP_OF = "weight_zero_point", "weight_shift", "weight_g_idx"
+ZERO_POINT, MINIMUM, GROUP_OF = "weight_zero_point", "weight_shift", "weight_g_idx"
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool) -> dict[str, Tensor]:
     """A weight as the tensors that a checkpoint holds of it; symmetric: the middle of the range stands for zero."""
-    # Scales and shifts of 4 bits are bfloat16 numbers already.
+    # Scales and minimums of 4 bits are bfloat16 numbers already.
     scales = weight.scales.bfloat16() if weight.bits == 4 else weight.scales
     tensors = {PACKED: pack(weight.values, weight.bits), SCALE: scales, SHAPE: torch.tensor(weight.shape)}
     if not symmetric:
-        tensors[SHIFT] = weight.shifts.bfloat16() if weight.bits == 4 else weight.shifts
+        tensors[MINIMUM] = weight.minimums.bfloat16() if weight.bits == 4 else weight.minimums
     return tensors
 
 
@@ -64,10 +64,10 @@ def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> S
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(out_features, 1).contiguous()
     values, middle = unpack(packed, bits, in_features), 2 ** (bits - 1)
-    if SHIFT in tensors:
+    if MINIMUM in tensors:
         symmetric = grouped(bits, values, scales, torch.zeros_like(scales), group_sizes, None)
         assert isinstance(symmetric, QuantizedWeight)
-        return QuantizedWeight(bits, symmetric.group_size, values, scales, tensors[SHIFT].float())
+        return QuantizedWeight(bits, symmetric.group_size, values, scales, tensors[MINIMUM].float())
     if ZERO_POINT not in tensors:
         zeros = torch.full_like(scales, middle)
     elif tensors[ZERO_POINT].dtype == torch.int32:
@@ -127,7 +127,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
         blocks.add(tuple(weights.get("block_structure") or ()) if weights["strategy"] == "block" else None)
     check_setting(METHOD, "a number of block structures of", len(blocks - {None}), [0, 1])
     packed = Layout(
-        PACKED, (SCALE, SHAPE), (SHIFT, ZERO_POINT, GROUP_OF), partial(from_tensors, group_sizes=tuple(sizes))
+        PACKED, (SCALE, SHAPE), (MINIMUM, ZERO_POINT, GROUP_OF), partial(from_tensors, group_sizes=tuple(sizes))
     )
     block = next(iter(blocks - {None}), None)
     in_bytes = partial(_in_bytes, block=block, stated=tuple(sizes))

@@ -26,17 +26,17 @@ def round_to_nearest(weight: Tensor, *, bits: int, group_size: int, symmetric: b
     out_features, in_features = weight.shape
     groups = -(-in_features // group_size)
     grouped = F.pad(weight, (0, groups * group_size - in_features)).view(out_features, groups, group_size)
-    # The kernel keeps scales and shifts in bfloat16: values are fitted to the rounded ones.
+    # The kernel keeps scales and minimums in bfloat16: values are fitted to the rounded ones.
     if symmetric:
         scales = _nonzero((grouped.abs().amax(2) / 7.5).bfloat16().float())
-        shifts = -8 * scales
+        minimums = -8 * scales
     else:
         low, high = grouped.amin(2), grouped.amax(2)
         scales = _nonzero(((high - low) / 15).bfloat16().float())
-        shifts = low.bfloat16().float()
-    values = ((grouped - shifts[..., None]) / scales[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+        minimums = low.bfloat16().float()
+    values = ((grouped - minimums[..., None]) / scales[..., None]).round_().clamp_(0, 15).to(torch.uint8)
     values = values.view(out_features, -1)[:, :in_features].contiguous()
-    return QuantizedWeight(4, group_size, values, scales, shifts)
+    return QuantizedWeight(4, group_size, values, scales, minimums)
 
 
 def _nonzero(scales: Tensor) -> Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, WideRows
@@ -59,9 +58,10 @@ class BatchBuilder:
     Block tables stay where they are from step to step: while a request keeps its row, only its new blocks are written.
     """
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, upload: Callable[[np.ndarray], Tensor]) -> None:
+        """upload: the device's, see `Device.upload`."""
         self._block_size = block_size
-        self._device = device
+        self._tensor = upload
         self._token_ids, self._positions, self._slots = np.empty((3, 0), np.int64)
         self._tables = np.zeros((0, 0), np.int32)
         # Which table each row holds, and how many blocks of it.
@@ -150,9 +150,6 @@ class BatchBuilder:
                         image_rows.append(rows)
             row += count
         return token_ids, image_rows
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np.ndarray:

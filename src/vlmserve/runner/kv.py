@@ -17,8 +17,8 @@ class KVTensors:
 
     def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._backend = model.backend
-        self._device = model.device
-        self.layers: list[LayerCache] = model.language_model.allocate_cache(num_blocks, block_size, model.device)
+        self._device = model.device.torch_device
+        self.layers: list[LayerCache] = model.language_model.allocate_cache(num_blocks, block_size, self._device)
         host = torch.device("cpu")
         self._host = model.language_model.allocate_cache(num_host_blocks, block_size, host) if num_host_blocks else []
 

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.models.protocols import LoadedModel
 
-CPU_SHARE = 0.5
-"""Of the memory that is free once the model is loaded; the rest is for activations and everybody else."""
 
+@torch.inference_mode()
+def run_largest_step(
+    model: LoadedModel, *, num_tokens: int, num_rows: int, max_model_len: int, block_size: int
+) -> None:
+    """Compute what a step computes at most, so that the device can tell how much memory that takes.
 
-def free_memory(device: torch.device, fraction: float) -> int:
-    """Bytes that the KV cache may take on a device, once the model is loaded.
-
-    fraction: share of a GPU's memory that weights, activations and cache may use in all.
+    Prompts of `num_tokens` tokens in all go through the decoder, over a cache of their own, then `num_rows` of them
+    through output head and sampling. max_model_len: tokens of the longest sequence.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - total * (1 - fraction))
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory() * fraction) - torch.mps.driver_allocated_memory()
-    return int(psutil.virtual_memory().available * CPU_SHARE)
+    language_model, device = model.language_model, model.device.torch_device
+    lens = [max_model_len] * (num_tokens // max_model_len)
+    lens += [rest] if (rest := num_tokens - sum(lens)) else []
+    positions = torch.cat([torch.arange(length) for length in lens])
+    blocks_each = -(-max(lens) // block_size)
+    tables = torch.arange(len(lens) * blocks_each, dtype=torch.int32).view(len(lens), blocks_each)
+    owner = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+    slots = tables[owner, positions // block_size].long() * block_size + positions % block_size
+    metadata = BatchMetadata(
+        query_starts=torch.tensor([0, *lens]).cumsum(0).int().to(device),
+        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        slot_mapping=slots.to(device),
+        query_lens=lens,
+        host_context_lens=lens,
+        num_decodes=lens.count(1),
+    )
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    caches = language_model.allocate_cache(tables.numel(), block_size)
+    hidden = language_model.forward(language_model.embed(token_ids), positions.to(device), metadata, caches)
+    rows = min(num_rows, num_tokens)
+    out = model.device.logits_buffer(rows, language_model.vocab_size)
+    model.device.draw(
+        language_model.logits(hidden[:rows], out),
+        temperatures=[1.0] * rows,
+        top_ks=[0] * rows,
+        top_ps=[0.9] * rows,
+        min_ps=[0.0] * rows,
+        numbers=[0.5] * rows,
+    )
 
 
 def num_kv_blocks(*, budget: int, bytes_per_block: int, block_size: int, max_model_len: int, max_num_seqs: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from concurrent.futures import Future
 
 import torch
@@ -32,10 +30,9 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self._requests = RequestStates(model.language_model, make_matcher)
-        self._batches = BatchBuilder(block_size, model.device)
+        self._batches = BatchBuilder(block_size, model.device.upload)
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         self._embeddings: dict[bytes, Tensor] = {}
-        self._logits_memory = torch.empty(0, model.language_model.vocab_size)
 
     def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run a step. It has run when this returns; steps run in the order in which they are submitted."""
@@ -48,27 +45,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        clock = [time.perf_counter()]
+        clock = self.model.device.clock()
         self._kv.zero(step.blocks_to_zero)
         self._kv.copy(step.block_copies)
-        clock.append(time.perf_counter())
+        clock.mark()
         self._encode(step.images_to_encode, step.embeddings_to_evict)
         self._compute_cross_states(step.cross_states)
-        clock.append(time.perf_counter())
+        clock.mark()
         scheduled = self._requests.update(step)
         output = ModelRunnerOutput()
         if not scheduled:
-            output.timings = RunTimings(transfer=clock[1] - clock[0], vision=clock[2] - clock[1])
+            transfer, vision = clock.seconds()
+            output.timings = RunTimings(transfer=transfer, vision=vision)
             return output
         batch = self._batches.build(scheduled)
-        clock.append(time.perf_counter())
+        clock.mark()
         hidden = self._hidden(batch)
         logits = self._logits(hidden[batch.sampled_rows])
-        clock.append(time.perf_counter())
-        sample_tokens(logits, scheduled, output, native=self.model.native)
+        clock.mark()
+        sample_tokens(logits, scheduled, output, self.model.device.draw)
         output.prompt_logprobs = score_prompts(scheduled, hidden, self.model.language_model)
-        clock.append(time.perf_counter())
-        transfer, vision, build, model, sampling = (after - before for before, after in itertools.pairwise(clock))
+        clock.mark()
+        transfer, vision, build, model, sampling = clock.seconds()
         output.timings = RunTimings(transfer=transfer, build=build, vision=vision, model=model, sample=sampling)
         return output
 
@@ -80,7 +78,8 @@ class ModelRunner:
         if self.model.vision is None:
             raise ValueError("the model has no vision encoder")
         # Not from_numpy: it warns of arrays that are read-only, as those of images are that requests share.
-        pixels = [torch.tensor(image.pixels, device=self.model.device, dtype=self.model.dtype) for image in images]
+        device, dtype = self.model.device.torch_device, self.model.dtype
+        pixels = [torch.tensor(image.pixels, device=device, dtype=dtype) for image in images]
         encoded = self.model.vision.encode(pixels, [image.tiling for image in images])
         for image, embeddings in zip(images, encoded, strict=True):
             # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
@@ -107,11 +106,7 @@ class ModelRunner:
         return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, cross)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """float32 ``[rows, vocabulary]``. Native kernels write them where the next step's go as well: pages of fresh
-        memory would cost more than all of sampling."""
+        """float32 ``[rows, vocabulary]``."""
         language_model = self.model.language_model
-        if not self.model.native:
-            return language_model.logits(hidden)
-        if len(hidden) > len(self._logits_memory):
-            self._logits_memory = torch.empty(len(hidden), language_model.vocab_size)
-        return language_model.logits(hidden, self._logits_memory[: len(hidden)])
+        out = self.model.device.logits_buffer(len(hidden), language_model.vocab_size)
+        return language_model.logits(hidden, out)

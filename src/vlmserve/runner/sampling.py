@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.runner.requests import RequestState, ScheduledRequest
 from vlmserve.sampling.logprobs import token_logprobs
 from vlmserve.sampling.sampler import sample
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
 
-def sample_tokens(
-    logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput, *, native: bool
-) -> None:
+def sample_tokens(logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput, draw: Draw) -> None:
     """Sample what follows on the newest token of each request, and enter it into the requests' states and `output`.
 
     logits: float32 ``[rows, vocabulary]``, `num_sampled` rows of each request in order; overwritten.
+    draw: the device's.
 
     A draft is accepted if it is the token that is sampled before it: then the row behind it is sampled as well, as if
     it came from a step of its own. Rows are sampled in rounds, one row of each request in each, because penalties,
@@ -37,7 +37,7 @@ def sample_tokens(
     while going:
         all_rows = len(going) == len(logits)
         rows = logits if all_rows else logits[torch.tensor([row + depth for row, _ in going], device=logits.device)]
-        tokens = _sample_once(rows, [request.state for _, request in going], output, native=native)
+        tokens = _sample_once(rows, [request.state for _, request in going], output, draw)
         going = [
             (row, request)
             for (row, request), token in zip(going, tokens, strict=True)
@@ -47,7 +47,7 @@ def sample_tokens(
 
 
 def _sample_once(
-    logits: Tensor, states: Sequence[RequestState], output: ModelRunnerOutput, *, native: bool
+    logits: Tensor, states: Sequence[RequestState], output: ModelRunnerOutput, draw: Draw
 ) -> list[int | None]:
     """A token for each row, and how likely it was where that is asked for."""
     asking = [index for index, state in enumerate(states) if state.params.logprobs is not None]
@@ -55,7 +55,7 @@ def _sample_once(
     rows = [state.sampling_row() for state in states]
     tokens = [
         token if token is None or row.matcher is None else row.matcher.settle(token)
-        for token, row in zip(sample(logits, rows, native=native), rows, strict=True)
+        for token, row in zip(sample(logits, rows, draw), rows, strict=True)
     ]
     if raw is not None:
         chosen = [tokens[index] or 0 for index in asking]

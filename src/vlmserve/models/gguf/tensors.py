@@ -102,11 +102,11 @@ class GGUFFile:
         if unpack is None or len(source.shape) != 2:
             return None
         raw = torch.from_numpy(self._bytes(source, 0, None))
-        values, scales, shifts = unpack(raw.view(len(raw), -1, _type_size(source.info)))
+        values, scales, minimums = unpack(raw.view(len(raw), -1, _type_size(source.info)))
         groups = source.shape[1] // GROUP
         values = values.reshape(source.shape)
-        scales, shifts = scales.reshape(-1, groups), shifts.reshape(-1, groups)
-        return QuantizedWeight(4, GROUP, values, scales, shifts, wide_inputs=True)
+        scales, minimums = scales.reshape(-1, groups), minimums.reshape(-1, groups)
+        return QuantizedWeight(4, GROUP, values, scales, minimums, wide_inputs=True)
 
     def _read(self, source: _Source, first: int, last: int | None) -> Tensor:
         plain = _PLAIN.get(_type_of(source.info).name)
@@ -251,7 +251,7 @@ def _supported_types() -> dict[int, Any]:
     return {int(kind): kind for kind in GGMLQuantizationType if kind.name in _PLAIN or is_dequantized(kind)}
 
 
-# Blocks, uint8 ``[rows, blocks, bytes]``, to their values, uint8 ``[rows, blocks, values]``, and scales and shifts,
+# Blocks, uint8 ``[rows, blocks, bytes]``, to their values, uint8 ``[rows, blocks, values]``, and scales and minimums,
 # float32 ``[rows, blocks, groups]``. The layouts are those of ggml-common.h in llama.cpp.
 Unpack = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -276,14 +276,14 @@ def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eight groups, of which each has a scale and a shift of 6 bits: four bytes have those of the first four groups'
-    scales, four those of their shifts, and what these leave of their bits and four more bytes the others'."""
-    scales, shifts, others = blocks[..., 4:16].chunk(3, -1)
+    """Eight groups, of which each has a scale and a minimum of 6 bits: four bytes have those of the first four groups'
+    scales, four those of their minimums, and what these leave of their bits and four more bytes the others'."""
+    scales, minimums, others = blocks[..., 4:16].chunk(3, -1)
     scales = torch.cat((scales & 63, (others & 15) | (scales >> 6 << 4)), -1)
-    shifts = torch.cat((shifts & 63, (others >> 4) | (shifts >> 6 << 4)), -1)
+    minimums = torch.cat((minimums & 63, (others >> 4) | (minimums >> 6 << 4)), -1)
     values = _halves(blocks, start=16, length=32)
-    return values, _float16(blocks, 0) * scales, -_float16(blocks, 2) * shifts
+    return values, _float16(blocks, 0) * scales, -_float16(blocks, 2) * minimums
 
 
 UNPACK: dict[str, Unpack] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
-"""Types that are 4 bits in groups of 32 inputs, each with a scale and a shift."""
+"""Types that are 4 bits in groups of 32 inputs, each with a scale and a minimum."""

@@ -108,15 +108,6 @@ class PatchEmbedding(Linear):
         patches = pixels.permute(0, 2, 4, 1, 3, 5).reshape(pictures, down * across, channels * size * size)
         return super().forward(patches, residual)
 
-    @property
-    def _matrix(self) -> Tensor:
-        return super()._matrix.flatten(1)
-
-    def pack(self, *, native: bool) -> None:
-        if self._quantized is None:
-            self.weight = nn.Parameter(self._matrix.data, requires_grad=False)
-        super().pack(native=native)
-
 
 class ClipEmbeddings(nn.Module):
     """Pictures to tokens: the class token, then the patches row by row, each with its position."""

@@ -108,15 +108,6 @@ class PatchEmbedding(Linear):
         super().__init__(math.prod(shape), spec.hidden_size, bias=False, dtype=dtype, device=device)
         self.weight = empty_parameter(spec.hidden_size, *shape, dtype=dtype, device=device)
 
-    @property
-    def _matrix(self) -> Tensor:
-        return super()._matrix.flatten(1)
-
-    def pack(self, *, native: bool) -> None:
-        if self._quantized is None:
-            self.weight = nn.Parameter(self._matrix.data, requires_grad=False)
-        super().pack(native=native)
-
 
 class VisionAttention(nn.Module):
     """Self-attention within windows or frames, patches turned by where they are."""

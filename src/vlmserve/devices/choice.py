@@ -1,0 +1,68 @@
+"""Which device a model runs on. A new kind of device is a module and a row in `KINDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from vlmserve.devices.cpu import open_cpu
+from vlmserve.devices.cuda import CudaDevice
+from vlmserve.devices.device import Device
+from vlmserve.devices.torch_device import MpsDevice
+from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.choice import check_kernels
+
+
+class Open(Protocol):
+    """Opens a device for a model. See `open_device`."""
+
+    def __call__(
+        self, torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
+    ) -> tuple[Device, torch.dtype]: ...
+
+
+def _of_any_type(device: Callable[[torch.device], Device]) -> Open:
+    """A device that computes in any type and has one kind of kernels."""
+
+    def opened(
+        torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
+    ) -> tuple[Device, torch.dtype]:
+        return device(torch_device), stated
+
+    return opened
+
+
+KINDS: dict[str, Open] = {
+    "cpu": open_cpu,
+    "cuda": _of_any_type(CudaDevice),
+    "mps": _of_any_type(MpsDevice),
+}
+"""By torch's names of the types of devices."""
+
+
+def open_device(
+    torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
+) -> tuple[Device, torch.dtype]:
+    """The device and the type that a model runs in.
+
+    kernels: see `choose_kernels`. stated: the type that is asked for, or that the checkpoint has; automatic: the
+    latter, so that the device may take another one that it computes better. Raises ConfigurationError for kernels that
+    this machine does not have, and for kinds of devices that are not implemented.
+    """
+    if torch_device.type not in KINDS:
+        raise ConfigurationError(f"--device {torch_device}: implemented are {', '.join(KINDS)}")
+    return KINDS[torch_device.type](torch_device, check_kernels(kernels), stated, automatic=automatic)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto" prefers a GPU. Raises ConfigurationError if the machine lacks it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigurationError("--device mps: torch cannot use Metal on this machine")
+    return device

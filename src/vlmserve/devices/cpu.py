@@ -1,0 +1,200 @@
+"""CPUs: by the native kernels for an instruction set, or by torch's operations."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import psutil
+import torch
+from torch import Tensor
+
+from vlmserve.devices.device import LayerExecutor, LayerStack
+from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.kernels import cpu_sampling
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
+from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
+from vlmserve.kernels.cpu_attention import CpuAttention, unserved
+from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, can_pack, encoder_attention
+from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.layers.attention import StepContext
+from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
+from vlmserve.layers.products import PlainProduct, QuantizedProduct, ReorderedProduct, UpcastProduct
+
+logger = logging.getLogger(__name__)
+
+CACHE_SHARE = 0.5
+"""Of the memory that is free once the model is loaded; the rest is for activations and everybody else."""
+
+
+def open_cpu(
+    torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
+) -> tuple[CpuDevice, torch.dtype]:
+    """A CPU and the type that a model runs in. See `open_device`.
+
+    A CPU never runs float16. The native kernels read bfloat16 weights and compute in float32 where the processor has no
+    bfloat16 products, which costs prompts little and makes answers faster. torch's products of bfloat16 take several
+    times as long there.
+    """
+    if stated == torch.float32:
+        return _with_kernels(torch_device, choose_kernels(kernels, stated)), stated
+    isa = choose_kernels(kernels, torch.bfloat16)
+    computes_well = isa is not None or multiplies_bfloat16()
+    wanted = torch.float32 if not computes_well and (automatic or stated == torch.float16) else torch.bfloat16
+    if wanted != stated:
+        logger.info("this CPU computes %s slowly: the model runs in %s", stated, wanted)
+    elif not computes_well:
+        logger.info("this CPU computes %s slowly: products of many rows run in float32", stated)
+    return _with_kernels(torch_device, isa), wanted
+
+
+def _with_kernels(torch_device: torch.device, isa: str | None) -> CpuDevice:
+    return CpuDevice(torch_device) if isa is None else NativeCpuDevice(torch_device, isa)
+
+
+class CpuDevice(TorchDevice):
+    """A CPU by torch's operations."""
+
+    images_per_step = 4
+
+    def linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    ) -> Product:
+        """See `Operations.linear`."""
+        if not isinstance(weight, QuantizedWeight) and can_reorder(dtype, weight.device):
+            return ReorderedProduct(weight, bias, epilogue)
+        return _by_torch(weight, bias, epilogue, dtype)
+
+    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+        """See `Operations.table`. oneDNN cannot give back single rows, so a plain table stays as it is."""
+        return _by_torch(weight, None, Epilogue(float_output=True), dtype)
+
+    def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
+        """See `Device.cache_budget`. A share of what is free, whatever `fraction` says; pages that are never written
+        take no memory, so nothing is reserved."""
+        return int(psutil.virtual_memory().available * CACHE_SHARE)
+
+
+def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN takes rearranged weights here: on a CPU, in a torch that has it, in a type that it computes."""
+    if device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
+
+
+def _by_torch(
+    weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+) -> PlainProduct | QuantizedProduct:
+    slow = dtype == torch.bfloat16 and not multiplies_bfloat16()
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedProduct(weight, bias, epilogue, dtype, compute=torch.float32 if slow else None)
+    return (UpcastProduct if slow else PlainProduct)(weight, bias, epilogue)
+
+
+class NativeCpuDevice(CpuDevice):
+    """A CPU by the native kernels, where these can do what a layer does. kernels: their instruction set."""
+
+    keeps_packed = True
+
+    def __init__(self, torch_device: torch.device, isa: str) -> None:
+        super().__init__(torch_device)
+        self.kernels = isa
+        self._logits = torch.empty(0)
+
+    @property
+    def draw(self) -> Draw:
+        """See `Device.draw`. Sorts nothing."""
+        return cpu_sampling.draw
+
+    def linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    ) -> Product:
+        """See `Operations.linear`. The native kernel has no biases of gates."""
+        if not can_pack(weight.shape[1], dtype) or (epilogue.gated and bias is not None):
+            return super().linear(weight, bias, epilogue, dtype)
+        return PackedLinear(
+            weight,
+            bias,
+            dtype=dtype,
+            activation=epilogue.activation,
+            gated=epilogue.gated,
+            float_output=epilogue.float_output,
+        )
+
+    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+        """See `Operations.table`. The native kernel cannot give back single rows of 4 bits."""
+        in_four_bits = isinstance(weight, QuantizedWeight) and weight.bits == 4
+        if in_four_bits or not can_pack(weight.shape[1], dtype):
+            return super().table(weight, dtype)
+        return PackedLinear(weight, dtype=dtype, float_output=True)
+
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm | None:
+        """See `Operations.norm`."""
+        return NativeNorm(weight, bias, eps)
+
+    def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
+        """See `Operations.encoder_attention`."""
+        return partial(encoder_attention, num_heads=num_heads) if can_pack(head_size, dtype) else None
+
+    def attention(
+        self,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+        *,
+        bidirectional: bool = False,
+        quantized_cache: bool = False,
+    ) -> AttentionBackend:
+        """See `Device.attention`. The native backend where it serves all layers."""
+        asked = partial(unserved, sees_ahead=bidirectional, quantized_cache=quantized_cache)
+        reasons = (asked(spec, dtype, self.torch_device) for spec in layers)
+        if (reason := next(filter(None, reasons), None)) is not None:
+            logger.info("attention: torch (%s)", reason)
+            return super().attention(layers, dtype, bidirectional=bidirectional, quantized_cache=quantized_cache)
+        return CpuAttention(quantized_cache=quantized_cache)
+
+    def executor(self) -> LayerExecutor:
+        """See `Device.executor`."""
+        return ProgramExecutor()
+
+    def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
+        """See `Device.logits_buffer`. Pages of fresh memory would cost more than all of sampling."""
+        if rows * vocab_size > len(self._logits):
+            self._logits = torch.empty(rows * vocab_size)
+        return self._logits[: rows * vocab_size].view(rows, vocab_size)
+
+
+class ProgramExecutor:
+    """Runs all layers in one call, where native kernels can do all that they do. A `LayerExecutor`."""
+
+    def __init__(self) -> None:
+        self._recorded: tuple[weakref.ref[LayerCache], Program | None] | None = None
+
+    def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
+        """See `LayerExecutor.run`."""
+        # A program has no place for factors of queries.
+        program = self.program(layers, x, caches, step) if step.query_scale is None else None
+        if program is None:
+            return layers(x, caches, step)
+        return program.run(x, [rope.rows for rope in step.ropes], step.plan)
+
+    def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
+        """The layers over these caches as one program; None where a layer does what no native kernel does."""
+        if self._recorded is None or self._recorded[0]() is not caches[0]:
+            self._recorded = weakref.ref(caches[0]), _record(layers, x, caches, step)
+        return self._recorded[1]
+
+
+def _record(layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
+    recording = Recording(x.shape[1], x.dtype)
+    nothing: Any = None
+    context = StepContext(nothing, [cast(Any, recording.rope(rope.size)) for rope in step.ropes], nothing)
+    try:
+        return recording.finish(layers(recording.input, caches, context))
+    except NotRecordable as error:
+        logger.info("layers: a call for each kernel, because of %s", error)
+        return None

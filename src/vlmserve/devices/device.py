@@ -1,0 +1,126 @@
+"""What the rest of the engine asks of a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
+from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.layers.attention import StepContext
+from vlmserve.layers.operations import Operations
+
+LayerStack = Callable[[Tensor, Sequence[LayerCache], StepContext], Tensor]
+"""All layers of a decoder: ``[tokens, hidden_size]`` to the same, over their caches."""
+
+
+class LayerExecutor(Protocol):
+    """Runs the layers of one decoder: one by one, as a fused program, or as a graph."""
+
+    def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
+        """What `layers` gives. It is the same function in each call."""
+        ...
+
+
+class Clock(Protocol):
+    """Measures how long the parts of a step take on the device. It starts when it is made."""
+
+    def mark(self) -> None:
+        """A part has ended and the next one begins."""
+        ...
+
+    def seconds(self) -> list[float]:
+        """Seconds of each part that has ended. May wait for the device."""
+        ...
+
+
+class Device(Operations, Protocol):
+    """One device and all that depends on it. An object serves one loaded model.
+
+    torch_device: where tensors lie. kernels: what computes, for people: "torch" or an instruction set.
+    keeps_packed: whether weights that a file holds in few bits stay so unless somebody asks for plain ones.
+    images_per_step: images that go through the vision tower in one step, unless the settings say.
+    """
+
+    torch_device: torch.device
+    kernels: str
+    keeps_packed: bool
+    images_per_step: int
+
+    @property
+    def gpu_uuid(self) -> str | None:
+        """NVML's name of the device; None for what NVML does not know."""
+        ...
+
+    @property
+    def draw(self) -> Draw:
+        """Draws tokens."""
+        ...
+
+    def attention(
+        self,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+        *,
+        bidirectional: bool = False,
+        quantized_cache: bool = False,
+    ) -> AttentionBackend:
+        """The backend that serves all of these layers.
+
+        bidirectional: whether some tokens attend to later ones. quantized_cache: keys and values are stored in 8 bits.
+        """
+        ...
+
+    def executor(self) -> LayerExecutor:
+        """What runs the layers of another decoder."""
+        ...
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """An array on the device. It may share the array's memory, which must not change before the step has ended."""
+        ...
+
+    def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
+        """float32 ``[rows, vocab_size]`` for the logits of a step, the same memory in each; None: fresh memory is as
+        good."""
+        ...
+
+    def clock(self) -> Clock:
+        """A clock that starts now."""
+        ...
+
+    def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
+        """Bytes that the KV cache may take, once the model is loaded; may be negative.
+
+        fraction: `memory_fraction` of the settings. largest_step: computes what a step computes at most; a device that
+        can tell runs it to measure the memory of activations. reserved: bytes that other caches will take there.
+        """
+        ...
+
+
+class EagerExecutor:
+    """Runs layers one by one. A `LayerExecutor`."""
+
+    def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
+        """See `LayerExecutor.run`."""
+        return layers(x, caches, step)
+
+
+class HostClock:
+    """For devices that have computed what they were asked for when a call returns. A `Clock`."""
+
+    def __init__(self) -> None:
+        self._marks = [time.perf_counter()]
+
+    def mark(self) -> None:
+        """See `Clock.mark`."""
+        self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """See `Clock.seconds`."""
+        return [after - before for before, after in pairwise(self._marks)]

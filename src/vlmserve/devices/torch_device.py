@@ -1,0 +1,103 @@
+"""Any device of torch's, by torch's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmserve.devices.device import Clock, EagerExecutor, HostClock, LayerExecutor
+from vlmserve.kernels import torch_sampling
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
+from vlmserve.layers.products import torch_linear, torch_table
+
+
+class TorchDevice:
+    """A `Device` without kernels of its own. What a kind of device does otherwise is overridden."""
+
+    kernels = "torch"
+    keeps_packed = False
+    images_per_step = 16
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def __str__(self) -> str:
+        return str(self.torch_device)
+
+    @property
+    def gpu_uuid(self) -> str | None:
+        """See `Device.gpu_uuid`."""
+        return None
+
+    @property
+    def draw(self) -> Draw:
+        """See `Device.draw`."""
+        return torch_sampling.draw
+
+    def linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    ) -> Product:
+        """See `Operations.linear`."""
+        return torch_linear(weight, bias, epilogue, dtype)
+
+    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+        """See `Operations.table`."""
+        return torch_table(weight, dtype)
+
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm | None:
+        """See `Operations.norm`."""
+        return None
+
+    def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
+        """See `Operations.encoder_attention`."""
+        return None
+
+    def attention(
+        self,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+        *,
+        bidirectional: bool = False,
+        quantized_cache: bool = False,
+    ) -> AttentionBackend:
+        """See `Device.attention`."""
+        return TorchReference(quantized_cache=quantized_cache)
+
+    def executor(self) -> LayerExecutor:
+        """See `Device.executor`."""
+        return EagerExecutor()
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """See `Device.upload`."""
+        return torch.from_numpy(values).to(self.torch_device)
+
+    def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
+        """See `Device.logits_buffer`."""
+        return None
+
+    def clock(self) -> Clock:
+        """See `Device.clock`."""
+        return HostClock()
+
+    def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
+        """See `Device.cache_budget`."""
+        raise NotImplementedError
+
+
+class MpsDevice(TorchDevice):
+    """Apple's GPUs."""
+
+    def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
+        """See `Device.cache_budget`. What Metal's driver holds after the largest step is the step's peak: torch keeps
+        freed memory for later."""
+        largest_step()
+        torch.mps.synchronize()
+        held = torch.mps.driver_allocated_memory()
+        return int(torch.mps.recommended_max_memory() * fraction) - held - reserved

@@ -1,0 +1,104 @@
+"""What layers ask of the device that they run on.
+
+Layers hold plain weights until all are loaded. Then `arrange_layers` hands each weight to the device, which stores it
+as its kernels multiply it. No layer asks what kind of device that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.activation import activation
+
+Norm = Callable[[Tensor], Tensor]
+"""``[..., size]`` to the same."""
+EncoderKernel = Callable[[Tensor], Tensor]
+"""``[images, tokens, 3 * size]`` to ``[images, tokens, size]``, see `EncoderAttention`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What a product does to its outputs before it returns them.
+
+    activation: by its Hugging Face name; None: none. gated: the first half of the outputs are gates, the second half
+    ups; the result is ``activation(gate) * up``, half as wide. float_output: the result is float32, whatever the inputs
+    are. Raises UnsupportedModelError for an unknown activation.
+    """
+
+    activation: str | None = None
+    gated: bool = False
+    float_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation is not None:
+            activation(self.activation)
+
+
+NO_EPILOGUE = Epilogue()
+
+
+class Product(Protocol):
+    """A weight as a device stores it, with what follows the multiplication."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weight."""
+        ...
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, half as many if the epilogue is gated.
+
+        residual: shaped like the result, added to it. out: contiguous memory that the result may take.
+        """
+        ...
+
+
+class Table(Product, Protocol):
+    """A product whose weight is an embedding table as well. Results are float32."""
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """``[count]`` int64 to rows of the weight, ``[count, in_features]`` of the model's type."""
+        ...
+
+
+class Operations(Protocol):
+    """The kernels that a device has for layers."""
+
+    def linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    ) -> Product:
+        """Store a weight ``[out_features, in_features]`` and its bias ``[out_features]``. dtype: of inputs."""
+        ...
+
+    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+        """Store an embedding table ``[count, size]`` that is the output head as well. dtype: of rows and inputs."""
+        ...
+
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm | None:
+        """RMSNorm, or LayerNorm where there is a bias; weight and bias: ``[size]``. None: torch's operations."""
+        ...
+
+    def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
+        """Full attention within each image. None: torch's operations."""
+        ...
+
+
+class Layer(nn.Module):
+    """A module that computes by the device's kernels once it is arranged, and by torch's operations before."""
+
+    def arrange(self, operations: Operations) -> None:
+        """Compute by these kernels from now on."""
+        raise NotImplementedError
+
+
+def arrange_layers(model: nn.Module, operations: Operations) -> None:
+    """Arrange all layers of a model whose weights are loaded."""
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.arrange(operations)

@@ -1,0 +1,199 @@
+"""Products by torch's operations: weights in plain, in oneDNN's order, and of few bits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.activation import activation
+from vlmserve.layers.operations import NO_EPILOGUE, Epilogue
+
+PACKING_ROWS = 64
+"""Any number of rows from here on gives the arrangement that is fastest for few and for many rows."""
+FEW_ROWS = 8
+"""Up to so many rows, a product of bfloat16 takes no longer than reading its weight, whatever computes it."""
+BLOCK_ELEMENTS = 2**21
+"""Weights of few bits that are expanded at a time on a CPU: small enough for its cache."""
+
+
+class TorchProduct:
+    """A product whose epilogue is torch's. bias: ``[out_features]``."""
+
+    def __init__(self, bias: Tensor | None, epilogue: Epilogue) -> None:
+        self._bias = bias
+        self._activation = None if epilogue.activation is None else activation(epilogue.activation)
+        self._gated = epilogue.gated
+        self._float_output = epilogue.float_output
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """See `Product`; `out` stays unused."""
+        output = self._multiply(x)
+        if self._gated:
+            gate, output = output.chunk(2, -1)
+            output = output if self._activation is None else self._activation(gate) * output
+        elif self._activation is not None:
+            output = self._activation(output)
+        if self._float_output:
+            output = output.float()
+        return output if residual is None else output + residual
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weight."""
+        raise NotImplementedError
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, with the bias."""
+        raise NotImplementedError
+
+
+class PlainProduct(TorchProduct):
+    """A plain weight, ``[out_features, in_features]``. A `Table`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, epilogue: Epilogue = NO_EPILOGUE) -> None:
+        super().__init__(bias, epilogue)
+        self._weight = weight
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `Table`."""
+        return F.embedding(indices, self._weight)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class UpcastProduct(PlainProduct):
+    """A bfloat16 weight on a CPU without instructions for bfloat16, where torch would take several times as long as in
+    float32. Products of few rows stay in bfloat16, because they cost no more than reading the weight does."""
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if x.numel() // x.shape[-1] <= FEW_ROWS:
+            return super()._multiply(x)
+        bias = None if self._bias is None else self._bias.float()
+        return F.linear(x.float(), self._weight.float(), bias).to(x.dtype)
+
+
+class ReorderedProduct(TorchProduct):
+    """A plain weight in the order of oneDNN, which would otherwise rearrange it for each product: that is half of the
+    time of products with few rows. For types that oneDNN computes, on a CPU."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> None:
+        super().__init__(bias, epilogue)
+        self._num_bytes = weight.nbytes
+        self._reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self._bias, "none", [], "")
+        return output
+
+
+class QuantizedProduct(TorchProduct):
+    """A weight of 4 or 8 bits. A `Table`.
+
+    It is expanded to plain numbers a block of outputs at a time, right before these are multiplied, so that the memory
+    beside the packed weight does not grow with the weight. Weights of 4 bits lie two in a byte: those of the first half
+    of a block's outputs in the low bits, those of the second half in the high ones.
+    """
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+        *,
+        compute: torch.dtype | None = None,
+        block_elements: int = BLOCK_ELEMENTS,
+    ) -> None:
+        """dtype: of inputs. compute: the type to multiply in, if another one. block_elements: to expand at a time."""
+        super().__init__(bias, epilogue)
+        self._dtype, self._compute = dtype, compute or dtype
+        self._bits, self._group_size = weight.bits, weight.group_size
+        self._out_features, in_features = weight.shape
+        self._block_rows = max(2, block_elements // in_features // 2 * 2)
+        # Checkpoints hold some of them the other way round, and every product reads them.
+        self._values = self._pack(weight.values) if weight.bits == 4 else weight.values.contiguous()
+        self._scales, self._minimums = weight.scales.contiguous(), weight.minimums.contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._values.nbytes + self._scales.nbytes + self._minimums.nbytes
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `Table`."""
+        if self._bits == 8:
+            values = self._values[indices]
+        else:
+            block, row = indices // self._block_rows, indices % self._block_rows
+            half = (self._out_features - block * self._block_rows).clamp(max=self._block_rows).add(1) // 2
+            packed = self._values[block * (self._block_rows // 2) + row % half]
+            values = torch.where((row < half)[:, None], packed & 15, packed >> 4)
+        return self._expand(values, self._scales[indices], self._minimums[indices], self._dtype)
+
+    def _blocks(self) -> list[slice]:
+        """The outputs of each block."""
+        starts = range(0, self._out_features, self._block_rows)
+        return [slice(start, min(start + self._block_rows, self._out_features)) for start in starts]
+
+    def _pack(self, values: Tensor) -> Tensor:
+        parts = []
+        for outputs in self._blocks():
+            block = values[outputs]
+            half = -(-len(block) // 2)
+            packed = block[:half].clone(memory_format=torch.contiguous_format)
+            packed[: len(block) - half] |= block[half:] << 4
+            parts.append(packed)
+        return torch.cat(parts)
+
+    def _unpack(self, outputs: slice) -> Tensor:
+        """Values of a block's outputs, uint8 ``[outputs, in_features]``."""
+        if self._bits == 8:
+            return self._values[outputs]
+        count = outputs.stop - outputs.start
+        half = -(-count // 2)
+        packed = self._values[outputs.start // 2 :][:half]
+        values = packed.new_empty(2 * half, packed.shape[1])
+        torch.bitwise_and(packed, 15, out=values[:half])
+        torch.bitwise_right_shift(packed, 4, out=values[half:])
+        return values[:count]
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        x = x.to(self._compute)
+        parts = []
+        for outputs in self._blocks():
+            scales, minimums = self._scales[outputs], self._minimums[outputs]
+            weight = self._expand(self._unpack(outputs), scales, minimums, self._compute)
+            parts.append(F.linear(x, weight, None if self._bias is None else self._bias[outputs].to(self._compute)))
+        output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return output.to(self._dtype)
+
+    def _expand(self, values: Tensor, scales: Tensor, minimums: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = QuantizedWeight(self._bits, self._group_size, values, scales, minimums)
+        return rows.dequantize().to(dtype)
+
+
+def torch_linear(
+    weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+) -> TorchProduct:
+    """A product that any device of torch's computes. See `Operations.linear`."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedProduct(weight, bias, epilogue, dtype)
+    return PlainProduct(weight, bias, epilogue)
+
+
+def torch_table(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> PlainProduct | QuantizedProduct:
+    """A table that any device of torch's computes. See `Operations.table`."""
+    epilogue = Epilogue(float_output=True)
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedProduct(weight, None, epilogue, dtype)
+    return PlainProduct(weight, None, epilogue)

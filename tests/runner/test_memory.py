@@ -1,0 +1,78 @@
+"""The step that is run to measure memory, and how many blocks fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import make_llama
+from vlmserve.devices.cpu import CpuDevice
+from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.registry import load_model
+from vlmserve.runner.memory import num_kv_blocks, run_largest_step
+
+CPU = torch.device("cpu")
+
+
+class Recorder(CpuDevice):
+    """Notes how many rows tokens are drawn of."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.drawn: list[int] = []
+
+    @property
+    def draw(self) -> Any:
+        def draw(logits: Tensor, **filters: list[float]) -> list[int]:
+            assert {len(values) for values in filters.values()} == {len(logits)}
+            self.drawn.append(len(logits))
+            return CpuDevice.draw.fget(self)(logits, **filters)  # type: ignore[attr-defined]
+
+        return draw
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = make_llama(tmp_path_factory.mktemp("llama"))
+    return load_model(folder, device=CPU, dtype=torch.float32, kernels="torch")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_model_len", "lens"),
+    [(50, 512, [50]), (50, 50, [50]), (50, 20, [20, 20, 10]), (41, 20, [20, 20, 1]), (3, 1, [1, 1, 1])],
+)
+def test_the_largest_step_has_all_tokens_and_rows_and_no_longer_sequences(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, num_tokens: int, max_model_len: int, lens: list[int]
+) -> None:
+    device = Recorder()
+    seen: list[BatchMetadata] = []
+    forward = type(model.language_model).forward
+
+    def record(self: Any, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: Any) -> Tensor:
+        assert len(embeddings) == num_tokens
+        assert int(positions.max()) < max_model_len
+        assert len(set(metadata.slot_mapping.tolist())) == num_tokens, "each token has a slot of its own"
+        seen.append(metadata)
+        return forward(self, embeddings, positions, metadata, caches)
+
+    monkeypatch.setattr(type(model.language_model), "forward", record)
+    on_device = replace(model, device=device)
+    run_largest_step(on_device, num_tokens=num_tokens, num_rows=4, max_model_len=max_model_len, block_size=16)
+    [metadata] = seen
+    assert metadata.query_lens == metadata.host_context_lens == lens
+    assert device.drawn == [min(4, num_tokens)]
+
+
+def test_no_more_blocks_than_full_contexts_fill() -> None:
+    sizes = {"bytes_per_block": 100, "block_size": 16, "max_model_len": 40, "max_num_seqs": 3}
+    assert num_kv_blocks(budget=10**6, **sizes) == 3 * 3
+    assert num_kv_blocks(budget=450, **sizes) == 4
+    with pytest.raises(ConfigurationError, match="the KV cache has 0 bytes and a block of 16 tokens needs 100"):
+        num_kv_blocks(budget=-1, **sizes)
