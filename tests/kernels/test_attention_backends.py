@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
@@ -19,12 +21,15 @@ from vlmserve.kernels.torch_reference import TorchReference
 
 BACKENDS = {
     "torch": TorchReference,
+    "torch in small pieces": partial(TorchReference, bucket_cost=20, gathered_elements=128),
     "native": pytest.param(
         CpuAttention,
         marks=pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler"),
     ),
 }
 PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
+
+Kind = Callable[[], AttentionBackend]
 
 every_backend = pytest.mark.parametrize("kind", BACKENDS.values(), ids=BACKENDS)
 
@@ -36,7 +41,7 @@ every_backend = pytest.mark.parametrize("kind", BACKENDS.values(), ids=BACKENDS)
 @example(chunks=[(15, 1), (16, 1), (17, 1)], spec=PLAIN, block_size=16)
 @example(chunks=[(0, 1), (0, 2), (5, 1), (5, 2)], spec=PLAIN, block_size=4)
 def test_any_batch_equals_naive_attention(
-    kind: type[AttentionBackend], chunks: list[Chunk], spec: AttentionSpec, block_size: int
+    kind: Kind, chunks: list[Chunk], spec: AttentionSpec, block_size: int
 ) -> None:
     output, expected = attend(kind(), chunks, spec, block_size)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
@@ -60,7 +65,10 @@ def chunks_with_wide_rows(draw: st.DrawFn) -> tuple[list[Chunk], list[list[Wide]
 @example(drawn=([(0, 6)], [[(0, 6, 6)]]), spec=PLAIN, block_size=4)
 @example(drawn=([(7, 1), (5, 9)], [[], [(0, 3, 8)]]), spec=PLAIN, block_size=4)
 def test_rows_that_see_what_comes_after_them_equal_naive_attention(
-    kind: type[AttentionBackend], drawn: tuple[list[Chunk], list[list[Wide]]], spec: AttentionSpec, block_size: int
+    kind: Kind,
+    drawn: tuple[list[Chunk], list[list[Wide]]],
+    spec: AttentionSpec,
+    block_size: int,
 ) -> None:
     chunks, wide = drawn
     if unserved(spec, torch.float32, CPU, sees_ahead=True) is not None and kind is CpuAttention:
@@ -70,7 +78,7 @@ def test_rows_that_see_what_comes_after_them_equal_naive_attention(
 
 
 @every_backend
-def test_many_rows_that_see_what_comes_after_them_equal_naive_attention(kind: type[AttentionBackend]) -> None:
+def test_many_rows_that_see_what_comes_after_them_equal_naive_attention(kind: Kind) -> None:
     output, expected = attend(
         kind(), [(3, 1), (0, 700), (300, 330)], PLAIN, 16, wide=[[], [(0, 601, 602)], [(0, 5, 305)]]
     )
@@ -81,13 +89,13 @@ def test_many_rows_that_see_what_comes_after_them_equal_naive_attention(kind: ty
 @pytest.mark.parametrize(
     "spec", [PLAIN, AttentionSpec(4, 2, 8, 8**-0.5, window=100), AttentionSpec(4, 4, 8, 1.0, soft_cap=5.0)]
 )
-def test_long_chunks_equal_naive_attention(kind: type[AttentionBackend], spec: AttentionSpec) -> None:
+def test_long_chunks_equal_naive_attention(kind: Kind, spec: AttentionSpec) -> None:
     output, expected = attend(kind(), [(0, 265), (33, 517), (70, 1)], spec, 16)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @every_backend
-def test_decodes_of_very_different_lengths_equal_naive_attention(kind: type[AttentionBackend]) -> None:
+def test_decodes_of_very_different_lengths_equal_naive_attention(kind: Kind) -> None:
     chunks = [(length, 1) for length in (3, 900, 1, 450, 7, 899, 20, 460, 2, 30)]
     output, expected = attend(kind(), chunks, PLAIN, 16)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
@@ -97,7 +105,7 @@ def test_decodes_of_very_different_lengths_equal_naive_attention(kind: type[Atte
 @pytest.mark.parametrize(
     "chunks", [[(90, 1)] * 5, [(90, 1)], [(0, 40)], [(30, 20)]], ids=["decodes", "decode", "prompt", "chunk"]
 )
-def test_bfloat16_keeps_large_scores_as_exact_as_its_inputs(kind: type[AttentionBackend], chunks: list[Chunk]) -> None:
+def test_bfloat16_keeps_large_scores_as_exact_as_its_inputs(kind: Kind, chunks: list[Chunk]) -> None:
     spec = AttentionSpec(6, 2, 64, 1.0)
     output, expected = attend(kind(), chunks, spec, 16, torch.bfloat16, spread=1.7)
     # Scores are around 20: rounded to bfloat16 they would be off by 0.06, and weights by 6%.
@@ -106,7 +114,7 @@ def test_bfloat16_keeps_large_scores_as_exact_as_its_inputs(kind: type[Attention
 
 
 @every_backend
-def test_layers_with_different_windows_share_a_step(kind: type[AttentionBackend]) -> None:
+def test_layers_with_different_windows_share_a_step(kind: Kind) -> None:
     torch.manual_seed(0)
     blocks = BlockTables([20], 4)
     backend = kind()
@@ -133,7 +141,7 @@ def written(backend: AttentionBackend, blocks: BlockTables, seed: int) -> LayerC
 
 
 @every_backend
-def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: type[AttentionBackend]) -> None:
+def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: Kind) -> None:
     backend = kind()
     blocks = BlockTables([64], 16)
     source, target = written(backend, blocks, 1), written(backend, blocks, 2)
@@ -154,14 +162,14 @@ def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: type
 
 @every_backend
 @pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (8, 64), (24, 40)])
-def test_a_block_takes_what_it_is_said_to_take(kind: type[AttentionBackend], block_size: int, head_size: int) -> None:
+def test_a_block_takes_what_it_is_said_to_take(kind: Kind, block_size: int, head_size: int) -> None:
     backend, spec = kind(), AttentionSpec(4, 2, head_size, 1.0)
     cache = backend.allocate(5, block_size, spec, torch.bfloat16, CPU)
     assert cache.keys.nbytes + cache.values.nbytes == 5 * backend.block_bytes(block_size, spec, torch.bfloat16)
 
 
 @every_backend
-def test_a_cache_takes_memory_only_where_it_is_written(kind: type[AttentionBackend]) -> None:
+def test_a_cache_takes_memory_only_where_it_is_written(kind: Kind) -> None:
     spec = AttentionSpec(2, 2, 64, 0.125)
     before = psutil.Process().memory_info().rss
     cache = kind().allocate(2**16, 16, spec, torch.float32, CPU)

@@ -21,6 +21,7 @@ from vlmserve.kernels.cpu_attention import CpuAttention, unserved
 from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, can_pack, encoder_attention
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
@@ -61,6 +62,7 @@ class CpuDevice(TorchDevice):
     """A CPU by torch's operations."""
 
     images_per_step = 4
+    bucket_cost = BUCKET_COST
 
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype

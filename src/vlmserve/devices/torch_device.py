@@ -24,6 +24,9 @@ class TorchDevice:
     kernels = "torch"
     keeps_packed = False
     images_per_step = 16
+    bucket_cost = 2**15
+    """See `torch_decodes.BUCKET_COST`. An estimate for GPUs: the launches of a bucket take as long as reading tens of
+    thousands of tokens."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -68,7 +71,7 @@ class TorchDevice:
         quantized_cache: bool = False,
     ) -> AttentionBackend:
         """See `Device.attention`."""
-        return TorchReference(quantized_cache=quantized_cache)
+        return TorchReference(quantized_cache=quantized_cache, bucket_cost=self.bucket_cost)
 
     def executor(self) -> LayerExecutor:
         """See `Device.executor`."""

@@ -1,0 +1,237 @@
+"""Attention of sequences with one new token each, in plain torch operations and bounded memory.
+
+Decodes of similar length are padded to the longest of them and computed together. What they attend to is gathered in
+pieces of bounded size: some decodes at a time, and of a decode that is longer than a piece some of its context at a
+time, as in flash-decoding (https://pytorch.org/blog/flash-decoding/). The memory does not grow with the batch or the
+context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.torch_cache import cache_rows, gather
+from vlmserve.kernels.torch_scores import needs_scores, score, shares
+
+BUCKET_COST = 512
+"""What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
+multiplying of one token's keys and values."""
+GATHERED_ELEMENTS = 2**25
+"""Elements of keys, and as many of values, that are gathered at a time."""
+FUSED_DECODES = 2
+"""Up to this many decodes the fused operator beats separate products, whose fixed costs are higher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the context of some decodes.
+
+    blocks: cache rows of its blocks, sequence by head by block. length: tokens, padding included. mask: float32
+    ``[sequences, 1, 1, length]``, None if all of it is attended to.
+    """
+
+    blocks: Tensor
+    length: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Decodes of similar length, padded to the longest.
+
+    start, end: which rows of the ordered decodes. pieces: of their context; one, unless there is only one decode.
+    """
+
+    start: int
+    end: int
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The decodes of a step. order: they are sorted by length; None: they stay as they are."""
+
+    order: Tensor | None
+    buckets: list[DecodeBucket]
+
+    @property
+    def most_gathered(self) -> int:
+        """Cache rows of the largest piece."""
+        return max((len(piece.blocks) for bucket in self.buckets for piece in bucket.pieces), default=0)
+
+
+def plan_decodes(
+    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, *, bucket_cost: int, gathered_elements: int
+) -> DecodePlan:
+    """Cut a step's decodes into buckets and pieces. See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
+    lens = metadata.host_context_lens[: metadata.num_decodes]
+    order, bounds = _cut_by_length(lens, bucket_cost)
+    most_blocks = max(1, gathered_elements // (spec.num_kv_heads * block_size * spec.head_size))
+    buckets = []
+    for start, end in bounds:
+        sequences = range(start, end) if order is None else order[start:end]
+        first = start
+        for some in _cut_by_size(sequences, lens, spec, block_size, most_blocks):
+            pieces = list(_pieces(metadata, block_size, spec, some, most_blocks))
+            buckets.append(DecodeBucket(first, first + len(some), pieces))
+            first += len(some)
+    ordered = None if order is None else torch.tensor(order, device=metadata.block_tables.device)
+    return DecodePlan(ordered, buckets)
+
+
+def _cut_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None, list[tuple[int, int]]]:
+    """Cut decodes into groups that are worth padding together.
+
+    Returns the order that they are cut in, None if that is their own, and the bounds of each group.
+    """
+    if not lens:
+        return None, []
+    order = sorted(range(len(lens)), key=lens.__getitem__, reverse=True)
+    bounds, start, padding = [], 0, 0
+    for i, sequence in enumerate(order):
+        padding += lens[order[start]] - lens[sequence]
+        if padding > bucket_cost:
+            bounds.append((start, i))
+            start, padding = i, 0
+    if not bounds:
+        return None, [(0, len(lens))]
+    return order, [*bounds, (start, len(lens))]
+
+
+def _cut_by_size(
+    sequences: Sequence[int], lens: list[int], spec: AttentionSpec, block_size: int, most_blocks: int
+) -> Iterator[list[int]]:
+    """As many sequences at a time as fit into a piece with all that they attend to, and at least one."""
+    width = max(_num_blocks(lens[sequence], spec, block_size) for sequence in sequences)
+    at_once = max(1, most_blocks // width)
+    for first in range(0, len(sequences), at_once):
+        yield list(sequences[first : first + at_once])
+
+
+def _first_block(context: int, spec: AttentionSpec, block_size: int) -> int:
+    """The first block that a decode attends to."""
+    return 0 if spec.window is None else max(0, context - spec.window) // block_size
+
+
+def _num_blocks(context: int, spec: AttentionSpec, block_size: int) -> int:
+    """How many blocks a decode attends to."""
+    return -(-context // block_size) - _first_block(context, spec, block_size)
+
+
+def _pieces(
+    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, sequences: list[int], most_blocks: int
+) -> Iterator[Piece]:
+    """What some sequences attend to, in whole blocks: the matrix product would first copy a slice of them."""
+    device = metadata.block_tables.device
+    contexts = [metadata.host_context_lens[sequence] for sequence in sequences]
+    firsts = [_first_block(context, spec, block_size) for context in contexts]
+    width = max(_num_blocks(context, spec, block_size) for context in contexts)
+    context, first = (torch.tensor(values, device=device)[:, None] for values in (contexts, firsts))
+    tables = metadata.block_tables[torch.tensor(sequences, device=device)].long()
+    for begin in range(0, width, most_blocks):
+        end = min(begin + most_blocks, width)
+        columns = first + torch.arange(begin, end, device=device)
+        # Padding repeats the sequence's own last block: whatever another sequence left behind, it stays its own.
+        blocks = tables.gather(1, torch.minimum(columns, (context - 1) // block_size))
+        length = (end - begin) * block_size
+        ends = [(block + end) * block_size for block in firsts]
+        hidden = any(last > length_ for last, length_ in zip(ends, contexts, strict=True))
+        if spec.window is not None:
+            starts = [(block + begin) * block_size for block in firsts]
+            hidden |= any(start < length_ - spec.window for start, length_ in zip(starts, contexts, strict=True))
+        mask = None
+        if hidden:
+            positions = (first + begin) * block_size + torch.arange(length, device=device)
+            seen = positions < context
+            if spec.window is not None:
+                seen &= positions >= context - spec.window
+            mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None, None]
+        yield Piece(cache_rows(blocks, spec.num_kv_heads), length, mask)
+
+
+def attend_decodes(
+    query: Tensor, cache: LayerCache, spec: AttentionSpec, plan: DecodePlan, workspace: Tensor, output: Tensor
+) -> None:
+    """``[decodes, heads, head_size]`` over the cache, into the first rows of `output`, which is shaped like it.
+
+    workspace: ``[2, cache rows, block_size * head_size]``, room for the largest piece.
+    """
+    count = query.shape[0]
+    if plan.order is not None:
+        query = query.index_select(0, plan.order)
+    # [sequences * kv_heads, query heads of a group, head_size]
+    grouped = query.reshape(count * spec.num_kv_heads, -1, spec.head_size)
+    attended = output[:count] if plan.order is None else output.new_empty(count, *output.shape[1:])
+    by_group = attended.view(grouped.shape)
+    for bucket in plan.buckets:
+        rows = slice(bucket.start * spec.num_kv_heads, bucket.end * spec.num_kv_heads)
+        if len(bucket.pieces) > 1:
+            _attend_in_pieces(grouped[rows], cache, spec, bucket, workspace, by_group[rows])
+            continue
+        [piece] = bucket.pieces
+        keys, values = (gather(cache, which, piece.blocks, workspace, rows.stop - rows.start) for which in (0, 1))
+        _attend_at_once(grouped[rows], keys, values, spec, piece, by_group[rows])
+    if plan.order is not None:
+        output.index_copy_(0, plan.order, attended)
+
+
+def _attend_at_once(
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, piece: Piece, output: Tensor
+) -> None:
+    """``[sequences * kv_heads, group, head_size]`` over as many ``[length, head_size]``, into `output`."""
+    sequences = len(query) // spec.num_kv_heads
+    if sequences <= FUSED_DECODES and not needs_scores(spec):
+        shape = (sequences, spec.num_kv_heads, -1, spec.head_size)
+        attended = F.scaled_dot_product_attention(
+            query.view(shape),
+            keys.view(shape),
+            values.view(shape),
+            attn_mask=None if piece.mask is None else piece.mask.to(query.dtype),
+            scale=spec.scale,
+        )
+        output.copy_(attended.view(output.shape))
+        return
+    scores = _masked_scores(query, keys, spec, piece)
+    weights = shares(scores.view(-1, spec.num_heads, 1, piece.length), spec).view(scores.shape)
+    torch.bmm(weights.to(query.dtype), values, out=output)
+
+
+def _masked_scores(query: Tensor, keys: Tensor, spec: AttentionSpec, piece: Piece) -> Tensor:
+    scores = score(query, keys, spec)
+    if piece.mask is not None:
+        scores.view(-1, spec.num_kv_heads, query.shape[1], piece.length).add_(piece.mask)
+    return scores
+
+
+def _attend_in_pieces(
+    query: Tensor, cache: LayerCache, spec: AttentionSpec, bucket: DecodeBucket, workspace: Tensor, output: Tensor
+) -> None:
+    """One decode, ``[kv_heads, group, head_size]``, over one piece of its context after the other, into `output`.
+
+    The softmax is computed online (https://arxiv.org/abs/1805.02867): sums are scaled down whenever a larger score
+    turns up.
+    """
+    shape = (*query.shape[:2], 1)
+    if spec.sinks is None:
+        largest = torch.full(shape, -torch.inf, device=query.device)
+        total = torch.zeros(shape, device=query.device)
+    else:
+        largest = torch.tensor(spec.sinks, device=query.device).view(shape)
+        total = torch.ones(shape, device=query.device)
+    summed = torch.zeros(query.shape, device=query.device)
+    for piece in bucket.pieces:
+        keys, values = (gather(cache, which, piece.blocks, workspace, len(query)) for which in (0, 1))
+        scores = _masked_scores(query, keys, spec, piece)
+        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights = scores.sub_(new_largest).exp_()
+        shrink = (largest - new_largest).exp_()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        summed = summed * shrink + torch.bmm(weights.to(query.dtype), values)
+        largest = new_largest
+    output.copy_(summed / total)
