@@ -140,8 +140,9 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
         batch = states.update(planned) if planned.has_work else []
         ones = [scheduled.num_tokens == 1 for scheduled in batch]
         assert ones == sorted(ones, reverse=True)
-        for state, start, num_tokens, guessed, _ in batch:
-            request, end = s[state.request_id], start + num_tokens
+        for scheduled in batch:
+            state, start, guessed = scheduled.state, scheduled.start, scheduled.draft_token_ids
+            request, end = s[state.request_id], start + scheduled.num_tokens
             assert (state.token_ids, state.block_table) == (request.token_ids, request.block_table)
             assert start == request.num_computed
             assert end <= len(state.block_table) * BLOCK
@@ -151,9 +152,8 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
             assert request.bidirectional_span_at(end) is None, "a bidirectional span is computed in one step"
             assert all(one.key in embeddings for one in state.images_between(start, end))
             assert state.cross_key is None or state.cross_key in embeddings
-        contents.run(
-            planned, batch, {state.request_id: s[state.request_id].block_keys[0] for state, *_ in batch}, window
-        )
+        roots = {scheduled.state.request_id: s[scheduled.state.request_id].block_keys[0] for scheduled in batch}
+        contents.run(planned, batch, roots, window)
         for output in s.update(planned, sample(batch, token)):
             if output.finish_reason is not None:
                 open_requests.remove(output.request_id)

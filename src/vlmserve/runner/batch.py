@@ -137,11 +137,12 @@ class BatchBuilder:
         token_ids = self._token_ids[:num_tokens]
         image_rows: list[ImageRows] = []
         row = 0
-        for state, start, count, drafts, _ in scheduled:
+        for request in scheduled:
+            state, start, count = request.state, request.start, request.num_tokens
             if count == 1:
                 token_ids[row] = state.token_ids[start]
             else:
-                token_ids[row : row + count] = state.token_ids[start : start + count] + drafts
+                token_ids[row : row + count] = state.token_ids[start : start + count] + request.draft_token_ids
             if state.images and start < state.num_prompt_tokens:
                 for image in state.images_between(start, start + count):
                     for first, last, offset in image.runs(start, start + count):
@@ -153,9 +154,10 @@ class BatchBuilder:
 
 
 def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
-    if all(request.num_sampled == 1 for request in scheduled):
+    counts = [request.num_sampled for request in scheduled]
+    if counts.count(1) == len(counts):
         return ends - 1
-    rows = [range(end - request.num_sampled, end) for end, request in zip(ends.tolist(), scheduled, strict=True)]
+    rows = [range(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.sampling.grammar import Matcher
@@ -113,7 +114,7 @@ class RequestState:
         return token_ids + self.token_ids[start:]
 
 
-class ScheduledRequest(NamedTuple):
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Tokens ``start <= i < start + num_tokens`` of a request, the last of which are drafts.
 
     num_sampled: how many of the last of them a token may be sampled behind: none before the newest token.
@@ -144,14 +145,15 @@ class RequestStates:
         for cached in step.cached_requests:
             if cached.new_block_ids:
                 states[cached.request_id].set_blocks(cached)
-        scheduled = []
+        decodes: list[ScheduledRequest] = []
+        others: list[ScheduledRequest] = []
         for request in step.requests:
-            state = states[request.request_id]
+            state, start, num_tokens = states[request.request_id], request.start, request.num_tokens
             drafts = step.draft_token_ids.get(request.request_id, _NO_DRAFTS)
-            num_sampled = max(0, request.start + request.num_tokens + 1 - len(state.token_ids))
-            scheduled.append(ScheduledRequest(state, request.start, request.num_tokens, drafts, num_sampled))
-        scheduled.sort(key=lambda one: one.num_tokens != 1)
-        return scheduled
+            num_sampled = start + num_tokens + 1 - len(state.token_ids)
+            scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled if num_sampled > 0 else 0)
+            (decodes if num_tokens == 1 else others).append(scheduled)
+        return decodes + others
 
 
 _NO_DRAFTS: list[int] = []

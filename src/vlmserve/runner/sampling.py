@@ -38,11 +38,12 @@ def sample_tokens(logits: Tensor, batch: Sequence[ScheduledRequest], output: Mod
         all_rows = len(going) == len(logits)
         rows = logits if all_rows else logits[torch.tensor([row + depth for row, _ in going], device=logits.device)]
         tokens = _sample_once(rows, [request.state for _, request in going], output, draw)
-        going = [
-            (row, request)
-            for (row, request), token in zip(going, tokens, strict=True)
-            if _enter(request.state, token, output) and request.draft_token_ids[depth : depth + 1] == [token]
-        ]
+        drafted = []
+        for (row, request), token in zip(going, tokens, strict=True):
+            goes_on = _enter(request.state, token, output)
+            if goes_on and depth < len(request.draft_token_ids) and request.draft_token_ids[depth] == token:
+                drafted.append((row, request))
+        going = drafted
         depth += 1
 
 

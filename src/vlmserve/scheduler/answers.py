@@ -23,7 +23,7 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
             reason = "length"
             break
     reason = output.finish_reasons.get(request_id, reason)
-    error, error_param = _error(request, output)
+    error, error_param = _error(request, output) if output.failures else (None, None)
     logprobs = output.logprobs.get(request_id)
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     return EngineOutput(

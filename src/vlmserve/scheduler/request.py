@@ -166,6 +166,8 @@ class Request:
 
     def spans_between(self, start: int, end: int) -> list[ImageSpan]:
         """Images with a placeholder in ``start <= i < end``."""
+        if start >= self.num_prompt_tokens:
+            return []
         return [span for span in self.image_spans if span.start < end and span.end > start]
 
     def images_for(self, start: int, end: int) -> list[ImageInput]:
@@ -175,6 +177,8 @@ class Request:
 
     def bidirectional_span_at(self, place: int) -> tuple[int, int] | None:
         """The bidirectional span that has tokens on both sides of the border before token number `place`."""
+        if place >= self.num_prompt_tokens:
+            return None
         return next((span for span in self.bidirectional_spans if span[0] < place < span[1]), None)
 
     def keys_of_full_blocks(self, count: int, block_size: int) -> list[bytes]:

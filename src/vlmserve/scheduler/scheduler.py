@@ -125,16 +125,17 @@ class Scheduler:
             if sampled is None:
                 self._note_computed(request, end)
                 continue
-            was_long = request.is_long
+            length = len(request.token_ids)
             answer = extend_answer(request, output)
-            # Of drafts only those count that another token was sampled behind.
-            num_drafts = len(step.draft_token_ids.get(request.request_id, ()))
-            self._note_computed(request, end - num_drafts + max(0, len(sampled) - 1))
+            if drafts := step.draft_token_ids.get(request.request_id):
+                # Those count that another token was sampled behind.
+                end -= len(drafts) - max(0, len(sampled) - 1)
+            self._note_computed(request, end)
             if answer.finish_reason is not None:
                 if answer.finish_reason == "error" and output.failures[request.request_id].kind == "not_finite":
                     self._forget_contents(request)
                 self._remove(request)
-            elif request.is_long and not was_long:
+            elif request.max_short_len is not None and length <= request.max_short_len < len(request.token_ids):
                 self._start_over(request)
             outputs.append(answer)
         return outputs
