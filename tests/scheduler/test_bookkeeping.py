@@ -62,7 +62,7 @@ class Contents:
             start, reach = next(spans, (position, position + 1))
             images = [(one.key, position - one.start) for one in state.images_between(start, reach)]
             tokens = (state.token_ids + scheduled.draft_token_ids)[:reach]
-            return roots[state.request_id], position, tuple(tokens), *images
+            return roots[state.request_id], state.position_offset, position, tuple(tokens), *images
 
         for scheduled in batch:
             for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
