@@ -1,7 +1,7 @@
 """How fast the engine is, next to transformers' `generate` in the same run.
 
     .venv/bin/python -m benchmarks.engine                       # a random Llama of SmolLM2-135M's shape
-    .venv/bin/python -m benchmarks.engine --model pixie --pictures
+    .venv/bin/python -m benchmarks.engine --model pixie --images
 
 Both answer the same requests: prompts and answers of mixed lengths, greedy, all sent at once. transformers gets one
 left-padded batch and runs until its longest answer is done. The two take turns, and medians over the repeats are
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import model_parser, run, span
-from vlmserve.bench import memory_bandwidth, noise_picture
+from vlmserve.bench import memory_bandwidth, noise_image
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
@@ -77,14 +77,14 @@ class Row:
 
 def make_jobs(
     count: int, *, vocab_size: int, seed: int, prompt_lens: tuple[int, int], answer_lens: tuple[int, int],
-    picture: ImageInput | None = None, uniform: bool = False,
+    image: ImageInput | None = None, uniform: bool = False,
 ) -> list[Job]:  # fmt: skip
     """Random prompts with mixed lengths, in random order; a single one has the longest.
 
     Lengths are spread evenly over the logarithms of the ranges, both ends included: many short, few long, as in chats.
 
     uniform: spread them over the ranges themselves instead, where a padded batch loses less.
-    picture: what every prompt begins with, each time as a new picture, so that nothing is found in a cache.
+    image: what every prompt begins with, each time as a new image, so that nothing is found in a cache.
     """
     draw = random.Random(seed)
     lengths = []
@@ -96,11 +96,11 @@ def make_jobs(
     jobs = []
     for prompt_len, answer_len in zip(*lengths, strict=True):
         text = [draw.randrange(vocab_size // 4, vocab_size // 2) for _ in range(prompt_len)]
-        if picture is None:
+        if image is None:
             jobs.append(Job(Prompt(text), answer_len))
         else:
-            image = ImageInput(draw.randbytes(KEY_BYTES), picture.pixels, picture.num_tokens)
-            jobs.append(Job(Prompt([PLACEHOLDER] * image.num_tokens + text, (ImageSpan(image, 0),)), answer_len))
+            fresh = ImageInput(draw.randbytes(KEY_BYTES), image.pixels, image.num_tokens)
+            jobs.append(Job(Prompt([PLACEHOLDER] * fresh.num_tokens + text, (ImageSpan(fresh, 0),)), answer_len))
     return jobs
 
 
@@ -149,12 +149,12 @@ def run_transformers(model: Any, jobs: Sequence[Job], image_token_id: int | None
     attention_mask = torch.zeros_like(input_ids)
     for row, job in enumerate(jobs):
         ids = list(job.prompt.token_ids)
-        for picture in job.prompt.images:
-            ids[picture.start : picture.end] = [image_token_id] * picture.image.num_tokens
+        for place in job.prompt.images:
+            ids[place.start : place.end] = [image_token_id] * place.image.num_tokens
         input_ids[row, longest_prompt - len(ids) :] = torch.tensor(ids)
         attention_mask[row, longest_prompt - len(ids) :] = 1
-    pictures = [torch.from_numpy(span.image.pixels) for job in jobs for span in job.prompt.images]
-    extra = {"pixel_values": torch.cat(pictures).to(model.device, model.dtype)} if pictures else {}
+    images = [torch.from_numpy(span.image.pixels) for job in jobs for span in job.prompt.images]
+    extra = {"pixel_values": torch.cat(images).to(model.device, model.dtype)} if images else {}
     clock = Clock()
     with torch.inference_mode():
         output = model.generate(
@@ -256,7 +256,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
     )  # fmt: skip
     engine = Engine(config, folder)
     peer = load_peer(folder, engine)
-    picture = noise_picture(folder) if options.pictures else None
+    image = noise_image(folder) if options.images else None
     image_token_id = getattr(peer.config, "image_token_id", None)
     rows = []
     for concurrency in options.concurrency:
@@ -265,7 +265,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
         for repeat in range(-1, options.repeats):
             jobs = make_jobs(
                 concurrency, vocab_size=engine.info.vocab_size, seed=1000 * concurrency + repeat,
-                prompt_lens=options.prompt_lens, answer_lens=options.answer_lens, picture=picture,
+                prompt_lens=options.prompt_lens, answer_lens=options.answer_lens, image=image,
                 uniform=options.uniform,
             )  # fmt: skip
             with console.status(f"{concurrency} at once, {repeat + 1} of {options.repeats} ..."):
@@ -294,7 +294,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
         "answer_lens": options.answer_lens,
         "lengths": "uniform" if options.uniform else "log-uniform",
         "repeats": options.repeats,
-        "pictures": options.pictures,
+        "images": options.images,
         "memory_bandwidth_gb_per_s": bandwidth / 1e9,
         "weights_gb_per_token": weights / 1e9,
         "decode_bandwidth_fraction": weights / (single.engine_tpot_ms / 1e3) / bandwidth if single else None,
@@ -306,7 +306,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"[bold]{report['model']}[/]: {report['parameters'] / 1e6:.1f} M parameters, {report['dtype']}, "
         f"{report['device']}, {report['threads']} threads, torch {report['torch']}; prompts of "
-        f"{report['prompt_lens'][0]}-{report['prompt_lens'][1]} tokens{' after a picture' * report['pictures']}, "
+        f"{report['prompt_lens'][0]}-{report['prompt_lens'][1]} tokens{' after an image' * report['images']}, "
         f"answers of {report['answer_lens'][0]}-{report['answer_lens'][1]}, {report['lengths']}; "
         f"medians of {report['repeats']}",
         highlight=False,
@@ -354,7 +354,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads for both; default: torch's choice")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--uniform", action="store_true", help="spread lengths evenly, not over their logarithms")
-    parser.add_argument("--pictures", action="store_true", help="start every prompt with the same new picture")
+    parser.add_argument("--images", action="store_true", help="start every prompt with the same new image")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args(arguments)
 

@@ -1,11 +1,11 @@
-"""What it is worth to see a picture once: the same requests with the caches on and off, in the same run.
+"""What it is worth to see an image once: the same requests with the caches on and off, in the same run.
 
     .venv/bin/python -m benchmarks.image_reuse                     # 500 requests, CLIP ViT-L/14-336, random weights
     .venv/bin/python -m benchmarks.image_reuse --model pixie --requests 200
 
-Workloads: a share of the requests asks about the picture of the request before it (0%, 30%, 90%); the same requests
-sent twice; conversations in which each turn brings one more picture. Each request carries its pictures as files, so
-reading them counts. `concurrency` requests are under way at a time. With the caches off every picture is a new one to
+Workloads: a share of the requests asks about the image of the request before it (0%, 30%, 90%); the same requests
+sent twice; conversations in which each turn brings one more image. Each request carries its images as files, so
+reading them counts. `concurrency` requests are under way at a time. With the caches off every image is a new one to
 the engine and no block is found again. The memory of the KV cache has been written to before an engine is measured, as
 on a server that has been up for a while: an engine that keeps what it knows would else pay for memory that the system
 hands out for the first time, while one that forgets goes on with the same few blocks.
@@ -43,12 +43,12 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.types import KEY_BYTES, EngineRequest, Prompt, SamplingParams
 
-QUESTIONS = ("What is in the picture?", "Describe the picture.", "How many objects are there?", "What is this?")
+QUESTIONS = ("What is in the image?", "Describe the image.", "How many objects are there?", "What is this?")
 
 
 @dataclass
 class Conversation:
-    """Turns to send one after the other: each a picture's file and a question. messages: what was said so far."""
+    """Turns to send one after the other: each an image's file and a question. messages: what was said so far."""
 
     turns: list[tuple[bytes, str]]
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -64,8 +64,8 @@ class Outcome:
     seconds: float
     cpu_seconds: float
     first_token: list[float]
-    pictures_sent: int
-    pictures_encoded: int
+    images_sent: int
+    images_encoded: int
     cached_tokens: int
     prompt_tokens: int
 
@@ -80,8 +80,8 @@ class Row:
     ratio: float
     cpu_ms: float
     ttft_ms: float
-    pictures_sent: int
-    pictures_encoded: int
+    images_sent: int
+    images_encoded: int
     cached_share: float
 
 
@@ -99,7 +99,7 @@ class Bench:
         config = EngineConfig(
             model=str(self.folder), kv_cache_memory=self.options.kv_cache_memory, enable_prefix_caching=caches
         )
-        media = MediaConfig() if caches else MediaConfig(picture_cache_memory=0)
+        media = MediaConfig() if caches else MediaConfig(image_cache_memory=0)
         engine = Engine.from_model(config, self.model)
         for layer in engine._runner._kv.layers:
             layer.keys.zero_()
@@ -114,19 +114,19 @@ class Bench:
         running: dict[str, tuple[Conversation, float, list[int]]] = {}
         first_token: list[float] = []
         names = iter(range(10**9))
-        pictures = prompt_tokens = 0
+        images = prompt_tokens = 0
 
         def send(conversation: Conversation) -> None:
-            nonlocal pictures, prompt_tokens
+            nonlocal images, prompt_tokens
             started = time.perf_counter()
-            picture, question = conversation.turns.pop(0)
-            parts = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+            image, question = conversation.turns.pop(0)
+            parts = [{"type": "image", "image": image}, {"type": "text", "text": question}]
             conversation.messages.append({"role": "user", "content": parts})
             prompt = preparer.chat(conversation.messages, allow_local=True)
             name = str(next(names))
             engine.add(EngineRequest(name, prompt if caches else _disguised(prompt), params))
             running[name] = (conversation, started, [])
-            pictures += len(prompt.images)
+            images += len(prompt.images)
             prompt_tokens += len(prompt.token_ids)
 
         started, cpu_started = time.perf_counter(), time.process_time()
@@ -150,7 +150,7 @@ class Bench:
             time.perf_counter() - started,
             time.process_time() - cpu_started,
             first_token,
-            pictures,
+            images,
             after.images_encoded - before.images_encoded,
             after.prefix_cached_tokens - before.prefix_cached_tokens,
             prompt_tokens,
@@ -158,7 +158,7 @@ class Bench:
 
 
 def _disguised(prompt: Prompt) -> Prompt:
-    """The same prompt with pictures that no cache has seen."""
+    """The same prompt with images that no cache has seen."""
     spans = tuple(
         msgspec.structs.replace(span, image=msgspec.structs.replace(span.image, key=os.urandom(KEY_BYTES)))
         for span in prompt.images
@@ -166,7 +166,7 @@ def _disguised(prompt: Prompt) -> Prompt:
     return msgspec.structs.replace(prompt, images=spans)
 
 
-def picture_file(number: int, side: int) -> bytes:
+def image_file(number: int, side: int) -> bytes:
     """A PNG of coarse noise, another one for each number."""
     from PIL import Image
 
@@ -178,22 +178,22 @@ def picture_file(number: int, side: int) -> bytes:
 
 
 def reuse_workload(count: int, share: float, side: int, seed: int = 0) -> list[Conversation]:
-    """Single questions; a `share` of them, evenly spread, is about the picture of the one before."""
+    """Single questions; a `share` of them, evenly spread, is about the image of the one before."""
     workload: list[Conversation] = []
-    picture = b""
+    image = b""
     for number in range(count):
         repeats = number > 0 and int((number + 1) * share) > int(number * share)
-        picture = picture if repeats else picture_file(seed * 1_000_000 + number, side)
-        workload.append(Conversation([(picture, QUESTIONS[number % len(QUESTIONS)])]))
+        image = image if repeats else image_file(seed * 1_000_000 + number, side)
+        workload.append(Conversation([(image, QUESTIONS[number % len(QUESTIONS)])]))
     return workload
 
 
 def turns_workload(count: int, turns: int, side: int, seed: int = 0) -> list[Conversation]:
-    """Conversations with one more picture in each turn."""
+    """Conversations with one more image in each turn."""
     return [
         Conversation(
             [
-                (picture_file(seed * 1_000_000 + number * turns + turn, side), QUESTIONS[turn % len(QUESTIONS)])
+                (image_file(seed * 1_000_000 + number * turns + turn, side), QUESTIONS[turn % len(QUESTIONS)])
                 for turn in range(turns)
             ]
         )
@@ -237,7 +237,7 @@ def save_random_llava(folder: Path) -> Path:
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     bench = Bench(folder, options)
-    count, side = options.requests, options.picture_side
+    count, side = options.requests, options.image_side
     kinds: list[tuple[str, Any, int]] = [
         (f"{share:.0%} reuse", lambda seed, share=share: reuse_workload(count, share, side, seed), 1)
         for share in options.reuse
@@ -289,8 +289,8 @@ def summarize(name: str, off: Sequence[Outcome], on: Sequence[Outcome]) -> Itera
             ratio=rates[caches] / rates["off"],
             cpu_ms=1e3 * statistics.median(outcome.cpu_seconds / len(outcome.first_token) for outcome in outcomes),
             ttft_ms=1e3 * statistics.median(statistics.median(outcome.first_token) for outcome in outcomes),
-            pictures_sent=last.pictures_sent,
-            pictures_encoded=last.pictures_encoded,
+            images_sent=last.images_sent,
+            images_encoded=last.images_encoded,
             cached_share=last.cached_tokens / last.prompt_tokens,
         )
 
@@ -301,13 +301,13 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{report['concurrency']} at a time, answers of {report['answer_len']} tokens; medians of {report['repeats']}",
         highlight=False,
     )
-    columns = ("requests/s", "ratio", "CPU ms", "TTFT ms", "pictures\nencoded", "prompt tokens\nfound")
+    columns = ("requests/s", "ratio", "CPU ms", "TTFT ms", "images\nencoded", "prompt tokens\nfound")
     table = Table("workload", "caches", *columns)
     for row in report["rows"]:
         table.add_row(
             row["workload"] if row["caches"] == "off" else "", row["caches"], f"{row['requests_per_s']:.2f}",
             f"{row['ratio']:.2f}", f"{row['cpu_ms']:.0f}", f"{row['ttft_ms']:.0f}",
-            f"{row['pictures_encoded']} of {row['pictures_sent']}", f"{row['cached_share']:.0%}",
+            f"{row['images_encoded']} of {row['images_sent']}", f"{row['cached_share']:.0%}",
             end_section=row["caches"] == "on",
         )  # fmt: skip
     console.print(table)
@@ -316,11 +316,11 @@ def show(report: dict[str, Any], console: Console) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = model_parser("benchmarks.image_reuse", __doc__, "a random LLaVA with CLIP ViT-L/14-336")
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--reuse", type=float, nargs="*", default=[0.0, 0.3, 0.9], help="shares of repeated pictures")
+    parser.add_argument("--reuse", type=float, nargs="*", default=[0.0, 0.3, 0.9], help="shares of repeated images")
     parser.add_argument("--turns", type=int, default=5, help="turns of a conversation")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--answer-len", type=int, default=16)
-    parser.add_argument("--picture-side", type=int, default=480, help="pixels of a picture's side")
+    parser.add_argument("--image-side", type=int, default=480, help="pixels of an image's side")
     parser.add_argument("--only", nargs="*", help='workloads by name, like "30%% reuse" or "sent twice"')
     parser.add_argument("--repeats", type=int, default=1)
     return parser.parse_args(arguments)

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.soak                            # 20,000 requests to pixie
 
-Starts `vlmserve serve` with small caches and sends new and known pictures, two pictures, text alone, several answers,
+Starts `vlmserve serve` with small caches and sends new and known images, two images, text alone, several answers,
 streams, clients that hang up, tenants' salts and requests that are refused. At the end nothing may be held, and in the
 second half the resident memory of server and engine may grow by at most 2% or 20 MB. Exits with 1 if it does.
 """
@@ -65,7 +65,7 @@ def server(flags: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
         process.wait()
 
 
-def picture_url(number: int) -> str:
+def image_url(number: int) -> str:
     """A data URL of 64 x 64 pixels of noise, another one for each number."""
     from PIL import Image
 
@@ -76,11 +76,11 @@ def picture_url(number: int) -> str:
 
 def make_body(kind: str, number: int, draw: random.Random) -> dict[str, Any]:
     """A request of a kind; equal arguments give equal requests."""
-    urls = {"text": [], "two": [picture_url(number), picture_url(draw.randrange(40))]}.get(
-        kind, [picture_url(draw.randrange(40) if kind in ("known", "several") else number)]
+    urls = {"text": [], "two": [image_url(number), image_url(draw.randrange(40))]}.get(
+        kind, [image_url(draw.randrange(40) if kind in ("known", "several") else number)]
     )
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    parts.append({"type": "text", "text": draw.choice(("What is this?", "Describe the picture.", "Count the stars."))})
+    parts.append({"type": "text", "text": draw.choice(("What is this?", "Describe the image.", "Count the stars."))})
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": draw.randint(1, 12), "temperature": 0}
     if kind == "several":
         body["n"] = 3
@@ -146,7 +146,7 @@ def problems(samples: Sequence[Sample], outcomes: Counter[str], state: dict[str,
         growth = sizes[-1] - sizes[0]
         if growth > max(GROWTH_BYTES, GROWTH_SHARE * sizes[0]):
             found.append(f"the {name}'s memory grew by {growth / 1e6:.1f} MB in the second half")
-    if state["requests"] or state["kv_blocks"]["used"] or state["encoder_cache"]["pinned_pictures"]:
+    if state["requests"] or state["kv_blocks"]["used"] or state["encoder_cache"]["pinned_images"]:
         found.append(f"the server is not idle: {json.dumps(state)}")
     return found
 
@@ -167,8 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the samples to this file")
     parser.add_argument("flags", nargs="*", help="further flags of vlmserve serve, behind --")
     options = parser.parse_args(arguments)
-    small = ["--kv-cache-memory", "8MiB", "--swap-memory", "8MiB", "--encoder-cache-memory", "4MiB"]
-    small += ["--picture-cache-memory", "8MiB"]
+    small = ["--kv-cache-memory", "8MiB", "--kv-offload-memory", "8MiB", "--encoder-cache-memory", "4MiB"]
+    small += ["--image-cache-memory", "8MiB"]
     with server([*small, *options.flags]) as (url, process):
         samples, outcomes = asyncio.run(soak(url, process, options))
         state = httpx.get(f"{url}/debug/cache").json()

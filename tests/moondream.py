@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.oracles.moondream import MoondreamOracle
 from tests.prompt.tokenizers_for_tests import CORPUS
 from vlmserve.media.crops import CropProcessor
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.types import ImageInput, ImageSpan, Prompt
 
 BEGIN = 0
@@ -149,7 +149,7 @@ class Moondream:
         width, height = [(20, 20), (61, 30), (17, 90), (45, 44), (200, 30), (36, 80)][seed % 6]
         picture = noise(seed, width, height)
         processor = CropProcessor({"config": SETTINGS})
-        pixels = processor.process(Picture.whole(picture))
+        pixels = processor.process(DecodedImage.whole(picture))
         return picture, ImageInput(
             hashlib.sha256(pixels.tobytes()).digest(), pixels, processor.placeholders(pixels, picture.size).num_tokens
         )

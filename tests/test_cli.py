@@ -37,8 +37,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("my pictures") / "red.png"
+def image(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("my images") / "red.png"
     Image.new("RGB", (40, 30), "red").save(path)
     return path
 
@@ -146,52 +146,52 @@ def test_a_checkpoint_without_weights_cannot_be_served(tmp_path):
 # ask
 
 
-def test_ask_prints_the_answer(folder, picture):
-    result = run("ask", "--engine", "mock", "--model", folder, picture, "What is this?")
-    assert (result.exit_code, result.stdout) == (0, answer(folder, picture, "What is this?") + "\n")
+def test_ask_prints_the_answer(folder, image):
+    result = run("ask", "--engine", "mock", "--model", folder, image, "What is this?")
+    assert (result.exit_code, result.stdout) == (0, answer(folder, image, "What is this?") + "\n")
 
 
-def test_ask_takes_no_pictures_or_several(folder, picture):
-    for pictures in ([], [picture, picture]):
-        result = run("ask", "--engine", "mock", "--model", folder, *pictures, "Well?")
-        assert (result.exit_code, result.stdout) == (0, answer(folder, *pictures, "Well?") + "\n")
+def test_ask_takes_no_images_or_several(folder, image):
+    for images in ([], [image, image]):
+        result = run("ask", "--engine", "mock", "--model", folder, *images, "Well?")
+        assert (result.exit_code, result.stdout) == (0, answer(folder, *images, "Well?") + "\n")
 
 
-def test_ask_wants_a_question_after_the_picture(picture):
-    result = run("ask", picture)
+def test_ask_wants_a_question_after_the_image(image):
+    result = run("ask", image)
     assert result.exit_code == 2
     assert "question" in result.stderr
 
 
-def test_ask_lets_a_captioning_model_describe_a_picture(tmp_path, picture):
+def test_ask_lets_a_captioning_model_describe_an_image(tmp_path, image):
     folder = make_blip(tmp_path)
 
     def caption(*words: object) -> str:
-        result = run("ask", "--model", folder, "--max-tokens", "6", picture, *words)
+        result = run("ask", "--model", folder, "--max-tokens", "6", image, *words)
         assert result.exit_code == 0, result.output
         return result.stdout
 
     llm = LLM(str(folder))
-    asked = {"prompt": "", "multi_modal_data": {"image": picture}}
+    asked = {"prompt": "", "multi_modal_data": {"image": image}}
     [described] = llm.generate(asked, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
     assert caption() == caption("") == described.outputs[0].text + "\n"
     assert described.num_images_encoded == 1
     assert caption("the brown fox") != caption()
     change_config(folder, architectures=["BlipForQuestionAnswering"])
-    result = run("ask", "--model", folder, picture)
+    result = run("ask", "--model", folder, image)
     assert (result.exit_code, "question" in result.stderr) == (2, True)
 
 
-def test_ask_names_a_picture_that_is_broken(folder, picture, tmp_path):
+def test_ask_names_an_image_that_is_broken(folder, image, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
-    result = run("ask", "--engine", "mock", "--model", folder, picture, broken, "What is this?")
+    result = run("ask", "--engine", "mock", "--model", folder, image, broken, "What is this?")
     assert result.exit_code == 1
     assert str(broken) in result.stderr
-    assert str(picture) not in result.stderr
+    assert str(image) not in result.stderr
 
 
-def test_ask_names_a_picture_that_is_not_there():
+def test_ask_names_an_image_that_is_not_there():
     result = run("ask", "nowhere.png", "What is this?")
     assert (result.exit_code, "nowhere.png" in result.stderr) == (1, True)
 
@@ -233,8 +233,8 @@ def test_chat_forgets_after_clear(folder):
 
 
 @pytest.mark.parametrize("write", [str, lambda path: f"'{path}'", lambda path: str(path).replace(" ", "\\ ")])
-def test_chat_shows_a_picture_with_the_next_message(folder, picture, write):
-    assert answer(folder, picture, "What is this?") in chat(folder, f"/image {write(picture)}", "What is this?")
+def test_chat_shows_an_image_with_the_next_message(folder, image, write):
+    assert answer(folder, image, "What is this?") in chat(folder, f"/image {write(image)}", "What is this?")
 
 
 def test_chat_goes_on_after_mistakes(folder, tmp_path):
@@ -275,7 +275,7 @@ def test_chat_keeps_the_half_of_an_answer_that_ctrl_c_stopped():
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Answers the number of pictures it got, in pieces; refuses the question "bad"."""
+    """Answers the number of images it got, in pieces; refuses the question "bad"."""
 
     bodies: list[dict[str, object]]
 
@@ -290,7 +290,7 @@ class FakeServer(BaseHTTPRequestHandler):
             error = {"message": "that was bad", "param": "messages[0].content[1].image_url.url"}
             self._send(400, json.dumps({"error": error}))
             return
-        pieces = [str(len(content) - 1), " pic", "tures"]
+        pieces = [str(len(content) - 1), " ima", "ges"]
         events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
         events = [{"choices": [{"delta": {"role": "assistant"}}]}, *events, {"choices": [], "usage": {}}]
         self._send(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
@@ -318,10 +318,10 @@ def server() -> Iterator[ThreadingHTTPServer]:
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-def test_ask_can_ask_a_server(server, picture, end):
+def test_ask_can_ask_a_server(server, image, end):
     url = f"http://127.0.0.1:{server.server_port}{end}"
-    result = run("ask", "--url", url, picture, "https://example.com/b.png", "How many?")
-    assert (result.exit_code, result.stdout) == (0, "2 pictures\n")
+    result = run("ask", "--url", url, image, "https://example.com/b.png", "How many?")
+    assert (result.exit_code, result.stdout) == (0, "2 images\n")
     [body] = FakeServer.bodies
     assert (body["model"], body["stream"], body["temperature"]) == ("far-away", True, 0)
     first, second, _ = body["messages"][0]["content"]
@@ -329,14 +329,14 @@ def test_ask_can_ask_a_server(server, picture, end):
     assert second["image_url"]["url"] == "https://example.com/b.png"
 
 
-def test_a_servers_refusal_is_shown_with_the_file_that_it_is_about(server, picture):
+def test_a_servers_refusal_is_shown_with_the_file_that_it_is_about(server, image):
     url = f"http://127.0.0.1:{server.server_port}"
     result = run("ask", "--url", url, "bad")
     assert (result.exit_code, result.stderr) == (1, "Error: that was bad\n")
-    assert run("ask", "--url", url, picture, picture, "bad").stderr == f"Error: {picture}: that was bad\n"
+    assert run("ask", "--url", url, image, image, "bad").stderr == f"Error: {image}: that was bad\n"
     shown = run("chat", "--url", url, stdin="bad\nHow many?\n").stdout
     assert "that was bad" in shown
-    assert "0 pictures" in shown
+    assert "0 images" in shown
 
 
 def test_no_server_at_the_url_is_one_line():

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, parse_size
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, check_names, parse_size, read_settings
+from vlmserve.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
@@ -85,3 +86,21 @@ def test_settings_cannot_be_changed_afterwards() -> None:
     config = EngineConfig()
     with pytest.raises(ValidationError, match="frozen"):
         config.seed = 3
+
+
+def test_the_old_name_of_a_setting_still_works_and_is_warned_of(caplog):
+    assert EngineConfig(swap_memory="1GiB").kv_offload_memory == 2**30
+    assert "swap_memory is now called kv_offload_memory" in caplog.text
+
+
+def test_a_setting_under_both_of_its_names_is_refused():
+    with pytest.raises(ConfigurationError, match="swap_memory is the old name of kv_offload_memory"):
+        read_settings(EngineConfig, {"swap_memory": 1, "kv_offload_memory": 1})
+
+
+def test_other_settings_do_not_take_the_old_names_of_a_section():
+    with pytest.raises(ConfigurationError, match="there is no setting swap_memory"):
+        read_settings(MediaConfig, {"swap_memory": 1})
+    check_names(["swap_memory"], (EngineConfig,))
+    with pytest.raises(ConfigurationError, match="swap_memory"):
+        check_names(["swap_memory"], (MediaConfig,))

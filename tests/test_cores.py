@@ -64,7 +64,7 @@ def test_the_engine_leaves_cores_where_there_are_many(logical: int, threads_per_
 
 
 @pytest.mark.parametrize(("logical", "expected"), [(1, 2), (2, 2), (32, 4), (64, 8), (256, 8)])
-def test_pictures_get_few(logical: int, expected: int) -> None:
+def test_images_get_few(logical: int, expected: int) -> None:
     assert media_threads(logical) == expected
     assert MediaConfig(num_workers=5).threads == 5
 

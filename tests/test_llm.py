@@ -40,14 +40,14 @@ def llm(folder) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pictures") / "red.png"
+def image(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("images") / "red.png"
     Image.new("RGB", (40, 30), "red").save(path)
     return path
 
 
-def ask(text: str, *pictures: object) -> list[dict[str, object]]:
-    parts = [{"type": "image", "image": picture} for picture in pictures]
+def ask(text: str, *images: object) -> list[dict[str, object]]:
+    parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
@@ -76,28 +76,28 @@ def test_no_requests_give_no_results(llm):
     assert llm.generate([], use_tqdm=False) == []
 
 
-def test_a_picture_is_the_same_as_object_path_bytes_and_data_url(llm, picture):
+def test_an_image_is_the_same_as_object_path_bytes_and_data_url(llm, image):
     import base64
 
-    data = picture.read_bytes()
+    data = image.read_bytes()
     url = "data:image/png;base64," + base64.b64encode(data).decode()
-    sources = [str(picture), picture, data, url]
+    sources = [str(image), image, data, url]
     results = llm.chat([ask("What is this?", source) for source in sources], GREEDY, use_tqdm=False)
     assert len(set(text_of(results))) == 1
     opened = llm.chat(ask("What is this?", Image.open(io.BytesIO(data))), GREEDY, use_tqdm=False)
     assert opened[0].prompt_token_ids == results[0].prompt_token_ids
 
 
-def test_another_picture_changes_the_answer(llm, picture):
+def test_another_image_changes_the_answer(llm, image):
     blue = Image.new("RGB", (40, 30), "blue")
-    red, other = llm.chat([ask("What is this?", picture), ask("What is this?", blue)], GREEDY, use_tqdm=False)
+    red, other = llm.chat([ask("What is this?", image), ask("What is this?", blue)], GREEDY, use_tqdm=False)
     assert red.prompt_token_ids == other.prompt_token_ids
     assert red.outputs[0].token_ids != other.outputs[0].token_ids
 
 
-def test_prompts_carry_pictures_where_their_placeholders_stand(llm, picture):
-    prompt = {"prompt": "a <image> b <image>", "multi_modal_data": {"image": [picture, Image.open(picture)]}}
-    single = {"prompt": "a <image>", "multi_modal_data": {"image": picture}}
+def test_prompts_carry_images_where_their_placeholders_stand(llm, image):
+    prompt = {"prompt": "a <image> b <image>", "multi_modal_data": {"image": [image, Image.open(image)]}}
+    single = {"prompt": "a <image>", "multi_modal_data": {"image": image}}
     two, one = llm.generate([prompt, single], GREEDY, use_tqdm=False)
     image_id = llm._preparer.tokenizer.image_token_id
     assert (two.prompt_token_ids.count(image_id), one.prompt_token_ids.count(image_id)) == (8, 4)
@@ -108,29 +108,29 @@ def test_token_ids_are_a_prompt_too(llm):
     assert result.prompt_token_ids == [5, 6, 7]
 
 
-def test_results_count_the_pictures_that_were_encoded(llm, picture):
+def test_results_count_the_images_that_were_encoded(llm, image):
     blue = Image.new("RGB", (40, 30), "blue")
-    results = llm.chat([ask("None?"), ask("One?", picture), ask("Two?", picture, blue)], GREEDY, use_tqdm=False)
+    results = llm.chat([ask("None?"), ask("One?", image), ask("Two?", image, blue)], GREEDY, use_tqdm=False)
     assert [result.num_images_encoded for result in results] == [0, 1, 2]
 
 
-def test_a_picture_that_comes_again_is_not_prepared_again(folder, picture):
+def test_an_image_that_comes_again_is_not_prepared_again(folder, image):
     for memory, misses in (("1MiB", 1), (0, 0)):
-        llm = LLM(str(folder), engine="mock", picture_cache_memory=memory)
-        again = llm.chat([ask(f"question {number}", picture) for number in range(8)], GREEDY, use_tqdm=False)
+        llm = LLM(str(folder), engine="mock", image_cache_memory=memory)
+        again = llm.chat([ask(f"question {number}", image) for number in range(8)], GREEDY, use_tqdm=False)
         assert len(set(text_of(again))) == 8
-        stats = llm._preparer.picture_cache.stats()
+        stats = llm._preparer.image_cache.stats()
         assert (stats.misses, stats.hits) == (misses, 7 * misses)
 
 
-def test_salts_reach_the_engine_and_the_keys_of_pictures(llm, picture, monkeypatch):
+def test_salts_reach_the_engine_and_the_keys_of_images(llm, image, monkeypatch):
     added = []
     monkeypatch.setattr(llm.engine, "add", lambda request, add=llm.engine.add: added.append(request) or add(request))
-    image = {"prompt": "a <image>", "multi_modal_data": {"image": picture}}
-    prompts = ["a", {"prompt": "a", "cache_salt": "s"}, {"prompt_token_ids": [5], "cache_salt": "é"}, image]
-    llm.generate([*prompts, image | {"cache_salt": "s"}], GREEDY, use_tqdm=False)
-    llm.chat([ask("What is this?", picture)] * 2, GREEDY, use_tqdm=False, cache_salt="s")
-    list(llm.stream(ask("What is this?", picture), GREEDY, cache_salt="t"))
+    seen = {"prompt": "a <image>", "multi_modal_data": {"image": image}}
+    prompts = ["a", {"prompt": "a", "cache_salt": "s"}, {"prompt_token_ids": [5], "cache_salt": "é"}, seen]
+    llm.generate([*prompts, seen | {"cache_salt": "s"}], GREEDY, use_tqdm=False)
+    llm.chat([ask("What is this?", image)] * 2, GREEDY, use_tqdm=False, cache_salt="s")
+    list(llm.stream(ask("What is this?", image), GREEDY, cache_salt="t"))
     assert [request.cache_salt for request in added] == ["", "s", "é", "", "s", "s", "s", "t"]
     keys = [request.prompt.images[0].image.key for request in added[3:]]
     assert keys[1] == keys[2] == keys[3]
@@ -158,7 +158,7 @@ def test_what_is_no_salt_is_refused_before_anything_runs(llm, salt):
         ({"prompt": "a", "images": []}, "images"),
         ({"prompt": "a", "multi_modal_data": {"video": 1}}, "video"),
         ({"prompt_token_ids": [1], "multi_modal_data": {"image": Image.new("RGB", (9, 9))}}, "in words"),
-        ({"prompt": "no placeholder", "multi_modal_data": {"image": Image.new("RGB", (9, 9))}}, "placeholder|picture"),
+        ({"prompt": "no placeholder", "multi_modal_data": {"image": Image.new("RGB", (9, 9))}}, "placeholder|image"),
         ("", "empty"),
     ],
 )
@@ -198,11 +198,11 @@ def broken(tmp_path) -> Path:
     return path
 
 
-def test_all_bad_inputs_are_reported_with_their_files_and_places(llm, picture, broken):
+def test_all_bad_inputs_are_reported_with_their_files_and_places(llm, image, broken):
     url = "http://127.0.0.1:9/cat.jpg"
     conversations = [
-        ask("good", picture),
-        ask("two of three", broken, picture, url),
+        ask("good", image),
+        ask("two of three", broken, image, url),
         ask("good"),
         ask("too long " * 600),
     ]
@@ -229,10 +229,10 @@ def test_missing_files_are_all_reported_before_anything_runs(llm):
     assert llm.engine.stats().steps == 0
 
 
-def test_the_others_are_answered_if_errors_are_to_be_returned(llm, picture, broken):
+def test_the_others_are_answered_if_errors_are_to_be_returned(llm, image, broken):
     bad = ask("bad", broken)
-    results = llm.chat([ask("a"), bad, ask("b", picture), bad], GREEDY, use_tqdm=False, on_error="return")
-    assert text_of([results[0], results[2]]) == text_of(llm.chat([ask("a"), ask("b", picture)], GREEDY, use_tqdm=False))
+    results = llm.chat([ask("a"), bad, ask("b", image), bad], GREEDY, use_tqdm=False, on_error="return")
+    assert text_of([results[0], results[2]]) == text_of(llm.chat([ask("a"), ask("b", image)], GREEDY, use_tqdm=False))
     for number in (1, 3):
         assert isinstance(results[number], InvalidImageError)
         assert str(results[number]).startswith(f"conversations[{number}], messages[0].content[0].image, {broken}: ")
@@ -246,7 +246,7 @@ def test_a_single_conversation_and_a_stream_name_the_file_too(llm, broken):
             run()
 
 
-def test_results_stream_in_order_while_a_bounded_part_is_prepared(folder, picture, monkeypatch):
+def test_results_stream_in_order_while_a_bounded_part_is_prepared(folder, image, monkeypatch):
     llm = LLM(str(folder), engine="mock", prepare_ahead=3, max_num_seqs=2, num_workers=2)
     prepared = []
     chat = llm._preparer.chat
@@ -257,19 +257,19 @@ def test_results_stream_in_order_while_a_bounded_part_is_prepared(folder, pictur
         nonlocal asked
         for number in range(60):
             asked += 1
-            yield ask(f"question {number}", picture)
+            yield ask(f"question {number}", image)
 
     texts = []
     for result in llm.chat(conversations(), GREEDY, use_tqdm=False, stream=True):
         texts.append(result.text)
         # Two run, three wait; those that finish in the same step as others are not yet yielded.
         assert len(prepared) <= asked <= len(texts) + 2 * (2 + 3)
-    assert texts == text_of(llm.chat([ask(f"question {n}", picture) for n in range(60)], GREEDY, use_tqdm=False))
+    assert texts == text_of(llm.chat([ask(f"question {n}", image) for n in range(60)], GREEDY, use_tqdm=False))
 
 
-def test_prepared_images_are_bounded_by_memory(folder, picture):
+def test_prepared_images_are_bounded_by_memory(folder, image):
     one = LLM(str(folder), engine="mock")
-    image_bytes = one._preparer.chat(ask("a", picture), allow_local=True).images[0].image.pixels.nbytes
+    image_bytes = one._preparer.chat(ask("a", image), allow_local=True).images[0].image.pixels.nbytes
     llm = LLM(str(folder), engine="mock", prepare_ahead_memory=image_bytes, max_num_seqs=1, num_workers=1)
     asked = 0
 
@@ -277,7 +277,7 @@ def test_prepared_images_are_bounded_by_memory(folder, picture):
         nonlocal asked
         for number in range(12):
             asked += 1
-            yield ask(f"question {number}", picture)
+            yield ask(f"question {number}", image)
 
     for number, _ in enumerate(llm.chat(conversations(), GREEDY, use_tqdm=False, stream=True), start=1):
         assert asked <= number + 4
@@ -285,7 +285,7 @@ def test_prepared_images_are_bounded_by_memory(folder, picture):
 
 
 def test_images_of_a_list_are_let_go_once_they_are_answered(folder, monkeypatch):
-    llm = LLM(str(folder), engine="mock", prepare_ahead=2, max_num_seqs=2, picture_cache_memory=0, num_workers=1)
+    llm = LLM(str(folder), engine="mock", prepare_ahead=2, max_num_seqs=2, image_cache_memory=0, num_workers=1)
     images = []
     add = llm.engine.add
 
@@ -340,17 +340,17 @@ def test_a_stream_of_text_has_one_answer(llm):
         next(llm.stream(ask("a"), SamplingParams(n=2)))
 
 
-def test_results_have_the_fields_that_vllm_has(llm, picture):
-    prompt = {"prompt": "a <image>", "multi_modal_data": {"image": picture}}
+def test_results_have_the_fields_that_vllm_has(llm, image):
+    prompt = {"prompt": "a <image>", "multi_modal_data": {"image": image}}
     [result] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     assert (result.prompt, result.finished) == ("a <image>", True)
     assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("length", None)
-    [chat] = llm.chat(ask("What is this?", picture), GREEDY, use_tqdm=False)
+    [chat] = llm.chat(ask("What is this?", image), GREEDY, use_tqdm=False)
     assert chat.prompt.count("<image>") == 1
     assert "What is this?" in chat.prompt
     first, second = chat.outputs[0].token_ids[:2]
     params = SamplingParams(temperature=0, stop_token_ids=[second])
-    [stopped] = llm.chat(ask("What is this?", picture), params, use_tqdm=False)
+    [stopped] = llm.chat(ask("What is this?", image), params, use_tqdm=False)
     assert (stopped.outputs[0].token_ids, stopped.outputs[0].stop_reason) == ([first], second)
 
 
@@ -525,7 +525,7 @@ def test_a_wrong_option_is_named(folder, options, message):
         LLM(str(folder), engine="mock", **options)
 
 
-def test_limits_on_pictures_are_options_too(folder):
+def test_limits_on_images_are_options_too(folder):
     llm = LLM(str(folder), engine="mock", max_images=1)
     with pytest.raises(TooManyImagesError):
         llm.chat(ask("hi", *[Image.new("RGB", (9, 9))] * 2), use_tqdm=False)
@@ -566,9 +566,9 @@ def test_logprobs_come_for_each_token_by_id_the_chosen_one_first(llm):
     assert silent.outputs[0].logprobs is silent.outputs[0].cumulative_logprob is silent.prompt_logprobs is None
 
 
-def test_prompt_logprobs_come_for_each_token_but_the_first_and_those_of_pictures(llm, picture):
+def test_prompt_logprobs_come_for_each_token_but_the_first_and_those_of_images(llm, image):
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
-    [result] = llm.chat(ask("What is this?", picture), params, use_tqdm=False)
+    [result] = llm.chat(ask("What is this?", image), params, use_tqdm=False)
     told = result.prompt_logprobs
     assert len(told) == len(result.prompt_token_ids)
     for place, (token_id, one) in enumerate(zip(result.prompt_token_ids, told, strict=True)):

@@ -26,9 +26,9 @@ def objects_of(program: str) -> list[dict[str, object]]:
 
 
 def test_a_line_is_an_object_with_when_how_bad_who_and_what():
-    [line] = objects_of("logging.getLogger('vlmserve.eyes').warning('%d pictures', 3)")
+    [line] = objects_of("logging.getLogger('vlmserve.eyes').warning('%d images', 3)")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(line.pop("time")))
-    assert line == {"level": "warning", "logger": "vlmserve.eyes", "process": "engine", "message": "3 pictures"}
+    assert line == {"level": "warning", "logger": "vlmserve.eyes", "process": "engine", "message": "3 images"}
 
 
 def test_fields_are_the_objects_own():

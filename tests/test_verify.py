@@ -73,11 +73,11 @@ def test_a_checkpoint_that_sees_agrees_with_transformers(tmp_path: Path, capsys:
     shown = capsys.readouterr().out
     assert shown.count("the same tokens") == 5
     assert "LlavaForConditionalGeneration, float32" in shown
-    (tmp_path / "pictures").mkdir()
-    with pytest.raises(ConfigurationError, match="holds no pictures"):
-        run_verify(settings(folder), tmp_path / "pictures", 5)
-    Image.new("RGB", (50, 30), "red").save(tmp_path / "pictures" / "red.png")
-    assert run_verify(settings(folder), tmp_path / "pictures", 5)
+    (tmp_path / "images").mkdir()
+    with pytest.raises(ConfigurationError, match="holds no images"):
+        run_verify(settings(folder), tmp_path / "images", 5)
+    Image.new("RGB", (50, 30), "red").save(tmp_path / "images" / "red.png")
+    assert run_verify(settings(folder), tmp_path / "images", 5)
     assert "red.png" in capsys.readouterr().out
 
 
@@ -101,7 +101,7 @@ def test_a_wrong_template_is_shown(
     template.write_text(template.read_text() + "!")
     monkeypatch.setattr("vlmserve.cli.verify.Theirs", lambda _, **options: Theirs(changed, **options))
     assert not run_verify(settings(folder), None, 3)
-    assert "template, tokenizer or picture size" in " ".join(capsys.readouterr().out.split())
+    assert "template, tokenizer or image size" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:

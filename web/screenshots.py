@@ -1,4 +1,4 @@
-"""Makes the pictures of the page that the README shows, with a real server and the built-in model.
+"""Makes the images of the page that the README shows, with a real server and the built-in model.
 
     python web/screenshots.py           those that the documents show, into docs/images
     python web/screenshots.py FOLDER    all, to look at what has changed
@@ -51,10 +51,10 @@ def serving() -> Iterator[str]:
 
 @contextlib.contextmanager
 def under_load(url: str, clients: int) -> Iterator[None]:
-    """Clients that ask one question after the other, most of them about the same picture."""
+    """Clients that ask one question after the other, most of them about the same image."""
     done = threading.Event()
-    picture = "data:image/png;base64," + base64.b64encode(SHAPES.read_bytes()).decode()
-    shown = {"type": "image_url", "image_url": {"url": picture}}
+    image = "data:image/png;base64," + base64.b64encode(SHAPES.read_bytes()).decode()
+    shown = {"type": "image_url", "image_url": {"url": image}}
 
     def work(number: int) -> None:
         turn = 0
@@ -62,7 +62,7 @@ def under_load(url: str, clients: int) -> Iterator[None]:
             turn += 1
             text = {
                 "type": "text",
-                "text": f"Question {number} of {turn % 7}. " + "Describe the picture. " * (number % 5),
+                "text": f"Question {number} of {turn % 7}. " + "Describe the image. " * (number % 5),
             }
             content = [shown, text] if number % 4 else [text]
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 60 + 10 * (turn % 9)}
@@ -107,7 +107,7 @@ def main(folder: Path) -> None:
             draw(page)
             shoot(page, f"draw-{suffix}")
             page.get_by_role("button", name="Close").click()
-            ask(page, "Describe the picture.", SHAPES)
+            ask(page, "Describe the image.", SHAPES)
             answer_of(page, 0)
             ask(page, "What colour is the circle?")
             answer_of(page, 1)

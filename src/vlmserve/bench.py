@@ -136,7 +136,7 @@ def bench(
             figures.append(rounds.decode(count, min(prompt_len, longest - steps - WARM_UP_STEPS)))
         if model.vision is not None:
             progress(f"{label}: an image")
-            figures.append(rounds.vision(noise_picture(folder)))
+            figures.append(rounds.vision(noise_image(folder)))
     if limits is None or info is None:
         raise ValueError("nothing to measure: no schemes")
     return Report(
@@ -191,21 +191,21 @@ class Rounds:
         pairs = count * length
         return self._figure("decode", count, count, statistics.median(seconds[WARM_UP_STEPS:]), moved, count, pairs)
 
-    def vision(self, picture: ImageInput) -> Figure:
-        """One picture at a time through tower and projector."""
+    def vision(self, image: ImageInput) -> Figure:
+        """One image at a time through tower and projector."""
         vision = self._model.vision
         assert vision is not None
         assert isinstance(vision, nn.Module)
-        pixels = torch.tensor(picture.pixels, device=self._model.device.torch_device, dtype=self._model.dtype)
+        pixels = torch.tensor(image.pixels, device=self._model.device.torch_device, dtype=self._model.dtype)
         seconds = []
         with torch.inference_mode():
             for _ in range(3):
                 started = time.perf_counter()
-                vision.encode([pixels], [picture.tiling])[0][0, 0].item()
+                vision.encode([pixels], [image.tiling])[0][0, 0].item()
                 seconds.append(time.perf_counter() - started)
         num_bytes, products = _sizes(vision)
         seconds_each = statistics.median(seconds)
-        tokens = picture.num_embeddings
+        tokens = image.num_embeddings
         return Figure(
             self._scheme, self._kernels, "vision", 1, 1 / seconds_each, 1e3 * seconds_each,
             num_bytes / seconds_each / self._limits.bytes_per_s,
@@ -248,7 +248,7 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
     return num_bytes, products
 
 
-def noise_picture(folder: Path) -> ImageInput:
+def noise_image(folder: Path) -> ImageInput:
     """Coloured noise, as the checkpoint's own preprocessing hands it to the tower."""
     from PIL import Image
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -16,6 +17,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -25,6 +27,8 @@ from vlmserve.cores import media_threads
 from vlmserve.errors import ConfigurationError
 from vlmserve.logs import LogFormat
 from vlmserve.validation import did_you_mean, problem_text, value_text
+
+logger = logging.getLogger(__name__)
 
 BUILT_IN_MODEL = "pixie"
 MAX_FPS = 1000
@@ -88,10 +92,35 @@ def parse_list(text: str) -> list[Any]:
     return entries
 
 
+OLD_NAMES: Mapping[str, str] = {"swap_memory": "kv_offload_memory", "picture_cache_memory": "image_cache_memory"}
+"""Names that settings had in the last release, which still work in this one, and those that they have now."""
+
+
+def renamed(old: str, new: str) -> str:
+    """What to tell somebody who wrote the old name of a setting. old, new: as they are written there."""
+    return f"{old} is now called {new}; the old name will stop working in the next release"
+
+
 class Settings(BaseModel):
     """Base of all settings: immutable, unknown keys are errors, and a text may stand for any value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_old_names(cls, values: Any) -> Any:
+        """Values under the names of the last release, with a warning in the log."""
+        if not isinstance(values, Mapping):
+            return values
+        current = dict(values)
+        for old in values.keys() & OLD_NAMES.keys():
+            new = OLD_NAMES[old]
+            if new in cls.model_fields:
+                if new in values:
+                    raise ValueError(f"{old} is the old name of {new}; give only {new}")
+                logger.warning("%s", renamed(old, new))
+                current[new] = current.pop(old)
+        return current
 
     @field_validator("*", mode="before")
     @classmethod
@@ -144,7 +173,7 @@ def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Ca
 def check_names(names: Iterable[str], kinds: Sequence[type[Settings]]) -> None:
     """Raise ConfigurationError, which says what was probably meant, for names that no field of these settings has."""
     known = {name for kind in kinds for name in kind.model_fields}
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for name in names if OLD_NAMES.get(name, name) not in known]:
         problems = [f"there is no option {name}{vllm_flags.hint(name, known, str)}" for name in unknown]
         raise ConfigurationError("; ".join(problems))
 
@@ -224,7 +253,7 @@ class EngineConfig(Settings):
     kv_cache_dtype: KVCacheDType = Field(
         "auto", description="Type of keys and values: auto takes the model's; int8 takes 8 bits and scales."
     )
-    swap_memory: ByteSize = Field(0, description="Host memory for evicted KV blocks, like 4GiB; 0: none.")
+    kv_offload_memory: ByteSize = Field(0, description="Host memory for evicted KV blocks, like 4GiB; 0: none.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts with a common prefix.")
     memory_fraction: float = Field(
         0.9,
@@ -293,7 +322,7 @@ class EngineConfig(Settings):
 class ProcessorOverrides(Settings):
     """What counts instead of a checkpoint's own image processor, under the names that vLLM and Qwen use.
 
-    min_pixels, max_pixels: bounds of the area of a picture, or of a video's frame, once it is resized. fps: frames that
+    min_pixels, max_pixels: bounds of the area of an image, or of a video's frame, once it is resized. fps: frames that
     are taken of a second of a video.
     """
 
@@ -303,7 +332,7 @@ class ProcessorOverrides(Settings):
 
 
 class MediaConfig(Settings):
-    """Limits on pictures and videos."""
+    """Limits on images and videos."""
 
     max_images: int = Field(16, ge=0, description="Largest number of images in a request.")
     max_image_bytes: ByteSize = Field(20 * 1024**2, description="Largest size of an image file.")
@@ -339,7 +368,7 @@ class MediaConfig(Settings):
     allowed_media_path: str | None = Field(
         None, description="A folder whose files requests may use as file:// URLs; default: none."
     )
-    picture_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of preprocessed images.")
+    image_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of preprocessed images.")
     exact_pixels: bool = Field(False, description="Decode large JPEGs at full resolution before resizing.")
     num_workers: int | None = Field(
         None, ge=1, description="Threads for image preprocessing; default: 2 to 8, by the number of cores."
@@ -347,7 +376,7 @@ class MediaConfig(Settings):
 
     @property
     def threads(self) -> int:
-        """Threads that decode and resize pictures."""
+        """Threads that decode and resize images."""
         return self.num_workers or media_threads()
 
 

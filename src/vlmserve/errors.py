@@ -80,13 +80,13 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class InvalidImageError(InvalidRequestError):
-    """A picture that cannot be read: broken, empty, truncated or not a picture at all."""
+    """An image that cannot be read: broken, empty, truncated or not an image at all."""
 
     code = "invalid_image"
 
 
 class ImageTooLargeError(InvalidRequestError):
-    """A picture over the limit of bytes or pixels."""
+    """An image over the limit of bytes or pixels."""
 
     code = "image_too_large"
 
@@ -104,13 +104,13 @@ class VideoTooLargeError(InvalidRequestError):
 
 
 class TooManyImagesError(InvalidRequestError):
-    """More pictures or videos in one request than the limits allow, or any for a model that cannot see them."""
+    """More images or videos in one request than the limits allow, or any for a model that cannot see them."""
 
     code = "too_many_images"
 
 
 class ImageFetchError(InvalidRequestError):
-    """A picture's URL could not be fetched within the limits, or points where fetching is not allowed."""
+    """An image's URL could not be fetched within the limits, or points where fetching is not allowed."""
 
     code = "image_fetch_failed"
 
@@ -139,7 +139,7 @@ class StorageError(UnavailableError):
 
 
 class StorageFullError(VLMServeError):
-    """There is no room for more files and pictures."""
+    """There is no room for more files and images."""
 
 
 class ModelLoadError(VLMServeError):

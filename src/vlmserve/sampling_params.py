@@ -82,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: what is added to the logits of tokens, by their ids, -100 to 100.
     repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied.
     frequency_penalty: subtracted from a token's logit for each time that the answer has it. presence_penalty: for
-    having it at all. repeat_last_n: how many of the latest tokens the penalties look at, pictures not counted; -1: all.
+    having it at all. repeat_last_n: how many of the latest tokens the penalties look at, images not counted; -1: all.
     logprobs: how many alternatives are told beside each token, 0 for its own log probability alone; None tells nothing.
     prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
     seed: makes a request reproducible whatever else is in the batch; None draws one.

@@ -21,7 +21,7 @@ from vlmserve.sampling_params import GrammarKind as GrammarKind
 from vlmserve.sampling_params import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MediaKind = Literal["picture", "video"]
+MediaKind = Literal["image", "video"]
 SeesAhead = Literal["pictures", "prefix", "prompt"]
 """Which tokens of a prompt see each other: those of each picture, all up to the end of the first one, or just all."""
 Pixels = npt.NDArray[np.float32]
@@ -32,9 +32,9 @@ MAX_CACHE_SALT = 256
 
 
 class Tiling(msgspec.Struct, frozen=True, tag=True):
-    """How the tiles of a picture lie, of which the first shows all of it.
+    """How the tiles of an image lie, of which the first shows all of it.
 
-    rows, columns: of the others. height, width: how many rows and columns of their embeddings the picture covers, in
+    rows, columns: of the others. height, width: how many rows and columns of their embeddings the image covers, in
     the middle of them all; what is around it is padding.
     """
 
@@ -64,7 +64,7 @@ TowerInputs: TypeAlias = Tiling | FurtherInputs
 
 
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
-    """One picture or video, ready for a vision tower.
+    """One image or video, ready for a vision tower.
 
     key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
     pixels: float32 ``[tiles or frames, channels, height, width]``, normalized; shared between requests, so never
@@ -73,7 +73,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens. frame_step:
     positions from one frame of the grid to the next, each rounded down.
     tiling: how its tiles lie, or what else the tower must know. text: the tokens that are text, each with its place
-    among all of the picture's, in order.
+    among all of the image's, in order.
     """
 
     key: bytes
@@ -174,7 +174,7 @@ def whole_ranges(
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
-    """What a model reads: token ids with placeholders expanded, and the pictures behind them in prompt order.
+    """What a model reads: token ids with placeholders expanded, and the images behind them in prompt order.
 
     cross: what it looks at beside, if its decoder has cross attention.
     """
@@ -192,7 +192,7 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     """One generation. `request_id` is unique among the engine's unfinished requests.
 
     cache_salt: requests share cached prefixes only with those of the same salt, so that one tenant cannot find out
-    from timings what another has sent. The pictures' keys hold it already.
+    from timings what another has sent. The images' keys hold it already.
     """
 
     request_id: str
@@ -204,9 +204,9 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
 class RequestTimings(msgspec.Struct, frozen=True):
     """Where a request's seconds went.
 
-    queue: until it first ran. vision: in steps' encoding of pictures that it needed. prefill: from when it first ran
+    queue: until it first ran. vision: in steps' encoding of images that it needed. prefill: from when it first ran
     to its first token, vision included. decode: from its first token to its end; None while it goes on.
-    arrived: when the engine got it, as Unix time. before_vision: from then until a step first encoded a picture for it.
+    arrived: when the engine got it, as Unix time. before_vision: from then until a step first encoded an image for it.
     """
 
     queue: float
@@ -240,10 +240,10 @@ class EngineOutput(msgspec.Struct, frozen=True):
 
     token_ids: the new tokens, without the end token that finished it.
     logprobs: one for each of `token_ids`, if they were asked for. prompt_logprobs: with the first output, if they were
-    asked for, one for each token of the prompt; None for the first, which nothing comes before, and for pictures.
+    asked for, one for each token of the prompt; None for the first, which nothing comes before, and for images.
     finish_reason: None while it goes on. stop_token_id: the end token, if one finished it.
     error: what went wrong, with finish_reason "error". cached_tokens: prompt tokens that did not have to be computed
-    when the request first ran. images_encoded: pictures that went through the vision tower for its sake so far.
+    when the request first ran. images_encoded: images that went through the vision tower for its sake so far.
     timings: with the first token, for those who abort it before its end, and with the last output.
     error_param: the field of the request whose fault an error is, if it is one's.
     """
@@ -299,7 +299,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0
     """Spent in steps, all of which run something."""
     vision_seconds: float = 0.0
-    """Those of them in which pictures were encoded."""
+    """Those of them in which images were encoded."""
     prefix_queried_tokens: int = 0
     """Prompt tokens of requests that have started."""
     prefix_cached_tokens: int = 0
@@ -310,17 +310,17 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Cached blocks that were taken for something else."""
     host_blocks_total: int = 0
     host_blocks_used: int = 0
-    blocks_swapped_out: int = 0
+    blocks_offloaded: int = 0
     """Blocks copied to host memory when they were evicted."""
-    blocks_swapped_in: int = 0
+    blocks_loaded: int = 0
     encoder_queries: int = 0
-    """Pictures whose embeddings a request needed."""
+    """Images whose embeddings a request needed."""
     encoder_hits: int = 0
     """Those of them whose embeddings were in the encoder cache or about to be."""
     encoder_cache_bytes: int = 0
     encoder_cache_used_bytes: int = 0
     encoder_cache_pinned: int = 0
-    """Pictures whose embeddings a running request needs."""
+    """Images whose embeddings a running request needs."""
 
 
 MAX_MAP_CELLS = 1024

@@ -1,6 +1,6 @@
 """A checkpoint beside transformers: the same conversations, with logits and greedy tokens compared.
 
-transformers prepares its own inputs, so templates, tokenizers and pictures are compared as well.
+transformers prepares its own inputs, so templates, tokenizers and images are compared as well.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def compare(ours: Answer, theirs: Answer, tolerance: float) -> Comparison:
     return msgspec.structs.replace(both, error=error, gap=gap)
 
 
-def sees_pictures(folder: Path) -> bool:
+def sees_images(folder: Path) -> bool:
     """Whether transformers has the checkpoint among the models that see."""
     config = {} if folder.is_file() else read_json(folder / "config.json")
     return any(name in config for name in ("vision_config", "visual"))

@@ -119,11 +119,11 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 _RENAMED: Mapping[str, Renamed] = {
     "--gpu-memory-utilization": Renamed(("memory_fraction",)),
     "--kv-cache-memory-bytes": Renamed(("kv_cache_memory",)),
-    "--swap-space": Renamed(("swap_memory",), _gibibytes("swap_memory"), note="in GiB"),
-    "--kv-offloading-size": Renamed(("swap_memory",), _gibibytes("swap_memory"), note="in GiB"),
-    "--mm-processor-cache-gb": Renamed(("picture_cache_memory",), _gibibytes("picture_cache_memory"), note="in GiB"),
+    "--swap-space": Renamed(("kv_offload_memory",), _gibibytes("kv_offload_memory"), note="in GiB"),
+    "--kv-offloading-size": Renamed(("kv_offload_memory",), _gibibytes("kv_offload_memory"), note="in GiB"),
+    "--mm-processor-cache-gb": Renamed(("image_cache_memory",), _gibibytes("image_cache_memory"), note="in GiB"),
     "--disable-mm-preprocessor-cache": Renamed(
-        ("picture_cache_memory",), _always("picture_cache_memory", "0"), is_switch=True, note="the same as 0"
+        ("image_cache_memory",), _always("image_cache_memory", "0"), is_switch=True, note="the same as 0"
     ),
     "--limit-mm-per-prompt": Renamed(
         ("max_images", "max_videos"), _limits, note='JSON, like `{"image": 4, "video": 1}`'

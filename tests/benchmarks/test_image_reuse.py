@@ -7,34 +7,34 @@ import json
 
 import pytest
 
-from benchmarks.image_reuse import main, picture_file, reuse_workload, turns_workload
+from benchmarks.image_reuse import image_file, main, reuse_workload, turns_workload
 
 
 @pytest.mark.parametrize(("share", "different"), [(0.0, 20), (0.3, 14), (0.9, 2)])
-def test_a_share_of_the_requests_is_about_the_picture_before(share, different):
-    pictures = [conversation.turns[0][0] for conversation in reuse_workload(20, share, 32)]
-    assert len(set(pictures)) == different
-    changes = sum(one != other for one, other in itertools.pairwise(pictures))
-    assert changes == different - 1, "equal pictures are next to each other"
+def test_a_share_of_the_requests_is_about_the_image_before(share, different):
+    images = [conversation.turns[0][0] for conversation in reuse_workload(20, share, 32)]
+    assert len(set(images)) == different
+    changes = sum(one != other for one, other in itertools.pairwise(images))
+    assert changes == different - 1, "equal images are next to each other"
 
 
-def test_each_turn_brings_another_picture():
+def test_each_turn_brings_another_image():
     conversations = turns_workload(2, 3, 32)
-    assert len({picture for conversation in conversations for picture, _ in conversation.turns}) == 6
+    assert len({image for conversation in conversations for image, _ in conversation.turns}) == 6
 
 
-def test_pictures_come_from_their_number():
-    assert picture_file(1, 32) == picture_file(1, 32) != picture_file(2, 32)
+def test_images_come_from_their_number():
+    assert image_file(1, 32) == image_file(1, 32) != image_file(2, 32)
 
 
-def test_with_caches_each_picture_is_encoded_once(tmp_path):
+def test_with_caches_each_image_is_encoded_once(tmp_path):
     report = tmp_path / "report.json"
     main(
         ["--model", "pixie", "--requests", "6", "--reuse", "0", "0.5", "--turns", "3", "--answer-len", "2",
-         "--picture-side", "64", "--kv-cache-memory", "64MiB", "--json", str(report)]
+         "--image-side", "64", "--kv-cache-memory", "64MiB", "--json", str(report)]
     )  # fmt: skip
     rows = {(row["workload"], row["caches"]): row for row in json.loads(report.read_text())["rows"]}
-    encoded = {name: row["pictures_encoded"] for name, row in rows.items()}
+    encoded = {name: row["images_encoded"] for name, row in rows.items()}
     assert encoded == {
         ("0% reuse", "off"): 6, ("0% reuse", "on"): 6,
         ("50% reuse", "off"): 6, ("50% reuse", "on"): 3,

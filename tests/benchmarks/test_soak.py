@@ -7,7 +7,7 @@ from collections import Counter
 
 from benchmarks.soak import Sample, main, problems
 
-IDLE = {"requests": [], "kv_blocks": {"used": 0}, "encoder_cache": {"pinned_pictures": 0}}
+IDLE = {"requests": [], "kv_blocks": {"used": 0}, "encoder_cache": {"pinned_images": 0}}
 
 
 def samples(*engine_megabytes: float) -> list[Sample]:

@@ -9,7 +9,7 @@ def key(number: int) -> bytes:
     return bytes([number]) * 32
 
 
-def test_the_least_recently_used_idle_picture_goes_first():
+def test_the_least_recently_used_idle_image_goes_first():
     cache = EncoderCache(30)
     for number in range(3):
         cache.add(key(number), 10)
@@ -20,7 +20,7 @@ def test_the_least_recently_used_idle_picture_goes_first():
     assert key(1) not in cache
 
 
-def test_a_pinned_picture_stays_until_every_request_has_unpinned_it():
+def test_a_pinned_image_stays_until_every_request_has_unpinned_it():
     cache = EncoderCache(10)
     cache.add(key(0), 10)
     cache.pin(key(0), "a")
@@ -32,7 +32,7 @@ def test_a_pinned_picture_stays_until_every_request_has_unpinned_it():
     assert cache.make_room(1) == [key(0)]
 
 
-def test_a_picture_without_room_is_refused():
+def test_an_image_without_room_is_refused():
     cache = EncoderCache(10)
     with pytest.raises(ValueError, match="no room"):
         cache.add(key(0), 11)
@@ -42,7 +42,7 @@ def test_a_picture_without_room_is_refused():
     st.integers(5, 40),
     st.lists(st.tuples(st.sampled_from(["need", "pin", "unpin"]), st.integers(0, 7), st.integers(0, 2)), max_size=80),
 )
-def test_bytes_stay_within_the_bound_and_pinned_pictures_stay(capacity, operations):
+def test_bytes_stay_within_the_bound_and_pinned_images_stay(capacity, operations):
     cache = EncoderCache(capacity)
     pins: dict[bytes, set[str]] = {}
     for operation, number, holder in operations:

@@ -9,27 +9,27 @@ from vlmserve.cache.keys import TouchedImage, block_key, cross_key, looking_root
 from vlmserve.types import ImageInput, ImageSpan
 
 ROOT = root_key(b"model")
-PICTURES = [bytes([number]) * 32 for number in range(3)]
+IMAGES = [bytes([number]) * 32 for number in range(3)]
 
 
 def span(number: int, start: int, length: int) -> ImageSpan:
-    return ImageSpan(ImageInput(PICTURES[number], np.zeros((1, 3, 1, 1), np.float32), length), start)
+    return ImageSpan(ImageInput(IMAGES[number], np.zeros((1, 3, 1, 1), np.float32), length), start)
 
 
 def image(number: int, offset: int = 0, position: int = 0, length: int = 1) -> TouchedImage:
-    return TouchedImage(PICTURES[number], offset, position, length)
+    return TouchedImage(IMAGES[number], offset, position, length)
 
 
-def test_blocks_meet_two_pictures_at_the_right_offsets():
+def test_blocks_meet_two_images_at_the_right_offsets():
     """T0,T1,P00,P01 | P02,P03,P04,T2 | T3,P10,P11,P12"""
     spans = [span(0, 2, 5), span(1, 9, 3)]
-    assert touched_images(spans, 0, 4) == [(PICTURES[0], 0, 2, 2)]
-    assert touched_images(spans, 4, 8) == [(PICTURES[0], 2, 0, 3)]
-    assert touched_images(spans, 8, 12) == [(PICTURES[1], 0, 1, 3)]
+    assert touched_images(spans, 0, 4) == [(IMAGES[0], 0, 2, 2)]
+    assert touched_images(spans, 4, 8) == [(IMAGES[0], 2, 0, 3)]
+    assert touched_images(spans, 8, 12) == [(IMAGES[1], 0, 1, 3)]
     assert touched_images(spans, 12, 16) == []
 
 
-def test_a_block_may_touch_several_pictures():
+def test_a_block_may_touch_several_images():
     assert touched_images([span(0, 0, 2), span(1, 2, 2)], 0, 4) == [image(0, 0, 0, 2), image(1, 0, 2, 2)]
 
 
@@ -56,12 +56,12 @@ def test_a_block_may_touch_several_pictures():
                 [image(0), image(1)],
             )
         ),
-        (looking_root(ROOT, cross_key(PICTURES[0], [])), ROOT),
-        (looking_root(ROOT, cross_key(PICTURES[0], [])), looking_root(ROOT, cross_key(PICTURES[1], []))),
-        (looking_root(ROOT, cross_key(PICTURES[0], [])), looking_root(ROOT, cross_key(PICTURES[0], [5]))),
-        (looking_root(ROOT, cross_key(PICTURES[0], [5, 6])), looking_root(ROOT, cross_key(PICTURES[0], [6, 5]))),
-        (looking_root(ROOT, PICTURES[0]), looking_root(root_key(b"other"), PICTURES[0])),
-        (cross_key(PICTURES[0], []), PICTURES[0]),
+        (looking_root(ROOT, cross_key(IMAGES[0], [])), ROOT),
+        (looking_root(ROOT, cross_key(IMAGES[0], [])), looking_root(ROOT, cross_key(IMAGES[1], []))),
+        (looking_root(ROOT, cross_key(IMAGES[0], [])), looking_root(ROOT, cross_key(IMAGES[0], [5]))),
+        (looking_root(ROOT, cross_key(IMAGES[0], [5, 6])), looking_root(ROOT, cross_key(IMAGES[0], [6, 5]))),
+        (looking_root(ROOT, IMAGES[0]), looking_root(root_key(b"other"), IMAGES[0])),
+        (cross_key(IMAGES[0], []), IMAGES[0]),
         (block_key(ROOT, [9, 9], [image(0), image(1)]), block_key(ROOT, [9, 9], [image(1), image(0)])),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_short_key_is_refused():
 CONTENT = st.tuples(
     st.lists(st.integers(0, 3), min_size=1, max_size=3),
     st.lists(
-        st.builds(TouchedImage, st.sampled_from(PICTURES), *[st.integers(0, 2)] * 3),
+        st.builds(TouchedImage, st.sampled_from(IMAGES), *[st.integers(0, 2)] * 3),
         max_size=2,
     ),
 )

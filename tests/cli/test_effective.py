@@ -49,7 +49,7 @@ def test_json_has_values_and_sources(tmp_path):
         show("--json", "./mine", "--swap-space", "1", "--config", path, VLMSERVE_SERVED_MODEL_NAME="a,b")
     )
     assert set(shown) == set(SECTIONS)
-    assert shown["engine"]["swap_memory"] == {"value": 2**30, "source": "flag", "from": "--swap-space"}
+    assert shown["engine"]["kv_offload_memory"] == {"value": 2**30, "source": "flag", "from": "--swap-space"}
     assert shown["engine"]["model"] == {"value": "./mine", "source": "flag", "from": "MODEL"}
     assert shown["engine"]["kv_cache_memory"] == {"value": None, "source": "default", "from": "default"}
     named = {"value": ["a", "b"], "source": "environment", "from": "VLMSERVE_SERVED_MODEL_NAME"}
@@ -75,7 +75,7 @@ def test_what_a_worker_has_by_itself_is_told_apart(tmp_path):
     "line",
     [
         "",
-        "./mine --kv-cache-memory 1000001 --swap-memory 4GiB --memory-fraction 0.25 --no-enable-prefix-caching",
+        "./mine --kv-cache-memory 1000001 --kv-offload-memory 4GiB --memory-fraction 0.25 --no-enable-prefix-caching",
         '--served-model-name a,b --served-model-name c"\\d --mm-processor-kwargs {"max_pixels":900,"fps":1e-7}',
         "--chat-template {%\n\tfor\x7f\x01é😀#%} --max-model-len 9 --revision '''",
         "--quantize-overrides *=int8 --quantize-group-size 64 --enable-debug --num-workers 3 --fetch-timeout 1e16",
@@ -165,7 +165,7 @@ def test_config_has_the_flags_of_serve():
 
 
 def test_sizes_get_the_largest_unit():
-    field = EngineConfig.model_fields["swap_memory"]
+    field = EngineConfig.model_fields["kv_offload_memory"]
     sizes = {0: "0", 1000: "1000", 2048: "2KiB", 3 * 2**20: "3MiB", 2**31: "2GiB", 2**30 + 1: str(2**30 + 1)}
     assert {size: plain_value(field, size, sizes_as_text=True) for size in sizes} == sizes
 

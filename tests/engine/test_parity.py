@@ -294,13 +294,13 @@ def test_prefix_hits_under_constant_eviction_and_preemption_change_nothing(llava
 @pytest.mark.parametrize("budget", [7, 100])
 def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens(llava, expected, budget):
     prompts = mixed_prompts(llava)
-    engine = tight_cache(llava, prompts, max_num_batched_tokens=budget, swap_memory="64MiB")
+    engine = tight_cache(llava, prompts, max_num_batched_tokens=budget, kv_offload_memory="64MiB")
     for _ in range(3):
         assert generate(engine, prompts) == expected
     stats = engine.stats()
     assert stats.preemptions > 0
-    assert stats.blocks_swapped_out > 0
-    assert stats.blocks_swapped_in > 0
+    assert stats.blocks_offloaded > 0
+    assert stats.blocks_loaded > 0
 
 
 @pytest.mark.usefixtures("saving_pays")
@@ -308,7 +308,7 @@ def test_a_host_pool_of_a_few_blocks_gives_transformers_tokens(llava, expected):
     prompts = mixed_prompts(llava)
     probe = engine_for(llava, block_size=4)
     block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
-    engine = tight_cache(llava, prompts, swap_memory=5 * block_bytes)
+    engine = tight_cache(llava, prompts, kv_offload_memory=5 * block_bytes)
     for _ in range(2):
         assert generate(engine, prompts) == expected
     assert engine.stats().host_blocks_used == 5

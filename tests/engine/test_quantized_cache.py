@@ -54,16 +54,16 @@ def test_tokens_do_not_depend_on_the_batch(llava: Oracle, settings: dict[str, An
 
 
 @pytest.mark.usefixtures("saving_pays")
-@pytest.mark.parametrize("swap_memory", [0, "64MiB"])
-def test_tokens_do_not_depend_on_preemption_and_swapping(llava: Oracle, swap_memory: int | str) -> None:
+@pytest.mark.parametrize("kv_offload_memory", [0, "64MiB"])
+def test_tokens_do_not_depend_on_preemption_and_swapping(llava: Oracle, kv_offload_memory: int | str) -> None:
     prompts = mixed_prompts(llava)
-    engine = tight_cache(llava, prompts, max_num_batched_tokens=100, swap_memory=swap_memory, **INT8)
+    engine = tight_cache(llava, prompts, max_num_batched_tokens=100, kv_offload_memory=kv_offload_memory, **INT8)
     expected = alone(llava, prompts)
     for _ in range(2):
         assert generate(engine, prompts) == expected
     stats = engine.stats()
     assert stats.preemptions > 0
-    assert (stats.blocks_swapped_in > 0) == bool(swap_memory)
+    assert (stats.blocks_loaded > 0) == bool(kv_offload_memory)
 
 
 def test_logits_are_near_those_of_an_exact_cache(llava: Oracle) -> None:

@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from tests.checkpoints import QWEN_CLASSES, QWEN_PIXELS, QWEN_TEMPLATE, make_qwen_vl
-from tests.media.pictures_for_tests import encoded, noise
+from tests.media.images_for_tests import encoded, noise
 from tests.models.test_qwen_vision import patches
 from tests.oracles.mrope import positions
 from tests.server.live import LiveServer

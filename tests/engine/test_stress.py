@@ -83,7 +83,7 @@ def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed):
     tiny = engine(
         block_size=4,
         kv_cache_memory=2 * (longest // 4) * block_bytes,
-        swap_memory=40 * block_bytes,
+        kv_offload_memory=40 * block_bytes,
         encoder_cache_memory=3 * picture_bytes,
         max_num_seqs=6,
         max_num_batched_tokens=random_.choice([50, 150]),
@@ -122,5 +122,5 @@ def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed):
     stats = tiny.stats()
     assert finished > 0.7 * sent
     assert hits > 0
-    assert min(stats.preemptions, stats.kv_evictions, stats.blocks_swapped_in, stats.encoder_hits) > 0
+    assert min(stats.preemptions, stats.kv_evictions, stats.blocks_loaded, stats.encoder_hits) > 0
     assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)

@@ -139,7 +139,7 @@ def test_tokens_are_those_of_each_request_alone(folder, kernels):
 def test_preempted_requests_go_on_where_they_were(folder, swap, saving_pays):
     expected = run(engine_of(folder), mixed())
     block = engine_of(folder).info.kv_cache_bytes // engine_of(folder).stats().kv_blocks_total
-    tight = engine_of(folder, kv_cache_memory=14 * block, max_model_len=160, swap_memory=swap)
+    tight = engine_of(folder, kv_cache_memory=14 * block, max_model_len=160, kv_offload_memory=swap)
     outputs = run(tight, mixed())
     assert tight.stats().preemptions > 0
     assert {name: tokens(answer) for name, answer in outputs.items()} == {

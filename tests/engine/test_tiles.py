@@ -213,9 +213,7 @@ def test_a_prefix_may_end_anywhere_in_a_picture(oracle: Oracle) -> None:
     [span] = prompt.images
     probe = engine_for(oracle, block_size=1)
     block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
-    engine = engine_for(
-        oracle, block_size=1, kv_cache_memory=(len(prompt.token_ids) + NEW_TOKENS + 4) * block_bytes, swap_memory=0
-    )
+    engine = engine_for(oracle, block_size=1, kv_cache_memory=(len(prompt.token_ids) + NEW_TOKENS + 4) * block_bytes)
     ends = set()
     for number, count in enumerate(range(1, span.end, 5)):
         before = engine.stats().prefix_cached_tokens

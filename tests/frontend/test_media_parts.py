@@ -1,4 +1,4 @@
-"""Parts of messages that are pictures with limits, or videos."""
+"""Parts of messages that are images with limits, or videos."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoints import make_qwen_vl
 from tests.frontend.test_requests import TINY, data_url, user
-from tests.media.pictures_for_tests import encoded, noise
+from tests.media.images_for_tests import encoded, noise
 from tests.media.test_videos import COLOURS, video_file
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
 from vlmserve.config import MediaConfig, ProcessorOverrides, read_settings
@@ -33,7 +33,7 @@ def preparer(folder: Path) -> RequestPreparer:
     return RequestPreparer(folder, MediaConfig())
 
 
-def test_pictures_and_videos_stand_where_they_were_put(preparer: RequestPreparer) -> None:
+def test_images_and_videos_stand_where_they_were_put(preparer: RequestPreparer) -> None:
     prompt = preparer.chat([user(VIDEO, "and", data_url(encoded(noise(60, 60))), VIDEO)])
     tokenizer = preparer.tokenizer
     kinds = [tokenizer.token(prompt.token_ids[span.start]) for span in prompt.images]
@@ -97,7 +97,7 @@ def test_too_many_videos_are_refused_before_any_is_read(folder: Path) -> None:
         preparer.chat([user(broken, broken)])
 
 
-def test_models_that_see_pictures_of_one_size_take_neither_videos_nor_limits(tmp_path: Path) -> None:
+def test_models_that_see_images_of_one_size_take_neither_videos_nor_limits(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, byte_level())
     preparer = RequestPreparer(folder, MediaConfig())
     with pytest.raises(TooManyImagesError, match="cannot see videos"):

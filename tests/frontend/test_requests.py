@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 
-from tests.media.pictures_for_tests import encoded, noise, png_header
+from tests.media.images_for_tests import encoded, noise, png_header
 from tests.prompt.tokenizers_for_tests import (
     CHATML_PARTS,
     CHATML_STRINGS,
@@ -36,7 +36,7 @@ from vlmserve.errors import (
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.types import ModelInfo, Prompt, SamplingParams
 
-PICTURES = [noise(40, 30), noise(20, 50, seed=1), noise(28, 28, seed=2)]
+IMAGES = [noise(40, 30), noise(20, 50, seed=1), noise(28, 28, seed=2)]
 PLACEHOLDERS = 4
 
 
@@ -50,9 +50,9 @@ def user(*content: str | dict[str, Any]) -> dict[str, Any]:
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
-    user(data_url(encoded(PICTURES[0])), "What is this?"),
+    user(data_url(encoded(IMAGES[0])), "What is this?"),
     {"role": "assistant", "content": "A ramp."},
-    user("And <image> these <|im_end|>? ", data_url(encoded(PICTURES[1])), data_url(encoded(PICTURES[2])), "Hm"),
+    user("And <image> these <|im_end|>? ", data_url(encoded(IMAGES[1])), data_url(encoded(IMAGES[2])), "Hm"),
 ]
 
 
@@ -80,14 +80,14 @@ def _oracle(folder: Path) -> LlavaProcessor:
     )
 
 
-def _with_pictures(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same conversation as transformers takes it."""
-    pictures = iter(PICTURES)
+    images = iter(IMAGES)
     converted = []
     for message in messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        parts = [part if part["type"] == "text" else {"type": "image", "image": next(pictures)} for part in parts]
+        parts = [part if part["type"] == "text" else {"type": "image", "image": next(images)} for part in parts]
         converted.append({"role": message["role"], "content": parts})
     return converted
 
@@ -99,10 +99,10 @@ def test_prompts_and_pixels_are_those_of_transformers(
     tmp_path: Path, template: str, tokenizer: Callable[[], Any], turns: int
 ) -> None:
     folder = write_checkpoint(tmp_path, tokenizer(), chat_template=template)
-    messages = [*CONVERSATION[:turns], user("Is it? ", data_url(encoded(PICTURES[1])), data_url(encoded(PICTURES[2])))]
+    messages = [*CONVERSATION[:turns], user("Is it? ", data_url(encoded(IMAGES[1])), data_url(encoded(IMAGES[2])))]
     prompt = RequestPreparer(folder, MediaConfig()).chat(messages)
     theirs = _oracle(folder).apply_chat_template(
-        _with_pictures(messages), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="np"
+        _with_images(messages), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="np"
     )
     assert prompt.token_ids == theirs["input_ids"][0].tolist()
     ours = np.concatenate([span.image.pixels for span in prompt.images])
@@ -131,12 +131,12 @@ def test_a_template_of_ones_own_counts_instead(tmp_path: Path) -> None:
         RequestPreparer(tmp_path, MediaConfig(), chat_template="{% for %}")
 
 
-def test_pictures_stand_where_they_were_put(preparer: RequestPreparer) -> None:
+def test_images_stand_where_they_were_put(preparer: RequestPreparer) -> None:
     prompt = preparer.chat(CONVERSATION)
     image_id = preparer.tokenizer.image_token_id
     covered = {index for span in prompt.images for index in range(span.start, span.end)}
     assert covered == {index for index, id_ in enumerate(prompt.token_ids) if id_ == image_id}
-    keys = [preparer.chat([user(part)]).images[0].image.key for part in map(data_url, map(encoded, PICTURES))]
+    keys = [preparer.chat([user(part)]).images[0].image.key for part in map(data_url, map(encoded, IMAGES))]
     assert [span.image.key for span in prompt.images] == keys
 
 
@@ -157,10 +157,10 @@ def test_the_answer_may_be_begun_by_the_caller(preparer: RequestPreparer) -> Non
     assert len(with_prompt) > len(without)
 
 
-def test_pictures_of_python_callers(preparer: RequestPreparer, tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
-    path.write_bytes(encoded(PICTURES[0]))
-    sources = [PICTURES[0], path, str(path), path.read_bytes(), data_url(path.read_bytes())["image_url"]["url"]]
+def test_images_of_python_callers(preparer: RequestPreparer, tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(encoded(IMAGES[0]))
+    sources = [IMAGES[0], path, str(path), path.read_bytes(), data_url(path.read_bytes())["image_url"]["url"]]
     prompts = [preparer.chat([user({"type": "image", "image": source})], allow_local=True) for source in sources]
     prompts.append(preparer.chat([user({"type": "image_url", "image_url": str(path)})], allow_local=True))
     prompts += [preparer.text("<image>", [source], allow_local=True) for source in sources]
@@ -175,7 +175,7 @@ def test_pictures_of_python_callers(preparer: RequestPreparer, tmp_path: Path) -
         {"type": "image_url", "image_url": "/etc/passwd"},
         {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
         {"type": "image_url", "image_url": {"url": "FILE:///etc/passwd"}},
-        {"type": "image_url", "image_url": {"url": "picture.png"}},
+        {"type": "image_url", "image_url": {"url": "image.png"}},
     ],
 )
 def test_files_of_the_server_cannot_be_asked_for(preparer: RequestPreparer, part: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ def test_files_of_the_server_cannot_be_asked_for(preparer: RequestPreparer, part
 
 
 def test_files_of_the_server_cannot_be_asked_for_beside_a_text(preparer: RequestPreparer) -> None:
-    for source in ("/etc/passwd", b"bytes", PICTURES[0]):
+    for source in ("/etc/passwd", b"bytes", IMAGES[0]):
         with pytest.raises(InvalidRequestError, match=r"images\[0\] must be a URL"):
             preparer.text("<image>", [source])
 
@@ -243,7 +243,7 @@ def test_a_refusal_names_the_place(preparer: RequestPreparer, messages: Any, par
         (png_header(30_000, 30_000), ImageTooLargeError, "pixels"),
     ],
 )
-def test_bad_pictures_are_refused_and_the_next_request_works(
+def test_bad_images_are_refused_and_the_next_request_works(
     preparer: RequestPreparer, data: bytes, error: type[InvalidRequestError], message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:
@@ -257,7 +257,7 @@ def test_urls_inside_the_network_are_refused(preparer: RequestPreparer) -> None:
         preparer.chat([user({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}})])
 
 
-def test_too_many_pictures_are_refused_before_any_is_read(tmp_path: Path) -> None:
+def test_too_many_images_are_refused_before_any_is_read(tmp_path: Path) -> None:
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level()), MediaConfig(max_images=2))
     assert len(preparer.chat([user(TINY, TINY)]).images) == 2
     broken = data_url(b"not an image")
@@ -267,7 +267,7 @@ def test_too_many_pictures_are_refused_before_any_is_read(tmp_path: Path) -> Non
         preparer.text("<image>" * 3, [TINY["image_url"]["url"]] * 3)
 
 
-def test_a_model_that_cannot_see_refuses_pictures(text_only: RequestPreparer) -> None:
+def test_a_model_that_cannot_see_refuses_images(text_only: RequestPreparer) -> None:
     assert not text_only.sees_images
     with pytest.raises(TooManyImagesError, match="cannot see"):
         text_only.chat([user("What is this?", TINY)])
@@ -276,7 +276,7 @@ def test_a_model_that_cannot_see_refuses_pictures(text_only: RequestPreparer) ->
     assert text_only.chat([user("Hi")]).images == ()
 
 
-def test_a_picture_that_the_template_does_not_show_is_refused(tmp_path: Path) -> None:
+def test_an_image_that_the_template_does_not_show_is_refused(tmp_path: Path) -> None:
     template = CHATML_PARTS.replace("part.type == 'image'", "part.type == 'image' and message.role == 'user'")
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level(), chat_template=template), MediaConfig())
     with pytest.raises(InvalidRequestError, match="image"):
@@ -291,20 +291,20 @@ def test_parts_become_a_string_for_templates_that_take_strings(tmp_path: Path) -
     assert len(prompt.images) == 1
 
 
-def test_a_text_shows_its_pictures_in_order(preparer: RequestPreparer) -> None:
-    urls = [data_url(encoded(picture))["image_url"]["url"] for picture in PICTURES[:2]]
+def test_a_text_shows_its_images_in_order(preparer: RequestPreparer) -> None:
+    urls = [data_url(encoded(image))["image_url"]["url"] for image in IMAGES[:2]]
     prompt = preparer.text("<image> or <image>?", urls)
     assert prompt.token_ids[0] == preparer.tokenizer.token_id("<s>")
     between = len(preparer.tokenizer.encode(" or ", add_special_tokens=False))
     assert [span.start for span in prompt.images] == [1, 1 + PLACEHOLDERS + between]
-    for span, picture in zip(prompt.images, PICTURES, strict=False):
+    for span, image in zip(prompt.images, IMAGES, strict=False):
         np.testing.assert_array_equal(
-            span.image.pixels, preparer.chat([user(data_url(encoded(picture)))]).images[0].image.pixels
+            span.image.pixels, preparer.chat([user(data_url(encoded(image)))]).images[0].image.pixels
         )
 
 
 @pytest.mark.parametrize(("text", "count"), [("no place", 1), ("<image>", 0), ("<image><image>", 1)])
-def test_a_text_has_as_many_placeholders_as_pictures(preparer: RequestPreparer, text: str, count: int) -> None:
+def test_a_text_has_as_many_placeholders_as_images(preparer: RequestPreparer, text: str, count: int) -> None:
     with pytest.raises(InvalidRequestError, match="placeholder"):
         preparer.text(text, [TINY["image_url"]["url"]] * count)
 

@@ -1,4 +1,4 @@
-"""What functions give back, pictures among it, as chat templates of all kinds show it."""
+"""What functions give back, images among it, as chat templates of all kinds show it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from tests.frontend.test_requests import data_url, user
 from tests.frontend.test_tools import MISTRAL, QWEN, USE
-from tests.media.pictures_for_tests import encoded, noise
+from tests.media.images_for_tests import encoded, noise
 from tests.prompt.tokenizers_for_tests import CHATML_PARTS, LLAVA_STYLE, byte_level, write_checkpoint
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError
@@ -20,20 +20,20 @@ PARTS = (
     "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endmacro %}"
 )
 SHOWS = PARTS + QWEN.replace("+ message.content", "+ show(message.content)")
-"""As Qwen3-VL writes it: pictures wherever they are."""
+"""As Qwen3-VL writes it: images wherever they are."""
 SHOWS_TO_USERS = PARTS + QWEN.replace("{{- '\\n' + message.content", "{{- '\\n' + show(message.content)").replace(
     "'\n' + message.content }}", "'\n' + show(message.content) }}"
 )
-"""Pictures of users only; a result has to be a string."""
+"""Images of users only; a result has to be a string."""
 ALTERNATING = (
     "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML_PARTS
 )
 TEMPLATES = {
     "shows": SHOWS, "shows to users": SHOWS_TO_USERS, "strings": QWEN, "our own": CHATML_PARTS,
-    "pictures first": LLAVA_STYLE, "alternating": ALTERNATING,
+    "images first": LLAVA_STYLE, "alternating": ALTERNATING,
 }  # fmt: skip
-PICTURES = [data_url(encoded(noise(30 + 4 * seed, 30, seed=seed))) for seed in range(4)]
+IMAGES = [data_url(encoded(noise(30 + 4 * seed, 30, seed=seed))) for seed in range(4)]
 
 
 def text(words: str) -> dict[str, str]:
@@ -49,9 +49,9 @@ def result(id_: str, content: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": id_, "content": content}
 
 
-BEFORE = [user(PICTURES[0], "Look."), calls("a", "b")]
-RESULTS = [result("a", [text("One."), PICTURES[1]]), result("b", [PICTURES[2], text("Two.")])]
-THEN = user("And this?", PICTURES[3])
+BEFORE = [user(IMAGES[0], "Look."), calls("a", "b")]
+RESULTS = [result("a", [text("One."), IMAGES[1]]), result("b", [IMAGES[2], text("Two.")])]
+THEN = user("And this?", IMAGES[3])
 
 
 def preparer_for(folder, template: str) -> RequestPreparer:
@@ -75,8 +75,8 @@ def shown(preparer: RequestPreparer, messages: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("then", [[], [THEN], [user("Well?")], [{"role": "assistant", "content": "Hm."}, THEN]])
-def test_every_picture_of_a_result_is_seen_in_its_order(preparer, then):
-    order = [key for picture in PICTURES for key in keys(preparer, [user(picture)])]
+def test_every_image_of_a_result_is_seen_in_its_order(preparer, then):
+    order = [key for image in IMAGES for key in keys(preparer, [user(image)])]
     assert len(set(order)) == 4
     assert keys(preparer, [*BEFORE, *RESULTS, *then]) == order[: 4 if THEN in then else 3]
     turned = [*BEFORE, result("a", RESULTS[1]["content"]), result("b", RESULTS[0]["content"]), *then]
@@ -89,7 +89,7 @@ def test_what_was_said_stays_as_it_was_when_the_conversation_goes_on(preparer):
     assert after.startswith(before.replace("<image>" * 4, "<image>"))
 
 
-def test_pictures_stand_in_their_results_where_the_template_shows_them(tmp_path):
+def test_images_stand_in_their_results_where_the_template_shows_them(tmp_path):
     expected = "<tool_response>\nOne.<image>\n</tool_response>"
     for name, template in (("native", SHOWS), ("our own", CHATML_PARTS)):
         assert expected in shown(preparer_for(tmp_path / name, template), [*BEFORE, *RESULTS])
@@ -98,13 +98,13 @@ def test_pictures_stand_in_their_results_where_the_template_shows_them(tmp_path)
 @pytest.mark.parametrize("name", ["shows to users", "strings"])
 def test_where_it_does_not_they_stand_right_behind_and_numbers_say_whose_they_are(tmp_path, name):
     prompt = shown(preparer_for(tmp_path, TEMPLATES[name]), [*BEFORE, *RESULTS, THEN]).replace("\n", "")
-    assert "<tool_response>One.[picture 1]</tool_response>" in prompt
-    assert "<tool_response>[picture 2]Two.</tool_response>" in prompt
+    assert "<tool_response>One.[image 1]</tool_response>" in prompt
+    assert "<tool_response>[image 2]Two.</tool_response>" in prompt
     assert prompt.endswith(
-        "<|im_start|>user[picture 1]<image>[picture 2]<image>And this?<image><|im_end|><|im_start|>assistant"
+        "<|im_start|>user[image 1]<image>[image 2]<image>And this?<image><|im_end|><|im_start|>assistant"
     )
-    again = [*BEFORE, *RESULTS, calls("c"), result("c", [PICTURES[3]])]
-    assert "[picture 3]<image><|im_end|>" in shown(preparer_for(tmp_path, TEMPLATES[name]), again).replace("\n", "")
+    again = [*BEFORE, *RESULTS, calls("c"), result("c", [IMAGES[3]])]
+    assert "[image 3]<image><|im_end|>" in shown(preparer_for(tmp_path, TEMPLATES[name]), again).replace("\n", "")
 
 
 def test_a_result_of_texts_is_a_string_for_templates_that_want_one(tmp_path):

@@ -82,9 +82,9 @@ async def test_what_the_server_uses_is_in_the_report(mock):
     assert all(process.memory and process.cores is not None for process in (report.client, *report.server))
 
 
-async def test_pictures_get_there(mock):
+async def test_images_get_there(mock):
     report = await run(mock.url, images=2, image_size=("30x20",), image_reuse=0.5)
-    assert (report.num_good, report.num_pictures) == (6, 12)
+    assert (report.num_good, report.num_images) == (6, 12)
 
 
 async def test_completions_and_whole_answers_are_measured_too(mock):

@@ -25,7 +25,7 @@ def messages(session: Session) -> list[dict]:
     return [json.loads(b"".join(turn.content)) for turn in session.turns]
 
 
-def pictures(session: Session) -> list[str]:
+def images(session: Session) -> list[str]:
     parts = messages(session)[0]["content"]
     return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
 
@@ -63,21 +63,21 @@ def test_prefixes_are_shared_and_take_turns():
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
-def test_pictures_are_pictures(kind):
+def test_images_are_images(kind):
     [session] = make(num_prompts=1, images=2, image_size=("60x40",), image_format=kind)
-    assert session.num_pictures == 2
-    for url in pictures(session):
-        picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
-        assert (picture.size, picture.format) == ((60, 40), kind.upper())
+    assert session.num_images == 2
+    for url in images(session):
+        image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+        assert (image.size, image.format) == ((60, 40), kind.upper())
 
 
 @pytest.mark.parametrize(("reuse", "low", "high"), [(0.0, 400, 400), (0.5, 170, 230), (1.0, 1, 1)])
-def test_pictures_are_sent_again_as_often_as_was_asked_for(reuse, low, high):
+def test_images_are_sent_again_as_often_as_was_asked_for(reuse, low, high):
     sessions = make(num_prompts=400, images=1, image_size=("8x8",), image_reuse=reuse)
-    assert low <= len({url for session in sessions for url in pictures(session)}) <= high
+    assert low <= len({url for session in sessions for url in images(session)}) <= high
 
 
-def test_turns_have_pictures_at_the_first_only():
+def test_turns_have_images_at_the_first_only():
     [session] = make(num_prompts=1, turns=3, images=1, image_size=("8x8",))
     first, *later = messages(session)
     assert isinstance(first["content"], list)
@@ -95,8 +95,8 @@ def test_a_dataset_is_sent_in_its_order_and_again(tmp_path):
     path.write_text("\n\n".join(map(json.dumps, lines)))
     sessions = make(dataset_path=str(path), num_prompts=3)
     assert [session.turns[0].max_tokens for session in sessions] == [3, 4, 3]
-    assert pictures(sessions[0])[0].startswith("data:image/png;base64,")
-    assert pictures(sessions[0])[1] == "https://example.com/b.png"
+    assert images(sessions[0])[0].startswith("data:image/png;base64,")
+    assert images(sessions[0])[1] == "https://example.com/b.png"
     assert json.loads(b"[" + b"".join(sessions[1].turns[0].content) + b"]") == lines[1]["messages"]
     assert len(make(dataset_path=str(path))) == 2
 

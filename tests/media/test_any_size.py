@@ -1,4 +1,4 @@
-"""Pictures of any size against transformers' own processor."""
+"""Images of any size against transformers' own processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.test_qwen_vision import QWEN2, patches
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS, AnySizeProcessor
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import PixelLimits
 
 SETTINGS: dict[str, Any] = {
@@ -37,12 +37,12 @@ def noise(width: int, height: int) -> Image.Image:
     ids=str,
 )
 def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int]) -> None:
-    picture = noise(*size)
+    image = noise(*size)
     theirs = Qwen2VLImageProcessorPil(**{k: v for k, v in SETTINGS.items() if k != "image_processor_type"})(
-        images=picture, return_tensors="pt"
+        images=image, return_tensors="pt"
     )
     processor = AnySizeProcessor.from_settings(SETTINGS)
-    pixels = processor.process(Picture.whole(picture))
+    pixels = processor.process(DecodedImage.whole(image))
     rows, grid = patches(torch.from_numpy(pixels), QWEN2)
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
     torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
@@ -64,7 +64,7 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int]) -> N
 )
 def test_bounds_are_those_of_the_file_and_may_be_overridden(bounds: dict[str, Any]) -> None:
     settings = {"patch_size": 4, "merge_size": 2, **bounds}
-    large, small = Picture.whole(noise(3000, 2000)), Picture.whole(noise(8, 8))
+    large, small = DecodedImage.whole(noise(3000, 2000)), DecodedImage.whole(noise(8, 8))
 
     def areas(processor: AnySizeProcessor) -> list[int]:
         return [pixels.shape[2] * pixels.shape[3] for pixels in map(processor.process, (small, large))]
@@ -100,11 +100,11 @@ def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
 
 def test_a_request_may_have_narrower_bounds_and_no_wider_ones() -> None:
     processor = AnySizeProcessor.from_settings(SETTINGS)
-    narrow = processor.within(PixelLimits(max_pixels=1000)).process(Picture.whole(noise(200, 90)))
+    narrow = processor.within(PixelLimits(max_pixels=1000)).process(DecodedImage.whole(noise(200, 90)))
     assert 500 <= narrow.shape[2] * narrow.shape[3] <= 1000
-    large = processor.within(PixelLimits(min_pixels=2000)).process(Picture.whole(noise(8, 8)))
+    large = processor.within(PixelLimits(min_pixels=2000)).process(DecodedImage.whole(noise(8, 8)))
     assert 2000 <= large.shape[2] * large.shape[3] <= 2500
-    tiny = processor.within(PixelLimits(max_pixels=100)).process(Picture.whole(noise(200, 200)))
+    tiny = processor.within(PixelLimits(max_pixels=100)).process(DecodedImage.whole(noise(200, 200)))
     assert tiny.shape[2] * tiny.shape[3] == 64, "the checkpoint's own lower bound gives way"
     for limits, message in {
         PixelLimits(max_pixels=64 * 64 + 1): "max_pixels is 4,097; it must lie between 1 and this server's max_pixels",
@@ -116,12 +116,12 @@ def test_a_request_may_have_narrower_bounds_and_no_wider_ones() -> None:
             processor.within(limits)
 
 
-def test_a_picture_of_low_detail_is_small_unless_the_request_says_how_large() -> None:
+def test_an_image_of_low_detail_is_small_unless_the_request_says_how_large() -> None:
     settings = {**SETTINGS, "size": {"shortest_edge": 16 * 16, "longest_edge": 1024 * 1024}}
     processor = AnySizeProcessor.from_settings(settings)
 
     def area(size: tuple[int, int], of: AnySizeProcessor = processor, **limits: int) -> int:
-        pixels = of.within(PixelLimits(**limits, low_detail=True)).process(Picture.whole(noise(*size)))
+        pixels = of.within(PixelLimits(**limits, low_detail=True)).process(DecodedImage.whole(noise(*size)))
         return pixels.shape[2] * pixels.shape[3]
 
     assert 0.95 * LOW_DETAIL_PIXELS < area((900, 700)) <= LOW_DETAIL_PIXELS == 512 * 512
@@ -138,11 +138,11 @@ def test_a_picture_of_low_detail_is_small_unless_the_request_says_how_large() ->
     theirs = Qwen2VLImageProcessorPil(**{**settings, "size": {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}})(
         images=noise(900, 700), return_tensors="pt"
     )
-    rows, grid = patches(torch.from_numpy(low.process(Picture.whole(noise(900, 700)))), QWEN2)
+    rows, grid = patches(torch.from_numpy(low.process(DecodedImage.whole(noise(900, 700)))), QWEN2)
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
     torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
 
 
-def test_a_picture_that_is_too_narrow_is_refused() -> None:
+def test_an_image_that_is_too_narrow_is_refused() -> None:
     with pytest.raises(InvalidImageError, match="200 times as long as wide"):
-        AnySizeProcessor.from_settings(SETTINGS).process(Picture.whole(noise(1, 201)))
+        AnySizeProcessor.from_settings(SETTINGS).process(DecodedImage.whole(noise(1, 201)))

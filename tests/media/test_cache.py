@@ -1,4 +1,4 @@
-"""The picture cache: bounded, least recently used first out, one preparation for all who wait, no errors kept."""
+"""The image cache: bounded, least recently used first out, one preparation for all who wait, no errors kept."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise
+from tests.media.images_for_tests import encoded, exif_rotated, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
 from vlmserve.media import sources
-from vlmserve.media.cache import PictureCache
-from vlmserve.media.processor import ImageProcessor
+from vlmserve.media.cache import ImageCache
+from vlmserve.media.processor import FixedSizeProcessor
 from vlmserve.media.sources import prepare_image
 from vlmserve.types import ImageInput
 
 LIMITS = MediaConfig()
-PROCESSOR = ImageProcessor(
+PROCESSOR = FixedSizeProcessor(
     {"model_type": "llava", "vision_config": {"image_size": 28, "patch_size": 14}},
     {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
 )
-PICTURE_BYTES = 3 * 28 * 28 * 4
+IMAGE_BYTES = 3 * 28 * 28 * 4
 DATA = encoded(noise(40, 30))
 
 
@@ -44,7 +44,7 @@ def image_of(key: int, floats: int) -> ImageInput:
 def test_what_was_used_least_recently_goes_and_the_bytes_stay_within_the_bound(
     capacity: int, asked: list[int], sizes: list[int]
 ) -> None:
-    cache = PictureCache(4 * capacity)
+    cache = ImageCache(4 * capacity)
     kept: OrderedDict[int, int] = OrderedDict()
     hits = 0
     for key in asked:
@@ -66,13 +66,13 @@ def test_what_was_used_least_recently_goes_and_the_bytes_stay_within_the_bound(
             kept.popitem(last=False)
         stats = cache.stats()
         assert stats.used_bytes == 4 * sum(kept.values()) <= stats.capacity_bytes == 4 * capacity
-        assert stats.num_pictures == len(kept)
+        assert stats.num_images == len(kept)
     assert (stats := cache.stats()).hits == hits
     assert stats.misses == (len(asked) - hits if capacity else 0)
 
 
 class Gate:
-    """Counts how often a picture is processed, and holds processing up until it is opened."""
+    """Counts how often an image is processed, and holds processing up until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Semaphore(0)
@@ -99,7 +99,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Released by every thread that begins to wait for another one's picture."""
+    """Released by every thread that begins to wait for another one's image."""
     semaphore = threading.Semaphore(0)
     wait = Future.exception
 
@@ -124,26 +124,26 @@ def in_threads(
     return outcomes
 
 
-def test_threads_with_the_same_picture_have_it_prepared_once(gate: Gate, waiting: threading.Semaphore) -> None:
-    cache = PictureCache(10 * PICTURE_BYTES)
+def test_threads_with_the_same_image_have_it_prepared_once(gate: Gate, waiting: threading.Semaphore) -> None:
+    cache = ImageCache(10 * IMAGE_BYTES)
     outcomes = in_threads(6, lambda: prepare_image(bytes(DATA), PROCESSOR, LIMITS, cache), gate, waiting)
     assert len({id(outcome.result().pixels) for outcome in outcomes}) == 1
     assert gate.count == 1
     stats = cache.stats()
-    assert (stats.num_pictures, stats.used_bytes, stats.hits, stats.misses) == (1, PICTURE_BYTES, 5, 1)
+    assert (stats.num_images, stats.used_bytes, stats.hits, stats.misses) == (1, IMAGE_BYTES, 5, 1)
 
 
-def test_waiting_threads_also_get_a_picture_that_is_too_large_to_keep(gate: Gate, waiting: threading.Semaphore) -> None:
-    cache = PictureCache(PICTURE_BYTES - 1)
+def test_waiting_threads_also_get_an_image_that_is_too_large_to_keep(gate: Gate, waiting: threading.Semaphore) -> None:
+    cache = ImageCache(IMAGE_BYTES - 1)
     outcomes = in_threads(3, lambda: prepare_image(DATA, PROCESSOR, LIMITS, cache), gate, waiting)
     assert len({id(outcome.result().pixels) for outcome in outcomes}) == 1
-    assert (cache.stats().num_pictures, cache.stats().used_bytes) == (0, 0)
+    assert (cache.stats().num_images, cache.stats().used_bytes) == (0, 0)
 
 
-def test_a_picture_that_fails_fails_for_all_with_errors_of_their_own_and_is_tried_again(
+def test_an_image_that_fails_fails_for_all_with_errors_of_their_own_and_is_tried_again(
     gate: Gate, waiting: threading.Semaphore
 ) -> None:
-    cache = PictureCache(10 * PICTURE_BYTES)
+    cache = ImageCache(10 * IMAGE_BYTES)
     gate.failure = InvalidImageError("the image is broken")
     params = iter("abcd")
     found: list[str | None] = []
@@ -164,13 +164,13 @@ def test_a_picture_that_fails_fails_for_all_with_errors_of_their_own_and_is_trie
     gate.failure = None
     assert prepare_image(DATA, PROCESSOR, LIMITS, cache).num_tokens
     assert gate.count == 2
-    assert cache.stats().num_pictures == 1
+    assert cache.stats().num_images == 1
 
 
-def test_a_thread_that_is_interrupted_leaves_the_picture_to_those_who_wait(
+def test_a_thread_that_is_interrupted_leaves_the_image_to_those_who_wait(
     gate: Gate, waiting: threading.Semaphore
 ) -> None:
-    cache = PictureCache(10 * PICTURE_BYTES)
+    cache = ImageCache(10 * IMAGE_BYTES)
     gate.failure = MemoryError()
     outcomes = in_threads(3, lambda: prepare_image(DATA, PROCESSOR, LIMITS, cache), gate, waiting)
     assert all(isinstance(outcome.exception(), MemoryError) for outcome in outcomes)
@@ -179,56 +179,56 @@ def test_a_thread_that_is_interrupted_leaves_the_picture_to_those_who_wait(
     assert prepare_image(DATA, PROCESSOR, LIMITS, cache).num_tokens
 
 
-def test_a_known_picture_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PictureCache(10 * PICTURE_BYTES)
+def test_a_known_image_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ImageCache(10 * IMAGE_BYTES)
     opened = noise(40, 30)
     first = [prepare_image(source, PROCESSOR, LIMITS, cache) for source in (DATA, opened)]
     monkeypatch.setattr(sources, "decode_opened", None)
-    monkeypatch.setattr(ImageProcessor, "process", None)
+    monkeypatch.setattr(FixedSizeProcessor, "process", None)
     again = [prepare_image(source, PROCESSOR, LIMITS, cache) for source in (bytes(bytearray(DATA)), opened.copy())]
     assert [image.pixels is known.pixels for image, known in zip(again, first, strict=True)] == [True, True]
 
 
-@pytest.mark.parametrize("capacity", [0, 10 * PICTURE_BYTES])
+@pytest.mark.parametrize("capacity", [0, 10 * IMAGE_BYTES])
 def test_pixels_that_requests_may_share_cannot_be_written_to(capacity: int) -> None:
-    image = prepare_image(DATA, PROCESSOR, LIMITS, PictureCache(capacity))
+    image = prepare_image(DATA, PROCESSOR, LIMITS, ImageCache(capacity))
     with pytest.raises(ValueError, match="read-only"):
         image.pixels[0, 0, 0, 0] = 0
 
 
 def test_one_mutated_pixel_gives_another_key_and_other_pixels() -> None:
-    cache = PictureCache(10 * PICTURE_BYTES)
-    picture = noise(28, 28)
-    mutated = picture.copy()
-    red, green, blue = picture.getpixel((3, 5))
+    cache = ImageCache(10 * IMAGE_BYTES)
+    image = noise(28, 28)
+    mutated = image.copy()
+    red, green, blue = image.getpixel((3, 5))
     mutated.putpixel((3, 5), (red ^ 1, green, blue))
-    for one, other in ((picture, mutated), (encoded(picture), encoded(mutated))):
+    for one, other in ((image, mutated), (encoded(image), encoded(mutated))):
         before, after = (prepare_image(source, PROCESSOR, LIMITS, cache) for source in (one, other))
         assert before.key != after.key
         assert np.argwhere(before.pixels != after.pixels).tolist() == [[0, 0, 5, 3]]
     assert cache.stats().hits == 0
 
 
-def test_a_picture_object_that_changes_between_requests_is_seen_anew() -> None:
-    cache = PictureCache(10 * PICTURE_BYTES)
-    picture = noise(28, 28)
-    before = prepare_image(picture, PROCESSOR, LIMITS, cache)
-    picture.paste((1, 2, 3), (0, 0, 28, 28))
-    after = prepare_image(picture, PROCESSOR, LIMITS, cache)
+def test_an_image_object_that_changes_between_requests_is_seen_anew() -> None:
+    cache = ImageCache(10 * IMAGE_BYTES)
+    image = noise(28, 28)
+    before = prepare_image(image, PROCESSOR, LIMITS, cache)
+    image.paste((1, 2, 3), (0, 0, 28, 28))
+    after = prepare_image(image, PROCESSOR, LIMITS, cache)
     assert before.key != after.key
     assert not np.array_equal(before.pixels, after.pixels)
 
 
 def test_one_opened_file_may_be_given_to_many_threads() -> None:
     data = exif_rotated(600, 400, 8)
-    expected = prepare_image(Image.open(io.BytesIO(data)), PROCESSOR, LIMITS, PictureCache(0))
+    expected = prepare_image(Image.open(io.BytesIO(data)), PROCESSOR, LIMITS, ImageCache(0))
     for _ in range(5):
         opened = Image.open(io.BytesIO(data))
         barrier = threading.Barrier(8)
 
         def prepare(_: int, opened: Image.Image = opened, barrier: threading.Barrier = barrier) -> ImageInput:
             barrier.wait(60)
-            return prepare_image(opened, PROCESSOR, LIMITS, PictureCache(0))
+            return prepare_image(opened, PROCESSOR, LIMITS, ImageCache(0))
 
         with ThreadPoolExecutor(8) as pool:
             for image in pool.map(prepare, range(8)):
@@ -236,8 +236,8 @@ def test_one_opened_file_may_be_given_to_many_threads() -> None:
                 np.testing.assert_array_equal(image.pixels, expected.pixels)
 
 
-def test_salts_share_no_pictures() -> None:
-    cache = PictureCache(10 * PICTURE_BYTES)
+def test_salts_share_no_images() -> None:
+    cache = ImageCache(10 * IMAGE_BYTES)
     images = [prepare_image(DATA, PROCESSOR, LIMITS, cache, salt=salt) for salt in ("", "a", "b", "a")]
     assert len({image.key for image in images}) == 3
     assert (cache.stats().hits, cache.stats().misses) == (1, 3)
@@ -246,17 +246,17 @@ def test_salts_share_no_pictures() -> None:
 
 
 def test_a_file_over_the_limit_is_refused_before_it_is_looked_for() -> None:
-    cache = PictureCache(10 * PICTURE_BYTES)
+    cache = ImageCache(10 * IMAGE_BYTES)
     for _ in range(2):
         with pytest.raises(ImageTooLargeError):
             prepare_image(DATA, PROCESSOR, MediaConfig(max_image_bytes=len(DATA) - 1), cache)
     assert cache.stats().misses == 0
 
 
-def test_many_threads_with_many_pictures_in_a_tiny_cache_each_get_their_own() -> None:
+def test_many_threads_with_many_images_in_a_tiny_cache_each_get_their_own() -> None:
     files = [encoded(noise(30, 20, seed=seed)) for seed in range(6)]
-    alone = [prepare_image(data, PROCESSOR, LIMITS, PictureCache(0)) for data in files]
-    cache = PictureCache(2 * PICTURE_BYTES)
+    alone = [prepare_image(data, PROCESSOR, LIMITS, ImageCache(0)) for data in files]
+    cache = ImageCache(2 * IMAGE_BYTES)
     order = np.random.default_rng(0).integers(0, len(files), 300).tolist()
     with ThreadPoolExecutor(6) as pool:
         images = list(pool.map(lambda index: prepare_image(files[index], PROCESSOR, LIMITS, cache), order))

@@ -1,4 +1,4 @@
-"""What decoding a picture may cost."""
+"""What decoding an image may cost."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.media.pictures_for_tests import encoded, noise
+from tests.media.images_for_tests import encoded, noise
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImageError
 from vlmserve.media.decoding import DecodingMemory
-from vlmserve.media.pictures import FORMATS, decode_picture
+from vlmserve.media.images import FORMATS, decode_image
 
 LIMITS = MediaConfig(max_image_pixels=40 * 30)
 
@@ -28,29 +28,29 @@ def with_scans(data: bytes, times: int) -> bytes:
 
 def test_scans_of_a_jpeg_are_counted_and_bounded_by_its_size() -> None:
     honest = encoded(noise(40, 30), "JPEG", progressive=True, quality=95)
-    assert decode_picture(honest, LIMITS).size == (40, 30)
+    assert decode_image(honest, LIMITS).size == (40, 30)
     with pytest.raises(ImageTooLargeError, match="scans"):
-        decode_picture(with_scans(honest, 20), LIMITS)
-    # A small picture may have more, since each costs less.
-    decode_picture(with_scans(honest, 20), MediaConfig())
+        decode_image(with_scans(honest, 20), LIMITS)
+    # A small image may have more, since each costs less.
+    decode_image(with_scans(honest, 20), MediaConfig())
     with pytest.raises(ImageTooLargeError, match="scans"):
-        decode_picture(with_scans(honest, 2000), MediaConfig())
+        decode_image(with_scans(honest, 2000), MediaConfig())
 
 
 def test_what_only_looks_like_scans_is_none() -> None:
     honest = encoded(noise(40, 30), "JPEG", progressive=True)
     comment = b"\xff\xfe" + (2 + 2 * 2000).to_bytes(2, "big") + b"\xff\xda" * 2000
     inside, behind = honest[:2] + comment + honest[2:], honest + b"\xff\xda" * 2000
-    expected = np.asarray(decode_picture(honest, LIMITS).image)
+    expected = np.asarray(decode_image(honest, LIMITS).image)
     for data in (inside, behind):
-        np.testing.assert_array_equal(np.asarray(decode_picture(data, LIMITS).image), expected)
+        np.testing.assert_array_equal(np.asarray(decode_image(data, LIMITS).image), expected)
 
 
 def test_scans_of_a_jpeg_in_a_tiff_file_are_bounded_too() -> None:
     honest = encoded(noise(40, 30), "TIFF", compression="jpeg")
-    assert decode_picture(honest, LIMITS).size == (40, 30)
+    assert decode_image(honest, LIMITS).size == (40, 30)
     with pytest.raises(ImageTooLargeError, match="scans"):
-        decode_picture(honest + b"\xff\xda" * 100, LIMITS)
+        decode_image(honest + b"\xff\xda" * 100, LIMITS)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -60,7 +60,7 @@ def test_decoding_stops_when_nobody_waits_for_it(format: str) -> None:
     token = cancellation._cancelled.set(event)
     try:
         with pytest.raises(CancelledWorkError):
-            decode_picture(encoded(noise(40, 30), format), LIMITS)
+            decode_image(encoded(noise(40, 30), format), LIMITS)
     finally:
         cancellation._cancelled.reset(token)
 
@@ -68,7 +68,7 @@ def test_decoding_stops_when_nobody_waits_for_it(format: str) -> None:
 def test_decoding_ends_after_its_time() -> None:
     data = encoded(noise(400, 300), "PNG")
     with pytest.raises(InvalidImageError, match="takes longer than"):
-        decode_picture(data, MediaConfig(decode_timeout=1e-6))
+        decode_image(data, MediaConfig(decode_timeout=1e-6))
 
 
 def test_memory_is_shared_in_order_of_arrival_and_never_exceeded() -> None:
@@ -126,6 +126,6 @@ def test_who_waits_for_memory_may_leave() -> None:
 def test_pixels_are_those_of_pillow() -> None:
     for format in FORMATS:
         data = encoded(noise(64, 48), format)
-        picture = decode_picture(data, MediaConfig())
+        image = decode_image(data, MediaConfig())
         with Image.open(io.BytesIO(data)) as theirs:
-            np.testing.assert_array_equal(np.asarray(picture.image.convert("RGB")), np.asarray(theirs.convert("RGB")))
+            np.testing.assert_array_equal(np.asarray(image.image.convert("RGB")), np.asarray(theirs.convert("RGB")))

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.media.pictures_for_tests import encoded, noise
+from tests.media.images_for_tests import encoded, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError
 from vlmserve.media import fetch
 from vlmserve.media.fetch import fetch_file, is_public
 
-PICTURE = encoded(noise(12, 9))
+IMAGE = encoded(noise(12, 9))
 Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
 
 
@@ -54,7 +54,7 @@ def limits(**changes: Any) -> MediaConfig:
     return MediaConfig(allowed_media_hosts=("127.0.0.1",), **changes)
 
 
-def send(body: bytes = PICTURE, status: int = 200, **headers: str) -> Answer:
+def send(body: bytes = IMAGE, status: int = 200, **headers: str) -> Answer:
     def answer(request: http.server.BaseHTTPRequestHandler) -> None:
         request.send_response(status)
         for name, value in headers.items():
@@ -68,14 +68,14 @@ def send(body: bytes = PICTURE, status: int = 200, **headers: str) -> Answer:
     return answer
 
 
-def test_a_picture_is_fetched(site: Site) -> None:
-    assert fetch_file(site.url("/picture.png?size=1", send()), limits()) == PICTURE
+def test_an_image_is_fetched(site: Site) -> None:
+    assert fetch_file(site.url("/image.png?size=1", send()), limits()) == IMAGE
 
 
 def test_redirects_are_followed_up_to_the_limit(site: Site) -> None:
     site.url("/there", send())
     url = site.url("/here", send(b"", 302, Location="there"))
-    assert fetch_file(url, limits(max_redirects=1)) == PICTURE
+    assert fetch_file(url, limits(max_redirects=1)) == IMAGE
     with pytest.raises(ImageFetchError, match="redirects more than 0 times"):
         fetch_file(url, limits(max_redirects=0))
 
@@ -181,17 +181,17 @@ def test_where_hosts_are_listed_no_other_one_is_even_looked_up(site: Site, monke
 
     monkeypatch.setattr(fetch, "_resolve", resolve)
     monkeypatch.setattr(fetch, "is_public", lambda address: True)
-    listed = MediaConfig(allowed_media_domains=("Pictures.example", "10.0.0.1"))
-    url = site.url("/listed", send(), "pictures.EXAMPLE")
-    assert fetch_file(url, listed) == PICTURE
-    for host in ("sub.pictures.example", "example", "pictures.example.", "127.0.0.1"):
+    listed = MediaConfig(allowed_media_domains=("Images.example", "10.0.0.1"))
+    url = site.url("/listed", send(), "images.EXAMPLE")
+    assert fetch_file(url, listed) == IMAGE
+    for host in ("sub.images.example", "example", "images.example.", "127.0.0.1"):
         with pytest.raises(ImageFetchError, match="none of the hosts"):
             fetch_file(site.url("/listed", send(), host), listed)
-    away = site.url("/away", send(b"", 302, Location=site.url("/listed", send(), "other.example")), "pictures.example")
+    away = site.url("/away", send(b"", 302, Location=site.url("/listed", send(), "other.example")), "images.example")
     with pytest.raises(ImageFetchError, match="none of the hosts"):
         fetch_file(away, listed)
-    assert {host.lower() for host in looked_up} == {"pictures.example"}
-    assert fetch_file(site.url("/listed", send()), limits(allowed_media_domains=("pictures.example",))) == PICTURE
+    assert {host.lower() for host in looked_up} == {"images.example"}
+    assert fetch_file(site.url("/listed", send()), limits(allowed_media_domains=("images.example",))) == IMAGE
 
 
 def test_a_listed_host_must_be_public_all_the_same(site: Site) -> None:
@@ -201,7 +201,7 @@ def test_a_listed_host_must_be_public_all_the_same(site: Site) -> None:
 
 def test_the_next_address_is_tried_when_one_is_dead(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["127.0.0.2", "127.0.0.1"])
-    assert fetch_file(site.url("/second", send()), limits()) == PICTURE
+    assert fetch_file(site.url("/second", send()), limits()) == IMAGE
 
 
 @pytest.mark.parametrize("status", [404, 500, 403, 204])
@@ -223,7 +223,7 @@ def test_a_body_that_turns_out_too_large_is_not_read_to_its_end(site: Site) -> N
 
 def test_a_body_shorter_than_announced_is_refused(site: Site) -> None:
     with pytest.raises(ImageFetchError, match="not fetched"):
-        fetch_file(site.url("/short", send(Content_Length=str(len(PICTURE) + 5))), limits())
+        fetch_file(site.url("/short", send(Content_Length=str(len(IMAGE) + 5))), limits())
 
 
 def test_compressed_bodies_are_refused(site: Site) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.media.pictures_for_tests import noise
+from tests.media.images_for_tests import noise
 from vlmserve.media.keys import image_key, pil_image_key
 from vlmserve.types import KEY_BYTES
 
@@ -23,7 +23,7 @@ def test_bytes_do_not_move_between_file_and_fingerprint() -> None:
     assert image_key(b"ab", b"c") != image_key(b"a", b"bc")
 
 
-def test_a_decoded_picture_is_named_by_all_that_makes_its_pixels() -> None:
+def test_a_decoded_image_is_named_by_all_that_makes_its_pixels() -> None:
     palette = noise(6, 4, "P")
     recolored = palette.copy()
     recolored.putpalette(bytes(range(256)) * 3)
@@ -31,7 +31,7 @@ def test_a_decoded_picture_is_named_by_all_that_makes_its_pixels() -> None:
     transparent.info["transparency"] = 0
     turned = noise(6, 4)
     turned.getexif()[0x0112] = 6
-    pictures = [
+    images = [
         noise(6, 4),
         noise(6, 4, seed=1),
         noise(6, 4, "L"),
@@ -41,17 +41,17 @@ def test_a_decoded_picture_is_named_by_all_that_makes_its_pixels() -> None:
         recolored,
         transparent,
     ]
-    keys = [pil_image_key(picture, PRINT) for picture in pictures]
-    assert len(set(keys)) == len(pictures)
+    keys = [pil_image_key(image, PRINT) for image in images]
+    assert len(set(keys)) == len(images)
     assert pil_image_key(noise(6, 4), PRINT) == keys[0]
     assert pil_image_key(noise(6, 4), bytes([1]) * 32) != keys[0]
 
 
-def test_a_decoded_picture_never_has_the_key_of_a_file() -> None:
-    picture = noise(6, 4)
-    assert pil_image_key(picture, PRINT) != image_key(picture.tobytes(), PRINT)
+def test_a_decoded_image_never_has_the_key_of_a_file() -> None:
+    image = noise(6, 4)
+    assert pil_image_key(image, PRINT) != image_key(image.tobytes(), PRINT)
 
 
-def test_a_salt_separates_equal_pictures() -> None:
+def test_a_salt_separates_equal_images() -> None:
     assert len({image_key(b"file", PRINT, salt) for salt in ("", "a", "b", "ab")}) == 4
     assert len({pil_image_key(noise(6, 4), PRINT, salt) for salt in ("", "a", "b", "ab")}) == 4

@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.media.pictures_for_tests import encoded, noise
+from tests.media.images_for_tests import encoded, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError, VideoTooLargeError
 from vlmserve.media.sources import read_url
 
-PICTURE = encoded(noise(12, 9))
+IMAGE = encoded(noise(12, 9))
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     folder = tmp_path / "allowed"
     (folder / "deeper").mkdir(parents=True)
-    (folder / "a picture.png").write_bytes(PICTURE)
-    (folder / "deeper" / "100%.png").write_bytes(PICTURE)
+    (folder / "an image.png").write_bytes(IMAGE)
+    (folder / "deeper" / "100%.png").write_bytes(IMAGE)
     (folder / "inside.png").symlink_to("deeper/100%.png")
-    (tmp_path / "secret").write_bytes(PICTURE)
+    (tmp_path / "secret").write_bytes(IMAGE)
     (tmp_path / "allowed-too").mkdir()
-    (tmp_path / "allowed-too" / "secret").write_bytes(PICTURE)
+    (tmp_path / "allowed-too" / "secret").write_bytes(IMAGE)
     (folder / "out").symlink_to("../secret")
     (folder / "away").symlink_to("..")
     (folder / "round").symlink_to("round")
@@ -37,11 +37,11 @@ def limits(root: Path, **changes: int) -> MediaConfig:
 
 
 @pytest.mark.parametrize(
-    "path", ["a%20picture.png", "deeper/100%25.png", "inside.png", "deeper/../a%20picture.png", "./a picture.png"]
+    "path", ["an%20image.png", "deeper/100%25.png", "inside.png", "deeper/../an%20image.png", "./an image.png"]
 )
 @pytest.mark.parametrize("scheme", ["file://", "FILE://", "file://localhost"])
 def test_files_in_the_folder_are_read(root: Path, scheme: str, path: str) -> None:
-    assert read_url(f"{scheme}{root}/{path}", limits(root)) == PICTURE
+    assert read_url(f"{scheme}{root}/{path}", limits(root)) == IMAGE
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_files_outside_are_refused_whether_they_exist_or_not(root: Path, path: s
         read_url(f"file://{root}/{path}", limits(root))
 
 
-@pytest.mark.parametrize("path", ["nothing.png", "deeper", "", "pipe", "round", "a%00b", "a%20picture.png/x"])
+@pytest.mark.parametrize("path", ["nothing.png", "deeper", "", "pipe", "round", "a%00b", "an%20image.png/x"])
 def test_what_is_no_file_is_refused_and_not_waited_for(root: Path, path: str) -> None:
     with pytest.raises(ImageFetchError):
         read_url(f"file://{root}/{path}", limits(root))
@@ -83,14 +83,14 @@ def test_by_default_no_file_is_read_and_the_message_says_how_to_allow_it(url: st
 
 def test_a_file_over_the_limit_is_refused(root: Path) -> None:
     url = f"file://{root}/inside.png"
-    assert read_url(url, limits(root, max_image_bytes=len(PICTURE))) == PICTURE
+    assert read_url(url, limits(root, max_image_bytes=len(IMAGE))) == IMAGE
     with pytest.raises(ImageTooLargeError):
-        read_url(url, limits(root, max_image_bytes=len(PICTURE) - 1))
+        read_url(url, limits(root, max_image_bytes=len(IMAGE) - 1))
     with pytest.raises(VideoTooLargeError):
-        read_url(url, limits(root, max_video_bytes=len(PICTURE) - 1), "video")
+        read_url(url, limits(root, max_video_bytes=len(IMAGE) - 1), "video")
 
 
 def test_the_folder_itself_may_be_a_link(root: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(root)
-    assert read_url(f"file://{tmp_path}/link/inside.png", limits(tmp_path / "link")) == PICTURE
-    assert read_url(f"file://{root}/inside.png", limits(tmp_path / "link")) == PICTURE
+    assert read_url(f"file://{tmp_path}/link/inside.png", limits(tmp_path / "link")) == IMAGE
+    assert read_url(f"file://{root}/inside.png", limits(tmp_path / "link")) == IMAGE

@@ -12,7 +12,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from tests.media.pictures_for_tests import (
+from tests.media.images_for_tests import (
     encoded,
     exif_rotated,
     noise,
@@ -22,8 +22,8 @@ from tests.media.pictures_for_tests import (
 )
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
-from vlmserve.media.pictures import Picture, decode_picture
-from vlmserve.media.processor import ImageProcessor
+from vlmserve.media.images import DecodedImage, decode_image
+from vlmserve.media.processor import FixedSizeProcessor
 
 ORACLES: dict[str, Any] = {
     "Blip": BlipImageProcessorPil,
@@ -76,8 +76,8 @@ CONFIG = {"model_type": "llava", "vision_config": VISION}
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(("family", "settings"), SETTINGS)
 def test_pixels_are_those_of_transformers(family: str, settings: dict[str, Any], name: str) -> None:
-    processor = ImageProcessor(CONFIG, {"image_processor_type": f"{family}ImageProcessor", **settings})
-    ours = processor.process(decode_picture(FILES[name], MediaConfig()))
+    processor = FixedSizeProcessor(CONFIG, {"image_processor_type": f"{family}ImageProcessor", **settings})
+    ours = processor.process(decode_image(FILES[name], MediaConfig()))
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(FILES[name])))
     theirs = ORACLES[family](**settings)(images=upright, return_tensors="np")["pixel_values"]
     assert ours.dtype == np.float32
@@ -90,31 +90,31 @@ def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None
     config: dict[str, Any] = {"vision_config": {"image_size": 224, "patch_size": 32}}
     if family == "Blip":
         config = {"model_type": "blip"}
-    processor = ImageProcessor(config, {"image_processor_type": f"{family}ImageProcessorFast"})
-    ours = processor.process(Picture.whole(noise(80, 60)))
+    processor = FixedSizeProcessor(config, {"image_processor_type": f"{family}ImageProcessorFast"})
+    ours = processor.process(DecodedImage.whole(noise(80, 60)))
     theirs = ORACLES[family]()(images=noise(80, 60), return_tensors="np")["pixel_values"]
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 40_000), (40_000, 1), (3, 60_000), (9_000, 2)])
 @pytest.mark.parametrize("edge", [28, 33])
-def test_extremely_long_pictures_are_cropped_as_in_transformers_without_being_blown_up(
+def test_extremely_long_images_are_cropped_as_in_transformers_without_being_blown_up(
     width: int, height: int, edge: int
 ) -> None:
     settings = {"size": {"shortest_edge": edge}, "crop_size": {"height": 28, "width": 28}}
-    processor = ImageProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **settings})
-    picture = noise(width, height)
-    theirs = CLIPImageProcessorPil(**settings)(images=picture, return_tensors="np")["pixel_values"]
+    processor = FixedSizeProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **settings})
+    image = noise(width, height)
+    theirs = CLIPImageProcessorPil(**settings)(images=image, return_tensors="np")["pixel_values"]
     one_level = 1 / 255 / 0.26
-    np.testing.assert_allclose(processor.process(Picture.whole(picture)), theirs, rtol=0, atol=1.1 * one_level)
+    np.testing.assert_allclose(processor.process(DecodedImage.whole(image)), theirs, rtol=0, atol=1.1 * one_level)
 
 
 @pytest.mark.parametrize("size", [(1, 5_000_000), (5_000_000, 1)])
 @pytest.mark.parametrize("do_pad", [True, False])
-def test_no_allowed_picture_needs_more_memory_than_itself(size: tuple[int, int], do_pad: bool) -> None:
+def test_no_allowed_image_needs_more_memory_than_itself(size: tuple[int, int], do_pad: bool) -> None:
     settings = {"image_processor_type": "LlavaImageProcessor", "do_pad": do_pad, **CROPPED}
-    picture = Image.new("RGB", size, (255, 0, 0))
-    pixels = ImageProcessor(CONFIG, settings).process(Picture.whole(picture))
+    image = Image.new("RGB", size, (255, 0, 0))
+    pixels = FixedSizeProcessor(CONFIG, settings).process(DecodedImage.whole(image))
     assert pixels.shape == (1, 3, 28, 28)
     assert np.ptp(pixels[0, 0]) == 0 or do_pad
 
@@ -139,24 +139,24 @@ def test_a_photo_decoded_at_a_fraction_of_its_size_is_nearly_that_of_transformer
     family: str, settings: dict[str, Any], name: str
 ) -> None:
     settings = settings | {"do_normalize": False, "do_rescale": False}
-    processor = ImageProcessor(CONFIG, {"image_processor_type": f"{family}ImageProcessor", **settings})
-    picture = decode_picture(PHOTOS[name], MediaConfig(), processor.reduction)
-    assert picture.is_reduced == settings.get("do_resize", True)
+    processor = FixedSizeProcessor(CONFIG, {"image_processor_type": f"{family}ImageProcessor", **settings})
+    image = decode_image(PHOTOS[name], MediaConfig(), processor.reduction)
+    assert image.is_reduced == settings.get("do_resize", True)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(PHOTOS[name])))
     theirs = ORACLES[family](**settings)(images=upright, return_tensors="np")["pixel_values"]
-    difference = np.abs(processor.process(picture) - theirs)
-    # Beside padding, the row of which a part is the picture is all picture.
+    difference = np.abs(processor.process(image) - theirs)
+    # Beside padding, the row of which a part is the image is all image.
     mean, extreme = (1.5, 6) if settings.get("do_pad") else (0.8, 3)
     assert difference.mean() < mean
     assert np.percentile(difference, 95) < extreme
 
 
-def test_only_pictures_that_get_much_smaller_are_decoded_at_a_fraction() -> None:
-    processor = ImageProcessor(CONFIG, {"size": {"shortest_edge": 28}, "crop_size": 28})
+def test_only_images_that_get_much_smaller_are_decoded_at_a_fraction() -> None:
+    processor = FixedSizeProcessor(CONFIG, {"size": {"shortest_edge": 28}, "crop_size": 28})
 
     def decoded_size(width: int, height: int, format: str = "JPEG") -> tuple[int, int]:
         data = encoded(noise(width, height), format)
-        return decode_picture(data, MediaConfig(), processor.reduction).image.size
+        return decode_image(data, MediaConfig(), processor.reduction).image.size
 
     assert decoded_size(300, 4 * 28 - 1) == (300, 111)
     assert decoded_size(300, 4 * 28) == (150, 56)
@@ -167,17 +167,17 @@ def test_only_pictures_that_get_much_smaller_are_decoded_at_a_fraction() -> None
 
 
 def test_exact_pixels_are_those_of_transformers_for_large_photos_too() -> None:
-    processor = ImageProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **EXACT}, exact_pixels=True)
-    picture = decode_picture(PHOTOS["odd"], MediaConfig(), processor.reduction)
+    processor = FixedSizeProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **EXACT}, exact_pixels=True)
+    image = decode_image(PHOTOS["odd"], MediaConfig(), processor.reduction)
     full = Image.open(io.BytesIO(PHOTOS["odd"]))
     theirs = CLIPImageProcessorPil(**EXACT)(images=full, return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(processor.process(picture), theirs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(processor.process(image), theirs, rtol=0, atol=1e-6)
 
 
 def test_a_large_photo_that_is_truncated_is_refused() -> None:
-    processor = ImageProcessor(CONFIG, {"size": {"shortest_edge": 28}, "crop_size": 28})
+    processor = FixedSizeProcessor(CONFIG, {"size": {"shortest_edge": 28}, "crop_size": 28})
     with pytest.raises(InvalidImageError, match="truncated"):
-        decode_picture(PHOTOS["odd"][:-2000], MediaConfig(), processor.reduction)
+        decode_image(PHOTOS["odd"][:-2000], MediaConfig(), processor.reduction)
 
 
 def test_sixteen_bit_gray_keeps_its_shades() -> None:
@@ -188,7 +188,7 @@ def test_sixteen_bit_gray_keeps_its_shades() -> None:
         "do_resize": False,
         "crop_size": 28,
     }
-    pixels = ImageProcessor(CONFIG, settings).process(Picture.whole(Image.fromarray(levels)))
+    pixels = FixedSizeProcessor(CONFIG, settings).process(DecodedImage.whole(Image.fromarray(levels)))
     np.testing.assert_allclose(pixels[0], np.repeat(levels[None] / 65535, 3, axis=0), atol=1 / 255)
 
 
@@ -203,21 +203,21 @@ def test_sixteen_bit_gray_keeps_its_shades() -> None:
         ({}, "default", 576),
     ],
 )
-def test_a_picture_takes_one_placeholder_for_each_embedding(
+def test_an_image_takes_one_placeholder_for_each_embedding(
     vision: dict[str, Any], strategy: str, expected: int
 ) -> None:
     edge = vision.get("image_size", 224 if vision else 336)
     settings = {"size": {"height": edge, "width": edge}, "do_center_crop": False}
     config = {"model_type": "llava", "vision_config": vision, "vision_feature_select_strategy": strategy}
-    assert ImageProcessor(config, settings).num_tokens == expected
+    assert FixedSizeProcessor(config, settings).num_tokens == expected
 
 
 def test_the_fingerprint_names_every_setting_that_changes_pixels() -> None:
     def fingerprint(**settings: Any) -> bytes:
         base = {"image_processor_type": "LlavaImageProcessor", **CROPPED}
-        return ImageProcessor(CONFIG, {**base, **settings}).fingerprint
+        return FixedSizeProcessor(CONFIG, {**base, **settings}).fingerprint
 
-    exact = ImageProcessor(CONFIG, {"image_processor_type": "LlavaImageProcessor", **CROPPED}, exact_pixels=True)
+    exact = FixedSizeProcessor(CONFIG, {"image_processor_type": "LlavaImageProcessor", **CROPPED}, exact_pixels=True)
     variants = [
         fingerprint(),
         exact.fingerprint,
@@ -250,10 +250,10 @@ def test_the_fingerprint_names_every_setting_that_changes_pixels() -> None:
 )
 def test_what_is_not_implemented_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        ImageProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **CROPPED, **settings})
+        FixedSizeProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **CROPPED, **settings})
 
 
 def test_an_unknown_vision_tower_is_refused() -> None:
     config = {"vision_config": {"model_type": "pixtral", "image_size": 28}}
     with pytest.raises(UnsupportedModelError, match="pixtral"):
-        ImageProcessor(config, dict(CROPPED))
+        FixedSizeProcessor(config, dict(CROPPED))

@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise
+from tests.media.images_for_tests import encoded, exif_rotated, noise
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError, InvalidImageError
-from vlmserve.media.cache import PictureCache
-from vlmserve.media.pictures import Picture
-from vlmserve.media.processor import ImageProcessor
+from vlmserve.media.cache import ImageCache
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.processor import FixedSizeProcessor
 from vlmserve.media.sources import prepare_image, read_url
 
 LIMITS = MediaConfig()
-OFF = PictureCache(0)
-PROCESSOR = ImageProcessor(
+OFF = ImageCache(0)
+PROCESSOR = FixedSizeProcessor(
     {"model_type": "llava", "vision_config": {"image_size": 28, "patch_size": 14}},
     {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
 )
-PICTURE = noise(40, 30)
-DATA = encoded(PICTURE)
+IMAGE = noise(40, 30)
+DATA = encoded(IMAGE)
 
 
-def test_a_picture_is_the_same_wherever_it_comes_from(tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
+def test_an_image_is_the_same_wherever_it_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
     path.write_bytes(DATA)
     url = "data:image/png;base64," + base64.b64encode(DATA).decode()
     files = [prepare_image(source, PROCESSOR, LIMITS, OFF) for source in (DATA, path, str(path), url)]
-    decoded = [prepare_image(source, PROCESSOR, LIMITS, OFF) for source in (PICTURE, np.asarray(PICTURE))]
+    decoded = [prepare_image(source, PROCESSOR, LIMITS, OFF) for source in (IMAGE, np.asarray(IMAGE))]
     assert len({image.key for image in files}) == 1
     assert len({image.key for image in decoded}) == 1
     for image in files + decoded:
-        np.testing.assert_array_equal(image.pixels, PROCESSOR.process(Picture.whole(PICTURE)))
+        np.testing.assert_array_equal(image.pixels, PROCESSOR.process(DecodedImage.whole(IMAGE)))
         assert image.num_tokens == PROCESSOR.num_tokens == 4
 
 
@@ -45,7 +45,7 @@ def test_an_opened_photo_is_turned_upright_like_its_file() -> None:
     np.testing.assert_array_equal(opened.pixels, prepare_image(data, PROCESSOR, LIMITS, OFF).pixels)
 
 
-def test_a_picture_that_was_opened_but_is_truncated_is_refused() -> None:
+def test_an_image_that_was_opened_but_is_truncated_is_refused() -> None:
     opened = Image.open(io.BytesIO(encoded(noise(300, 200))[:-5000]))
     with pytest.raises(InvalidImageError, match="truncated"):
         prepare_image(opened, PROCESSOR, LIMITS, OFF)
@@ -65,22 +65,22 @@ def test_missing_files_folders_and_large_files_are_refused(tmp_path: Path) -> No
     "array",
     [np.zeros((4, 4), np.float32), np.zeros((4, 4, 2), np.uint8), np.zeros((0, 4), np.uint8), np.zeros(4, np.uint8)],
 )
-def test_arrays_that_are_no_pictures_are_refused(array: np.ndarray) -> None:
+def test_arrays_that_are_no_images_are_refused(array: np.ndarray) -> None:
     with pytest.raises(InvalidImageError, match="uint8"):
         prepare_image(array, PROCESSOR, LIMITS, OFF)
 
 
-def test_other_things_are_no_pictures() -> None:
+def test_other_things_are_no_images() -> None:
     with pytest.raises(InvalidImageError, match="an image cannot come from a dict"):
         prepare_image({}, PROCESSOR, LIMITS, OFF)  # type: ignore[arg-type]
 
 
-def test_decoded_pictures_keep_the_limit_of_pixels_too() -> None:
+def test_decoded_images_keep_the_limit_of_pixels_too() -> None:
     with pytest.raises(ImageTooLargeError, match="40 x 30"):
-        prepare_image(PICTURE, PROCESSOR, MediaConfig(max_image_pixels=1000), OFF)
+        prepare_image(IMAGE, PROCESSOR, MediaConfig(max_image_pixels=1000), OFF)
 
 
-@pytest.mark.parametrize("url", ["/etc/passwd", "ftp://example.com/a.png", "", "picture.png"])
+@pytest.mark.parametrize("url", ["/etc/passwd", "ftp://example.com/a.png", "", "image.png"])
 def test_only_web_and_data_urls_are_read(url: str) -> None:
     with pytest.raises(ImageFetchError, match="must begin with"):
         read_url(url, LIMITS)

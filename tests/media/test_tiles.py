@@ -1,4 +1,4 @@
-"""Pictures in tiles against transformers' own processors: LLaVA-NeXT's, Idefics3's and SmolVLM's."""
+"""Images in tiles against transformers' own processors: LLaVA-NeXT's, Idefics3's and SmolVLM's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from tests.media.pictures_for_tests import encoded, noise, photo
+from tests.media.images_for_tests import encoded, noise, photo
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
-from vlmserve.media.cache import PictureCache
-from vlmserve.media.pictures import Picture, decode_picture
+from vlmserve.media.cache import ImageCache
+from vlmserve.media.images import DecodedImage, decode_image
 from vlmserve.media.processor import PixelLimits
 from vlmserve.media.sources import prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
@@ -42,7 +42,7 @@ NEXT_SETTINGS: dict[str, dict[str, Any]] = {
     "plain edges": {**NEXT, "size": TILE, "crop_size": TILE, "resample": 2},
     "larger, then cropped": {**NEXT, "size": {"shortest_edge": 20}, "image_mean": [0.1, 0.2, 0.3]},
     "one resolution": {**NEXT, "image_grid_pinpoints": [[48, 32]]},
-    "whole pictures first": {**NEXT, "image_grid_pinpoints": [[48, 48], [16, 16], [16, 96], [32, 32]]},
+    "whole images first": {**NEXT, "image_grid_pinpoints": [[48, 48], [16, 16], [16, 96], [32, 32]]},
     "raw": {**NEXT, "do_normalize": False, "do_rescale": False},
     "never resized": {**NEXT, "do_resize": False},
     "never cropped": {**NEXT, "do_center_crop": False},
@@ -68,9 +68,9 @@ def test_pixels_and_placeholders_of_any_resolution_are_those_of_transformers(set
     ours, theirs = next_processor(settings), LlavaNextImageProcessorPil(**settings)
     counts = set()
     for size in SIZES:
-        picture = noise(*size)
-        expected = theirs(images=picture, return_tensors="np")
-        pixels = ours.process(Picture.whole(picture))
+        image = noise(*size)
+        expected = theirs(images=image, return_tensors="np")
+        pixels = ours.process(DecodedImage.whole(image))
         np.testing.assert_allclose(pixels, expected["pixel_values"][0], rtol=0, atol=1e-6)
         placeholders = ours.placeholders(pixels, size)
         assert placeholders.num_tokens == len(Counter(settings).replace_image_token(expected, 0))
@@ -84,26 +84,26 @@ def test_the_defaults_of_any_resolution_are_those_of_transformers() -> None:
     settings = {"image_grid_pinpoints": [[224, 448], [448, 224]]}
     ours = AnyResolutionProcessor({"vision_config": tower}, settings)
     theirs = LlavaNextImageProcessorPil(**settings)(images=noise(90, 60), return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(ours.process(Picture.whole(noise(90, 60))), theirs[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(ours.process(DecodedImage.whole(noise(90, 60))), theirs[0], rtol=0, atol=1e-6)
     ours = AnyResolutionProcessor({"model_type": "llava_next"}, {"size": 336, "crop_size": 336})
     for width, height in ((1000, 600), (600, 1000), (700, 690), (3000, 400), (300, 2000)):
         columns, rows = (edge // 336 for edge in ours._resolution((width, height)))
         assert [336 * rows, 336 * columns] in LlavaNextImageProcessorPil().image_grid_pinpoints
 
 
-def test_a_picture_covers_the_middle_of_its_tiles() -> None:
+def test_an_image_covers_the_middle_of_its_tiles() -> None:
     processor = next_processor(NEXT)
-    pixels = processor.process(Picture.whole(noise(40, 30)))
+    pixels = processor.process(DecodedImage.whole(noise(40, 30)))
     # 32 x 24 of the 32 x 32 pixels of 2 x 2 tiles, which have 8 x 8 embeddings.
     assert processor.placeholders(pixels, (40, 30)) == (16 + 6 * 9, None, Tiling(2, 2, 6, 8), ())
 
 
 @pytest.mark.parametrize("settings", NEXT_SETTINGS.values(), ids=NEXT_SETTINGS)
-def test_of_a_picture_of_low_detail_only_the_first_tile_is_left(settings: dict[str, Any]) -> None:
+def test_of_an_image_of_low_detail_only_the_first_tile_is_left(settings: dict[str, Any]) -> None:
     processor, theirs = next_processor(settings), LlavaNextImageProcessorPil(**settings)
     low = processor.within(PixelLimits(low_detail=True))
     for size in SIZES[:6]:
-        pixels, placeholders = low.prepare(Picture.whole(noise(*size)))
+        pixels, placeholders = low.prepare(DecodedImage.whole(noise(*size)))
         expected = theirs(images=noise(*size), return_tensors="np")["pixel_values"][0]
         np.testing.assert_allclose(pixels, expected[:1], rtol=0, atol=1e-6)
         assert placeholders == (16 + 1, None, None, ())
@@ -141,7 +141,7 @@ def split_processor(settings: dict[str, Any], words: SplitWords = WORDS, **optio
 
 
 def written(processor: SplitProcessor, num_tokens: int, text: tuple[tuple[int, int], ...]) -> str:
-    """The text that a picture becomes, whose tokens are characters here."""
+    """The text that an image becomes, whose tokens are characters here."""
     letters = ["#"] * num_tokens
     for place, letter in text:
         letters[place] = chr(letter)
@@ -150,15 +150,15 @@ def written(processor: SplitProcessor, num_tokens: int, text: tuple[tuple[int, i
 
 @pytest.mark.parametrize("oracle", [Idefics3ImageProcessorPil, SmolVLMImageProcessorPil])
 @pytest.mark.parametrize("settings", SPLIT_SETTINGS.values(), ids=SPLIT_SETTINGS)
-def test_pixels_and_words_of_split_pictures_are_those_of_transformers(
+def test_pixels_and_words_of_split_images_are_those_of_transformers(
     settings: dict[str, Any], oracle: type[Any]
 ) -> None:
     ours, theirs = split_processor(settings), oracle(**settings)
     tile_tokens = (settings["max_image_size"]["longest_edge"] // 8) ** 2
     for size in SIZES:
-        picture = noise(*size)
-        expected = theirs(images=picture, return_tensors="np", return_row_col_info=True)
-        pixels = ours.process(Picture.whole(picture))
+        image = noise(*size)
+        expected = theirs(images=image, return_tensors="np", return_row_col_info=True)
+        pixels = ours.process(DecodedImage.whole(image))
         np.testing.assert_allclose(pixels, expected["pixel_values"][0], rtol=0, atol=1e-6)
         assert expected["pixel_attention_mask"].all(), "no tile has padding, so the tower need not know of any"
         placeholders = ours.placeholders(pixels, size)
@@ -168,44 +168,44 @@ def test_pixels_and_words_of_split_pictures_are_those_of_transformers(
         )
 
 
-def test_a_picture_of_low_detail_is_not_cut() -> None:
+def test_an_image_of_low_detail_is_not_cut() -> None:
     settings = {**SPLIT_SETTINGS["published"], "do_image_splitting": True}
     processor = split_processor(settings)
     low = processor.within(PixelLimits(low_detail=True))
     uncut = split_processor({**settings, "do_image_splitting": False})
-    picture = Picture.whole(noise(90, 20))
-    (pixels, placeholders), (expected, expected_placeholders) = low.prepare(picture), uncut.prepare(picture)
+    image = DecodedImage.whole(noise(90, 20))
+    (pixels, placeholders), (expected, expected_placeholders) = low.prepare(image), uncut.prepare(image)
     np.testing.assert_array_equal(pixels, expected)
     assert placeholders == expected_placeholders
-    assert len(pixels) < len(processor.prepare(picture)[0])
+    assert len(pixels) < len(processor.prepare(image)[0])
     assert low.fingerprint == uncut.fingerprint != processor.fingerprint
     assert processor.within(PixelLimits()) is processor
     assert uncut.within(PixelLimits(low_detail=True)) is uncut
 
 
-def test_the_defaults_of_split_pictures_are_those_of_transformers() -> None:
+def test_the_defaults_of_split_images_are_those_of_transformers() -> None:
     ours = SplitProcessor({"vision_config": {"patch_size": 14}, "scale_factor": 2}, {}, WORDS)
     theirs = Idefics3ImageProcessorPil()(images=noise(90, 20), return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(ours.process(Picture.whole(noise(90, 20))), theirs[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(ours.process(DecodedImage.whole(noise(90, 20))), theirs[0], rtol=0, atol=1e-6)
     assert ours._tile_tokens == 169
 
 
-def test_no_picture_is_larger_than_the_largest_edge() -> None:
+def test_no_image_is_larger_than_the_largest_edge() -> None:
     settings = {"size": {"longest_edge": 5000}, "max_image_size": {"longest_edge": 1024}}
     ours = split_processor(settings)
     theirs = Idefics3ImageProcessorPil(**settings)(images=noise(90, 3), return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(ours.process(Picture.whole(noise(90, 3))), theirs[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(ours.process(DecodedImage.whole(noise(90, 3))), theirs[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK"])
-def test_a_picture_of_any_mode_becomes_the_pixels_of_transformers(mode: str) -> None:
-    picture = noise(40, 25, mode)
+def test_an_image_of_any_mode_becomes_the_pixels_of_transformers(mode: str) -> None:
+    image = noise(40, 25, mode)
     for ours, theirs in (
         (next_processor(NEXT), LlavaNextImageProcessorPil(**NEXT)),
         (split_processor(SPLIT_SETTINGS["published"]), Idefics3ImageProcessorPil(**SPLIT_SETTINGS["published"])),
     ):
-        expected = theirs(images=picture, return_tensors="np")["pixel_values"][0]
-        np.testing.assert_allclose(ours.process(Picture.whole(picture)), expected, rtol=0, atol=1e-6)
+        expected = theirs(images=image, return_tensors="np")["pixel_values"][0]
+        np.testing.assert_allclose(ours.process(DecodedImage.whole(image)), expected, rtol=0, atol=1e-6)
 
 
 def test_large_jpegs_are_decoded_at_a_fraction_of_their_size_unless_pixels_must_be_exact() -> None:
@@ -215,15 +215,15 @@ def test_large_jpegs_are_decoded_at_a_fraction_of_their_size_unless_pixels_must_
         lambda exact: split_processor(SPLIT_SETTINGS["published"], exact_pixels=exact),
     ):
         fast, exact = make(False), make(True)
-        reduced = decode_picture(data, MediaConfig(), fast.reduction)
-        whole = decode_picture(data, MediaConfig(), exact.reduction)
+        reduced = decode_image(data, MediaConfig(), fast.reduction)
+        whole = decode_image(data, MediaConfig(), exact.reduction)
         assert reduced.is_reduced
         assert not whole.is_reduced
-        pixels = [processor.process(picture) for processor, picture in ((fast, reduced), (exact, whole))]
+        pixels = [processor.process(image) for processor, image in ((fast, reduced), (exact, whole))]
         assert pixels[0].shape == pixels[1].shape
         assert 0 < np.abs(pixels[0] - pixels[1]).mean() < 0.03
         assert fast.placeholders(pixels[0], reduced.size) == exact.placeholders(pixels[1], whole.size)
-    # Pictures whose own size counts are decoded in full.
+    # Images whose own size counts are decoded in full.
     own = split_processor(SPLIT_SETTINGS["its own size"])
     assert own.reduction((4000, 3000)) == 1
 
@@ -247,8 +247,8 @@ def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
     assert len(set(fingerprints)) == len(fingerprints)
 
 
-def test_equal_files_with_other_settings_are_other_pictures() -> None:
-    data, cache = encoded(noise(40, 30)), PictureCache(2**20)
+def test_equal_files_with_other_settings_are_other_images() -> None:
+    data, cache = encoded(noise(40, 30)), ImageCache(2**20)
     split, whole = split_processor(SPLIT_SETTINGS["published"]), split_processor(SPLIT_SETTINGS["whole"])
     images = [prepare_image(data, processor, MediaConfig(), cache) for processor in (split, whole, split)]
     assert images[0] is images[2]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.media.pictures_for_tests import encoded, noise
+from tests.media.images_for_tests import encoded, noise
 from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import (
     ImageFetchError,
@@ -25,8 +25,8 @@ from vlmserve.errors import (
     VideoTooLargeError,
 )
 from vlmserve.media.any_size import AnySizeProcessor
-from vlmserve.media.cache import PictureCache
-from vlmserve.media.pictures import Picture
+from vlmserve.media.cache import ImageCache
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import PixelLimits
 from vlmserve.media.videos import Timing, VideoProcessor, VideoSource, prepare_video
 from vlmserve.types import ImageInput
@@ -44,7 +44,7 @@ FRAMES = [noise(40, 24, seed=seed) for seed in range(6)]
 
 
 def prepare(source: VideoSource, processor: VideoProcessor = PROCESSOR, salt: str = "", **limits: Any) -> ImageInput:
-    return prepare_video(source, processor, MediaConfig(**limits), PictureCache(0), salt=salt)
+    return prepare_video(source, processor, MediaConfig(**limits), ImageCache(0), salt=salt)
 
 
 def timing(**fields: Any) -> Timing:
@@ -79,10 +79,10 @@ def test_time_becomes_positions_where_the_model_counts_seconds() -> None:
     assert prepare(FRAMES[:4], PROCESSOR.within(PixelLimits(), 0.5)).frame_step == 8.0
 
 
-def test_frames_become_what_pictures_within_the_same_bounds_do(tmp_path: Path) -> None:
+def test_frames_become_what_images_within_the_same_bounds_do(tmp_path: Path) -> None:
     video = prepare(FRAMES[:5])
-    pictures = AnySizeProcessor.from_settings(SETTINGS)
-    expected = np.concatenate([pictures.process(Picture.whole(frame)) for frame in FRAMES[:5]])
+    images = AnySizeProcessor.from_settings(SETTINGS)
+    expected = np.concatenate([images.process(DecodedImage.whole(frame)) for frame in FRAMES[:5]])
     np.testing.assert_array_equal(video.pixels, expected)
     assert video.grid == (3, 3, 5)
     assert video.num_tokens == 45
@@ -110,7 +110,7 @@ def test_whatever_changes_pixels_or_positions_changes_the_key() -> None:
 
 
 def test_a_video_that_comes_again_is_not_prepared_again() -> None:
-    cache = PictureCache(10**6)
+    cache = ImageCache(10**6)
     first = prepare_video(FRAMES, PROCESSOR, LIMITS, cache)
     assert prepare_video(list(FRAMES), PROCESSOR, LIMITS, cache) is first
     assert prepare_video(FRAMES[1:], PROCESSOR, LIMITS, cache) is not first

@@ -14,7 +14,7 @@ from tests.moondream import SETTINGS, TEXT, TOKENS, VISION, Moondream, make_moon
 from tests.oracles.moondream import MoondreamOracle
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
 from vlmserve.media.crops import CropProcessor
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import PixelLimits
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
@@ -58,14 +58,14 @@ def test_pictures_of_extreme_shapes_are_seen(moondream: Moondream, size: tuple[i
     vision = load(moondream.folder).vision
     assert vision is not None
     processor = CropProcessor({"config": SETTINGS})
-    picture = Picture.whole(noise(0, *size))
+    picture = DecodedImage.whole(noise(0, *size))
     pixels = processor.process(picture)
     vision.check(pixels.shape, processor.placeholders(pixels, size).num_tokens)
 
 
 def test_names_may_come_without_the_outer_module(tmp_path: Path) -> None:
     with_it, without = (load(make_moondream(tmp_path / prefix, prefix=prefix)[0]) for prefix in ("model.", ""))
-    pixels = [torch.from_numpy(CropProcessor({"config": SETTINGS}).process(Picture.whole(noise(0, 50, 30))))]
+    pixels = [torch.from_numpy(CropProcessor({"config": SETTINGS}).process(DecodedImage.whole(noise(0, 50, 30))))]
     ids = torch.arange(9)
     assert with_it.vision is not None
     assert without.vision is not None
@@ -83,7 +83,7 @@ def test_the_published_shape_is_what_an_empty_config_means() -> None:
     assert spec.ropes[0].size == 32
     tower = MoondreamSpec.from_config(config, 2048)
     assert (tower.side, tower.stride, tower.layers.num_patches) == (27, 19, 729)
-    pixels = CropProcessor(config).process(Picture.whole(noise(0, 800, 600)))
+    pixels = CropProcessor(config).process(DecodedImage.whole(noise(0, 800, 600)))
     assert pixels.shape == (1, 3, 378 + 2 * 266 + 112, 4 * 266 + 112)
     assert CropProcessor(config).placeholders(pixels, (800, 600)).num_tokens == 729
 
@@ -137,7 +137,7 @@ def test_other_revisions_names_are_missed_by_name(tmp_path: Path) -> None:
 def test_crops_equal_the_oracles(moondream: Moondream, size: tuple[int, int]) -> None:
     picture = noise(1, *size)
     expected, (rows, columns) = moondream.oracle.crops(picture)
-    pixels = CropProcessor({"config": SETTINGS}).process(Picture.whole(picture))
+    pixels = CropProcessor({"config": SETTINGS}).process(DecodedImage.whole(picture))
     assert pixels.dtype == np.float32
     whole, large = pixels[0, :, :20], pixels[0, :, 20:]
     assert large.shape[1:] == (12 * rows + 8, 12 * columns + 8)
@@ -156,17 +156,17 @@ def test_a_picture_of_low_detail_is_one_crop(moondream: Moondream) -> None:
     low, picture = processor.within(PixelLimits(low_detail=True)), noise(2, 45, 44)
     crops, tiles = oracle.crops(picture)
     assert tiles == (1, 1)
-    pixels, placeholders = low.prepare(Picture.whole(picture))
+    pixels, placeholders = low.prepare(DecodedImage.whole(picture))
     np.testing.assert_allclose(pixels[0, :, :20], crops[0], atol=1e-6)
     np.testing.assert_allclose(pixels[0, :, 20:], crops[1], atol=1e-6)
-    assert placeholders == processor.prepare(Picture.whole(picture))[1]
+    assert placeholders == processor.prepare(DecodedImage.whole(picture))[1]
     vision = load(moondream.folder).vision
     assert vision is not None
     vision.check(pixels.shape, TOKENS)
     (actual,) = vision.encode([torch.from_numpy(pixels)])
     torch.testing.assert_close(actual.double(), oracle.see(crops, tiles), atol=1e-4, rtol=1e-4)
     for size in ((200, 30), (17, 90), (3, 3), (90, 21)):
-        assert low.process(Picture.whole(noise(3, *size))).shape == (1, 3, 40, 20)
+        assert low.process(DecodedImage.whole(noise(3, *size))).shape == (1, 3, 40, 20)
     assert low.fingerprint != processor.fingerprint
     assert processor.within(PixelLimits()) is processor
     assert low.within(PixelLimits(low_detail=True)) is low

@@ -13,12 +13,12 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
 from tests.checkpoints import PINPOINTS, change_config, make_idefics3, make_llava_next, rename_tensors
-from tests.media.pictures_for_tests import noise
+from tests.media.images_for_tests import noise
 from tests.media.test_tiles import NEXT, next_processor
 from tests.models.test_llava import load
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import PixelLimits
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.siglip import patch_positions
@@ -32,7 +32,7 @@ SIZES = [(40, 30), (30, 40), (90, 10), (16, 16), (20, 60), (33, 31), (97, 1), (1
 def tiles(size: tuple[int, int]) -> tuple[torch.Tensor, Tiling | None, int]:
     """Pixels of a picture for LLaVA-NeXT, how they lie, and how many embeddings they become."""
     processor = next_processor({**NEXT, "image_grid_pinpoints": PINPOINTS})
-    pixels = processor.process(Picture.whole(noise(*size)))
+    pixels = processor.process(DecodedImage.whole(noise(*size)))
     placeholders = processor.placeholders(pixels, size)
     return torch.from_numpy(pixels), placeholders.tiling, placeholders.num_tokens
 
@@ -72,7 +72,7 @@ def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_pat
     processor = next_processor({**NEXT, "image_grid_pinpoints": PINPOINTS}).within(PixelLimits(low_detail=True))
     pictures = []
     for size in SIZES:
-        pixels, placeholders = processor.prepare(Picture.whole(noise(*size)))
+        pixels, placeholders = processor.prepare(DecodedImage.whole(noise(*size)))
         assert placeholders.tiling is None
         vision.check(pixels.shape, placeholders.num_tokens)
         pictures.append(torch.from_numpy(pixels))

@@ -80,16 +80,16 @@ def test_bad_calls_are_refused() -> None:
 
 
 @pytest.mark.parametrize("text_first", [False, True])
-def test_messages_hold_the_pictures_once_and_the_right_earlier_answers(text_first: bool) -> None:
+def test_messages_hold_the_images_once_and_the_right_earlier_answers(text_first: bool) -> None:
     scene = sample_scene(3, "one")
     turns = (("What is this?", "a red circle"), ("Where is it?", "top left"))
     messages = messages_of(Example("follow_up", (scene,), turns, "Be brief.", text_first), 1)
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     kinds = [part["type"] for part in messages[1]["content"]]
     assert kinds == (["text", "image"] if text_first else ["image", "text"])
-    (picture,) = [part["image"] for part in messages[1]["content"] if part["type"] == "image"]
-    assert isinstance(picture, Image.Image)
-    assert picture.size == scene.size
+    (image,) = [part["image"] for part in messages[1]["content"] if part["type"] == "image"]
+    assert isinstance(image, Image.Image)
+    assert image.size == scene.size
     assert [messages[2]["content"], messages[3]["content"]] == ["a red circle", "Where is it?"]
 
 

@@ -27,8 +27,8 @@ def pixie() -> LLM:
 
 def ask(*questions: tuple[Image.Image, str]) -> list[list[dict[str, object]]]:
     return [
-        [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}]}]
-        for picture, text in questions
+        [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
+        for image, text in questions
     ]
 
 
@@ -37,10 +37,10 @@ def answers(pixie: LLM, conversations: list[list[dict[str, object]]]) -> list[st
 
 
 def circle(colour: str, size: tuple[int, int] = (300, 300)) -> Image.Image:
-    picture = Image.new("RGB", size, (120, 120, 125))
+    image = Image.new("RGB", size, (120, 120, 125))
     width, height = size
-    ImageDraw.Draw(picture).ellipse((width * 0.2, height * 0.2, width * 0.8, height * 0.8), fill=colour)
-    return picture
+    ImageDraw.Draw(image).ellipse((width * 0.2, height * 0.2, width * 0.8, height * 0.8), fill=colour)
+    return image
 
 
 def test_transformers_loads_the_same_folder_and_says_the_same_tokens(pixie):
@@ -67,12 +67,12 @@ def test_it_names_what_a_newcomer_draws(pixie, size):
 
 
 def test_it_reads_a_number(pixie):
-    picture = Image.new("RGB", (240, 160), "white")
-    ImageDraw.Draw(picture).text((40, 30), "42", fill="black", font=ImageFont.load_default(90))
-    assert answers(pixie, ask((picture, "What number is written?"))) == ["42"]
+    image = Image.new("RGB", (240, 160), "white")
+    ImageDraw.Draw(image).text((40, 30), "42", fill="black", font=ImageFont.load_default(90))
+    assert answers(pixie, ask((image, "What number is written?"))) == ["42"]
 
 
-def test_the_same_question_about_another_picture_has_another_answer(pixie):
+def test_the_same_question_about_another_image_has_another_answer(pixie):
     conversations = ask(*((circle(colour), "What colour is the circle?") for colour in COLOURS))
     assert answers(pixie, conversations) == list(COLOURS)
     assert answers(pixie, conversations[::-1]) == list(COLOURS[::-1])

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from vlmserve.pixie.questions import TASK_KINDS, TASKS, Example, pair, sample_example, scene_seed, single, text_only
-from vlmserve.pixie.refusals import INTRODUCTION, NO_PICTURE, REFUSAL, is_held_out
+from vlmserve.pixie.refusals import INTRODUCTION, NO_IMAGE, REFUSAL, is_held_out
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS, Item, Scene, sample_scene
 from vlmserve.pixie.vocabulary import COLOURS, PLACES, PLURALS, SHAPES
 
@@ -185,8 +185,8 @@ def test_refused_questions_have_fixed_answers() -> None:
     rng = random.Random(2)
     for example in [*examples("refusal"), *(text_only(rng) for _ in range(200))]:
         ((_, answer),) = example.turns
-        assert answer in (REFUSAL, INTRODUCTION, NO_PICTURE)
-        assert not (answer == NO_PICTURE and example.scenes)
+        assert answer in (REFUSAL, INTRODUCTION, NO_IMAGE)
+        assert not (answer == NO_IMAGE and example.scenes)
 
 
 def test_evaluation_refuses_questions_that_training_never_asks() -> None:

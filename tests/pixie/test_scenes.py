@@ -1,4 +1,4 @@
-"""Scenes and their pictures."""
+"""Scenes and their images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlmserve.pixie.scenes import HELD_OUT_SEEDS, LEAST_CONTRAST, Kind, place_of
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 17, HELD_OUT_SEEDS + 5])
-def test_equal_seeds_give_equal_scenes_and_pictures(seed: int) -> None:
+def test_equal_seeds_give_equal_scenes_and_images(seed: int) -> None:
     one, other = sample_scene(seed), sample_scene(seed)
     assert one == other
     assert draw_scene(one).tobytes() == draw_scene(other).tobytes()
@@ -41,7 +41,7 @@ def test_items_of_a_grid_are_in_reading_order_inside_their_places() -> None:
             assert item.place == 3 * int(y * 3) + int(x * 3)
 
 
-def test_an_item_stands_out_from_its_background_in_the_drawn_picture() -> None:
+def test_an_item_stands_out_from_its_background_in_the_drawn_image() -> None:
     for seed in range(40):
         scene = sample_scene(seed, "one")
         item = scene.items[0]

@@ -36,9 +36,7 @@ GLM_PATTERN = (
     r"""|\s+(?!\S)|\s+"""
 )
 TEXTS = st.lists(
-    st.sampled_from(
-        [*"aet 'x\n.,3", "  ", "the", "picture", " red", "café", "cafe\u0301", "日本", "😀", "1234", "'LL"]
-    ),
+    st.sampled_from([*"aet 'x\n.,3", "  ", "the", "image", " red", "café", "cafe\u0301", "日本", "😀", "1234", "'LL"]),
     max_size=12,
 ).map("".join)
 RANKS = rank_bpe.train(CORPUS, QWEN_PATTERN, 60)
@@ -96,7 +94,7 @@ def test_special_tokens_of_qwen_follow_in_their_order(qwen_text: Tokenizer, qwen
     assert (tokenizer.image_token, tokenizer.image_token_id) == ("<imgpad>", IMGPAD)
 
 
-def test_places_in_a_picture_are_part_of_an_answer(qwen_vl: RequestPreparer) -> None:
+def test_places_in_an_image_are_part_of_an_answer(qwen_vl: RequestPreparer) -> None:
     text = "<ref>red</ref><box>(1,2),(3,4)</box>"
     ids = qwen_vl.tokenizer.encode(text)
     assert ids[0] == REF
@@ -104,21 +102,21 @@ def test_places_in_a_picture_are_part_of_an_answer(qwen_vl: RequestPreparer) -> 
     assert detokenizer.push([*ids, IM_END]) + detokenizer.finish() == text
 
 
-def picture(seed: int) -> Image.Image:
+def image(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (60, 90, 3), np.uint8))
 
 
 def image_part(seed: int) -> dict[str, Any]:
     file = io.BytesIO()
-    picture(seed).save(file, "PNG")
+    image(seed).save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def test_conversations_of_qwen_vl_number_their_pictures(qwen_vl: RequestPreparer) -> None:
+def test_conversations_of_qwen_vl_number_their_images(qwen_vl: RequestPreparer) -> None:
     prompt = qwen_vl.chat(
         [
-            {"role": "user", "content": [image_part(0), {"type": "text", "text": "the picture"}]},
+            {"role": "user", "content": [image_part(0), {"type": "text", "text": "the image"}]},
             {"role": "assistant", "content": "a red circle"},
             {"role": "user", "content": [image_part(1), image_part(0), {"type": "text", "text": "and <img>?"}]},
         ]
@@ -132,7 +130,7 @@ def test_conversations_of_qwen_vl_number_their_pictures(qwen_vl: RequestPreparer
     # What users write is text, whatever it looks like.
     expected = [
         *turn(encode("system\nYou are a helpful assistant.")),
-        *turn(encode("user\nPicture 1: "), seen, encode("\nthe picture")),
+        *turn(encode("user\nPicture 1: "), seen, encode("\nthe image")),
         *turn(encode("assistant\na red circle")),
         *turn(encode("user\nPicture 2: "), seen, encode("\nPicture 3: "), seen, encode("\nand <img>?")),
         IM_START,
@@ -150,9 +148,9 @@ def test_a_system_message_takes_the_place_of_qwen_s_own(qwen_vl: RequestPreparer
     assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_pictures_of_qwen_vl_are_squeezed_into_a_square(qwen_vl: RequestPreparer) -> None:
+def test_images_of_qwen_vl_are_squeezed_into_a_square(qwen_vl: RequestPreparer) -> None:
     (span,) = qwen_vl.chat([{"role": "user", "content": [image_part(0), {"type": "text", "text": "the"}]}]).images
-    levels = np.asarray(picture(0).resize((84, 84), Image.Resampling.BICUBIC)).astype(np.float64) / 255
+    levels = np.asarray(image(0).resize((84, 84), Image.Resampling.BICUBIC)).astype(np.float64) / 255
     mean, deviation = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     expected = ((levels - mean) / deviation).transpose(2, 0, 1)[None]
     np.testing.assert_allclose(span.image.pixels, expected, atol=1e-5)
@@ -218,17 +216,17 @@ def test_prompts_of_chatglm3_begin_with_its_prefix(tmp_path: Path, sentencepiece
     names = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
     assert [preparer.tokenizer.token_id(name) for name in names] == list(range(count, count + 9))
     gmask, sop, system, user, assistant = (count + index for index in (1, 3, 5, 6, 7))
-    assert preparer.text("the picture").token_ids == [gmask, sop, *theirs.encode("the picture")]
+    assert preparer.text("the image").token_ids == [gmask, sop, *theirs.encode("the image")]
     prompt = preparer.chat(
         [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "the picture <|user|>"},
+            {"role": "user", "content": "the image <|user|>"},
             {"role": "assistant", "content": "red"},
             {"role": "user", "content": "and?"},
         ]
     )
     # Its own code writes a turn as the role's token, a line break, and the text by itself.
-    turns = [(system, "Be brief."), (user, "the picture <|user|>"), (assistant, "red"), (user, "and?")]
+    turns = [(system, "Be brief."), (user, "the image <|user|>"), (assistant, "red"), (user, "and?")]
     expected = [gmask, sop]
     for role, text in turns:
         expected += [role, *theirs.encode("\n"), *theirs.encode(text)]
@@ -244,7 +242,7 @@ def test_glm4_has_ranks_under_the_name_of_a_sentencepiece_model(tmp_path: Path) 
     write_ranks(folder / "tokenizer.model", ranks)
     tokenizer = Tokenizer.from_folder(folder)
     assert [tokenizer.token_id(name) for name in names] == [len(ranks) + index for index in range(8)]
-    for text in ("the picture 123123412", "'LL go", " a  b\n\n"):
+    for text in ("the image 123123412", "'LL go", " a  b\n\n"):
         assert tokenizer.encode(text)[2:] == rank_bpe.encode(text, GLM_PATTERN, ranks)
     assert tokenizer.encode("the")[:2] == [len(ranks) + 2, len(ranks) + 4]
     (folder / "tokenizer_config.json").write_text("{}")

@@ -147,7 +147,7 @@ def test_nothing_follows_a_stop_string(letters: Tokenizer) -> None:
     assert detokenizer.finish() == ""
 
 
-@pytest.mark.parametrize("text", ["pictures", "a red picture", "reddish pictures, it's blue."])
+@pytest.mark.parametrize("text", ["images", "a red image", "reddish images, it's blue."])
 def test_the_bytes_of_tokens_together_are_the_text(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False)
     of = token_bytes(tokenizer)
@@ -165,11 +165,11 @@ def test_parts_of_a_character_are_bytes_of_their_own():
 
 @given(st.lists(st.integers(0, 300), max_size=30))
 def test_what_was_decoded_is_shown_up_to_what_is_held(ids):
-    detokenizer = Detokenizer(Tokenizer(byte_level(), NO_FILES), stop=["pictures"])
+    detokenizer = Detokenizer(Tokenizer(byte_level(), NO_FILES), stop=["images"])
     shown = ""
     for id_ in ids:
         shown += detokenizer.push([id_])
         assert detokenizer.num_shown == len(shown) <= detokenizer.num_decoded
-        assert detokenizer.num_decoded - len(shown) < len("pictures")
+        assert detokenizer.num_decoded - len(shown) < len("images")
     shown += detokenizer.finish()
     assert detokenizer.num_shown == len(shown) == detokenizer.num_decoded

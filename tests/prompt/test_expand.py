@@ -10,20 +10,20 @@ from vlmserve.types import ImageInput
 IMAGE = 9
 
 
-def picture(num_tokens: int) -> ImageInput:
+def image_of(num_tokens: int) -> ImageInput:
     return ImageInput(bytes(32), np.zeros((1, 3, 2, 2), np.float32), num_tokens)
 
 
-def test_each_placeholder_takes_the_room_of_its_own_picture() -> None:
-    first, second = picture(3), picture(2)
+def test_each_placeholder_takes_the_room_of_its_own_image() -> None:
+    first, second = image_of(3), image_of(2)
     prompt = expand_placeholders([IMAGE, 1, 2, IMAGE], IMAGE, [first, second])
     assert prompt.token_ids == [IMAGE] * 3 + [1, 2] + [IMAGE] * 2
     assert [(span.image, span.start, span.end) for span in prompt.images] == [(first, 0, 3), (second, 5, 7)]
 
 
-def test_a_pictures_own_text_stands_among_its_placeholders() -> None:
+def test_an_images_own_text_stands_among_its_placeholders() -> None:
     image = ImageInput(bytes(32), np.zeros((2, 3, 2, 2), np.float32), 6, text=((0, 5), (3, 6), (5, 7)))
-    prompt = expand_placeholders([1, IMAGE, 2, IMAGE], IMAGE, [image, picture(2)])
+    prompt = expand_placeholders([1, IMAGE, 2, IMAGE], IMAGE, [image, image_of(2)])
     assert prompt.token_ids == [1, 5, IMAGE, IMAGE, 6, IMAGE, 7, 2, IMAGE, IMAGE]
     assert [(span.start, span.end) for span in prompt.images] == [(1, 7), (8, 10)]
     assert image.num_embeddings == 3
@@ -35,6 +35,6 @@ def test_text_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("ids", "num_images"), [([1], 1), ([IMAGE], 0), ([IMAGE, IMAGE], 1)])
-def test_as_many_placeholders_as_pictures(ids: list[int], num_images: int) -> None:
+def test_as_many_placeholders_as_images(ids: list[int], num_images: int) -> None:
     with pytest.raises(InvalidRequestError, match="placeholder"):
-        expand_placeholders(ids, IMAGE, [picture(1)] * num_images)
+        expand_placeholders(ids, IMAGE, [image_of(1)] * num_images)

@@ -70,12 +70,12 @@ def test_the_form_that_a_template_takes_is_found_out(source: str, strings: bool,
     assert (template.takes_strings, template.takes_parts, template.takes_images) == (strings, parts, images)
 
 
-def test_in_string_templates_a_picture_is_its_placeholder() -> None:
+def test_in_string_templates_an_image_is_its_placeholder() -> None:
     text = ChatTemplate(CHATML_STRINGS, SPECIAL, "<image>").render([Message("user", (ImagePart(), "What is this?"))])
     assert text == "<|im_start|>user\n<image>\nWhat is this?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_in_part_templates_that_know_no_pictures_a_picture_is_its_placeholder() -> None:
+def test_in_part_templates_that_know_no_images_an_image_is_its_placeholder() -> None:
     source = "{% for m in messages %}{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endfor %}"
     text = ChatTemplate(source, SPECIAL, "<image>").render([Message("user", (ImagePart(), "Hi"))])
     assert text == "[<image>][Hi]"

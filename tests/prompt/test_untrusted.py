@@ -15,7 +15,7 @@ PIECES = st.lists(st.sampled_from([*TOKENS, *"<>|/s_ \n", "im", "age", "end", "w
 
 def test_ordinary_text_passes_untouched() -> None:
     quotation = Quotation(CONTROL)
-    text = "  What is in the picture?\n"
+    text = "  What is in the image?\n"
     assert quotation.quote(text) == text
     assert quotation.is_empty
 

@@ -20,7 +20,7 @@ LLAVA_STYLE = (
     "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-"""The way published LLaVA checkpoints write it: parts only, pictures first."""
+"""The way published LLaVA checkpoints write it: parts only, images first."""
 
 CHATML_STRINGS = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{{ message.content | trim }}"
@@ -34,7 +34,7 @@ CHATML_PARTS = (
     "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Both forms, pictures where they stand."""
+"""Both forms, images where they stand."""
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
 
@@ -104,7 +104,7 @@ def write_checkpoint(
     tokenizer_config: dict[str, Any] | None = None,
     image_processor: dict[str, Any] | None = None,
 ) -> Path:
-    """A LLaVA (or, if not `sees`, Llama) checkpoint folder without weights: 28-pixel pictures of 4 placeholders."""
+    """A LLaVA (or, if not `sees`, Llama) checkpoint folder without weights: 28-pixel images of 4 placeholders."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     image_id = tokenizer.token_to_id("<image>")

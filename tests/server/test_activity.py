@@ -24,7 +24,7 @@ def test_everything_that_happened_is_in_it():
         encoder_queries=5,
         encoder_hits=5,
         preemptions=3,
-        blocks_swapped_out=10,
+        blocks_offloaded=10,
         steps=7,
     )
     after = EngineStats(
@@ -39,13 +39,13 @@ def test_everything_that_happened_is_in_it():
         encoder_queries=13,
         encoder_hits=11,
         preemptions=5,
-        blocks_swapped_out=20,
-        blocks_swapped_in=4,
+        blocks_offloaded=20,
+        blocks_loaded=4,
         steps=300,
     )
     assert activity_line(before, after, 10.0) == (
         "12 running, 3 waiting | prompt 1520.0 tokens/s, generation 310.3 tokens/s | KV cache 43% used | "
-        "prefix hits 25% | encoder hits 75% | 2 preempted | blocks swapped 10 out, 4 in"
+        "prefix hits 25% | encoder hits 75% | 2 preempted | blocks: 10 offloaded, 4 loaded"
     )
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.media.pictures_for_tests import encoded
+from tests.media.images_for_tests import encoded
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import QUESTION
 from tests.server.process import ServerProcess, settle
@@ -125,22 +125,22 @@ def test_a_jpeg_whose_last_scan_is_repeated_is_refused_before_it_is_decoded(serv
     assert answers[0].json()["error"]["code"] == "image_too_large"
 
 
-def test_large_pictures_are_not_decoded_all_at_once(server: ServerProcess) -> None:
+def test_large_images_are_not_decoded_all_at_once(server: ServerProcess) -> None:
     # Each takes 256 MB while it is decoded.
-    pictures = [
+    images = [
         shown(encoded(Image.new("RGB", (4000, 3990), color), "WEBP", lossless=True, method=0), "webp")
         for color in ("red", "green", "blue", "black", "white", "gray")
     ]
     with server.watched(max_seconds=30, max_growth=700 * MB), ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda picture: ask(server, picture), pictures))
+        answers = list(pool.map(lambda image: ask(server, image), images))
     assert [answer.status_code for answer in answers] == [200] * 6
 
 
-def test_pictures_of_clients_that_left_are_not_decoded(server: ServerProcess) -> None:
+def test_images_of_clients_that_left_are_not_decoded(server: ServerProcess) -> None:
     settle(server)
-    picture = shown(encoded(Image.new("RGB", (8000, 7900), "red"), "PNG", compress_level=1), "png")
+    image = shown(encoded(Image.new("RGB", (8000, 7900), "red"), "PNG", compress_level=1), "png")
     with server.watched(max_seconds=12, max_growth=1500 * MB):
-        for number in range(24):  # with salts of their own, so that each is another picture
-            content = json.dumps({**picture, "cache_salt": str(number)}).encode()
+        for number in range(24):  # with salts of their own, so that each is another image
+            content = json.dumps({**image, "cache_salt": str(number)}).encode()
             ask_and_leave(server, "/v1/chat/completions", content)
         settle(server)

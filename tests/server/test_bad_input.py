@@ -195,7 +195,7 @@ def bomb() -> bytes:
     )
 
 
-def with_pictures(*urls: str) -> dict:
+def with_images(*urls: str) -> dict:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]}
 
@@ -216,27 +216,25 @@ def data_url(data: bytes) -> str:
         ("data:image/png", "invalid_image"),
         ("/etc/passwd", None),
         ("file:///etc/passwd", None),
-        ("http://127.0.0.1:1/picture.png", "image_fetch_failed"),
+        ("http://127.0.0.1:1/image.png", "image_fetch_failed"),
         ("http://169.254.169.254/latest/meta-data", "image_fetch_failed"),
     ],
 )
-def test_a_picture_that_cannot_be_had(live, url, code):
-    response = live.post(with_pictures(url))
+def test_an_image_that_cannot_be_had(live, url, code):
+    response = live.post(with_images(url))
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"].startswith("messages[0].content[0]")
     assert code is None or error["code"] == code
 
 
-def test_too_many_pictures(live):
-    refused(
-        live.post(with_pictures(*[data_url(png())] * 3)), 400, "at most 2", param="messages", code="too_many_images"
-    )
+def test_too_many_images(live):
+    refused(live.post(with_images(*[data_url(png())] * 3)), 400, "at most 2", param="messages", code="too_many_images")
 
 
-def test_a_picture_for_a_model_that_cannot_see(tmp_path):
+def test_an_image_for_a_model_that_cannot_see(tmp_path):
     with LiveServer(make_mock_checkpoint(tmp_path, sees_images=False)) as blind:
-        refused(blind.post(with_pictures(data_url(png()))), 400, "cannot see", param="messages", code="too_many_images")
+        refused(blind.post(with_images(data_url(png()))), 400, "cannot see", param="messages", code="too_many_images")
         assert blind.ask().status_code == 200
 
 

@@ -43,11 +43,11 @@ def test_usage_tells_what_was_cached_in_whole_answers_and_in_streams(pixie):
     assert last.usage == again
 
 
-def test_another_picture_finds_nothing_of_this_one(pixie):
+def test_another_image_finds_nothing_of_this_one(pixie):
     ask(pixie, "green")
     cached = ask(pixie, "blue")[1].prompt_tokens_details.cached_tokens
-    text_before_the_picture = 16
-    assert cached <= text_before_the_picture
+    text_before_the_image = 16
+    assert cached <= text_before_the_image
 
 
 def test_nothing_is_shared_across_salts(pixie):
@@ -58,9 +58,9 @@ def test_nothing_is_shared_across_salts(pixie):
     assert cached("orange", "b") == 0
     unsalted = cached("orange", None)
     assert cached("orange", "a") > unsalted
-    before = pixie.service._preparer.picture_cache.stats()
+    before = pixie.service._preparer.image_cache.stats()
     assert cached("orange", "c") == 0
-    after = pixie.service._preparer.picture_cache.stats()
+    after = pixie.service._preparer.image_cache.stats()
     assert (after.hits, after.misses) == (before.hits, before.misses + 1)
 
 

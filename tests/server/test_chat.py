@@ -23,8 +23,8 @@ def data_url(color: str, size: tuple[int, int] = (40, 30)) -> str:
 
 
 def about(*urls: str, text: str = "What is in the picture?") -> list:
-    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
 
 def test_an_answer_has_everything_that_openai_promises(live):
@@ -104,7 +104,7 @@ async def test_a_hundred_streams_at_once_each_get_their_own_answer(live):
         assert await ask(client, 42) == together[42]
 
 
-def test_another_picture_gives_another_answer_and_the_same_one_the_same(live):
+def test_another_image_gives_another_answer_and_the_same_one_the_same(live):
     def ask(*colors: str) -> tuple[str, int]:
         answer = live.openai.chat.completions.create(model="tiny", messages=about(*map(data_url, colors)))
         return answer.choices[0].message.content, answer.usage.prompt_tokens
@@ -115,7 +115,7 @@ def test_another_picture_gives_another_answer_and_the_same_one_the_same(live):
     assert ask("red", "blue")[1] == length + IMAGE_TOKENS
 
 
-def test_pictures_pass_as_plain_strings_and_with_a_detail(live):
+def test_images_pass_as_plain_strings_and_with_a_detail(live):
     url = data_url("red")
     objects = live.post({"messages": about(url)}).json()
     plain = live.post({"messages": [{"role": "user", "content": [
@@ -184,7 +184,7 @@ def test_n_streamed_answers_arrive_complete(live):
     assert sorted(ends) == [0, 1, 2]
 
 
-def test_n_answers_send_a_picture_once_and_count_what_each_encoded(live, monkeypatch):
+def test_n_answers_send_an_image_once_and_count_what_each_encoded(live, monkeypatch):
     sent = []
     send = live.client._send
     monkeypatch.setattr(live.client, "_send", lambda message: sent.append(message) or send(message))
@@ -195,7 +195,7 @@ def test_n_answers_send_a_picture_once_and_count_what_each_encoded(live, monkeyp
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "images": 2, "images_encoded": 10}
 
 
-def test_salts_reach_the_engine_and_separate_pictures(live, monkeypatch):
+def test_salts_reach_the_engine_and_separate_images(live, monkeypatch):
     sent = []
     send = live.client._send
     monkeypatch.setattr(live.client, "_send", lambda message: sent.append(message) or send(message))

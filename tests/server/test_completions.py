@@ -72,7 +72,7 @@ def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(live):
         ({"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
         ({"prompt": [10**6]}, "prompt", "not in the vocabulary"),
         ({"prompt": "a" * 100_000}, "prompt", "at most"),
-        ({"prompt": "<image>"}, "prompt", "picture"),
+        ({"prompt": "<image>"}, "prompt", "image"),
         ({"prompt": PROMPT, "suffix": "and so on"}, "suffix", "not supported"),
         ({"prompt": PROMPT, "messages": QUESTION}, "messages", "not a field"),
         ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),

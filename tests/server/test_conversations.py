@@ -33,10 +33,10 @@ def test_a_conversation_is_made_found_changed_and_deleted(keeping):
 def test_items_are_added_listed_found_and_deleted(keeping):
     conversations = keeping.openai.conversations
     conversation = conversations.create(items=[user("one")])
-    picture = [{"type": "input_image", "image_url": data_url("red")}, {"type": "input_text", "text": "two"}]
+    image = [{"type": "input_image", "image_url": data_url("red")}, {"type": "input_text", "text": "two"}]
     answer = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "three"}]}
     added = conversations.items.create(
-        conversation.id, items=[{"type": "message", "role": "user", "content": picture}, answer]
+        conversation.id, items=[{"type": "message", "role": "user", "content": image}, answer]
     )
     assert [item.role for item in added.data] == ["user", "assistant"]
     listed = conversations.items.list(conversation.id, order="asc").data
@@ -88,7 +88,7 @@ def test_wrong_requests_are_refused_by_name(keeping):
     assert httpx.get(f"{keeping.url}/v1/conversations/{conversation.id}?x=1").status_code == 400
 
 
-def test_a_picture_that_finds_no_room_is_refused_and_others_still_fit(keeping):
+def test_an_image_that_finds_no_room_is_refused_and_others_still_fit(keeping):
     huge = "data:image/png;base64," + "A" * 1_600_000
     with pytest.raises(openai.APIStatusError) as caught:
         keeping.openai.conversations.create(

@@ -34,7 +34,7 @@ class Writer(threading.Thread):
     def run(self) -> None:
         with httpx.Client(timeout=60) as client, contextlib.suppress(httpx.TransportError):
             while True:
-                content = PNG + b"%d-%d" % (self.number, len(self.files))  # what is behind a picture changes nothing
+                content = PNG + b"%d-%d" % (self.number, len(self.files))  # what is behind an image changes nothing
                 form = {"files": {"file": ("a.png", content)}, "data": {"purpose": "vision"}}
                 self.files.append(client.post(f"{self.url}/files", **form).raise_for_status().json()["id"])
                 question = f"{self.number}-{len(self.answers)}"

@@ -8,7 +8,7 @@ import pytest
 from tests.mock_checkpoint import IMAGE_TOKENS
 from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
 from tests.server.test_chat import about, data_url
-from tests.server.test_metrics import PICTURES
+from tests.server.test_metrics import IMAGES
 from vlmserve.server.debug import cache_report
 from vlmserve.types import EngineSnapshot, EngineStats
 
@@ -57,7 +57,7 @@ def test_it_shows_the_pools_and_every_unfinished_request(debugged):
 
 def test_every_pools_figures_are_its_own():
     stats = EngineStats(**{field: 1000 * i for i, field in enumerate(EngineStats.__struct_fields__, start=1)})
-    report = cache_report(EngineSnapshot(stats, []), PICTURES)
+    report = cache_report(EngineSnapshot(stats, []), IMAGES)
     assert report["kv_blocks"] == {
         "total": stats.kv_blocks_total,
         "used": stats.kv_blocks_used,
@@ -69,24 +69,24 @@ def test_every_pools_figures_are_its_own():
         "total": stats.host_blocks_total,
         "used": stats.host_blocks_used,
         "free": stats.host_blocks_total - stats.host_blocks_used,
-        "swapped_out": stats.blocks_swapped_out,
-        "swapped_in": stats.blocks_swapped_in,
+        "offloaded": stats.blocks_offloaded,
+        "loaded": stats.blocks_loaded,
     }
     assert report["encoder_cache"] == {
         "capacity_bytes": stats.encoder_cache_bytes,
         "used_bytes": stats.encoder_cache_used_bytes,
-        "pinned_pictures": stats.encoder_cache_pinned,
+        "pinned_images": stats.encoder_cache_pinned,
         "queries": stats.encoder_queries,
         "hits": stats.encoder_hits,
     }
-    assert report["picture_cache"] == {
-        "capacity_bytes": PICTURES.capacity_bytes,
-        "used_bytes": PICTURES.used_bytes,
-        "pictures": PICTURES.num_pictures,
-        "hits": PICTURES.hits,
-        "misses": PICTURES.misses,
+    assert report["image_cache"] == {
+        "capacity_bytes": IMAGES.capacity_bytes,
+        "used_bytes": IMAGES.used_bytes,
+        "images": IMAGES.num_images,
+        "hits": IMAGES.hits,
+        "misses": IMAGES.misses,
     }
-    assert cache_report(EngineSnapshot(stats, []), None)["picture_cache"] is None
+    assert cache_report(EngineSnapshot(stats, []), None)["image_cache"] is None
 
 
 def test_an_engine_in_a_long_step_is_an_error_and_not_a_wait_without_end(folder, monkeypatch):

@@ -58,7 +58,7 @@ def test_lists_are_paged_and_chosen_by_purpose(keeping):
         files.list(after="file-none")
 
 
-def test_a_file_that_is_shown_gives_the_answer_that_its_picture_gives(keeping):
+def test_a_file_that_is_shown_gives_the_answer_that_its_image_gives(keeping):
     file = upload(keeping, png("green"))
     by_url = keeping.openai.chat.completions.create(model="tiny", messages=about(data_url("green")))
     parts = [{"type": "file", "file": {"file_id": file.id}}, {"type": "text", "text": "What is in the picture?"}]
@@ -97,7 +97,7 @@ def test_files_expire_when_they_were_asked_to(keeping):
         upload(keeping, png("red"), expires_after={"anchor": "created_at", "seconds": 1})
 
 
-def test_what_is_neither_a_picture_nor_a_video_is_refused(keeping):
+def test_what_is_neither_an_image_nor_a_video_is_refused(keeping):
     broken = png("red")[:20]
     for data in (b"hello", b"", broken, b"%PDF-1.4 ..."):
         status, error = post(keeping, files={"file": ("a.png", data)}, data={"purpose": "vision"})
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_see_videos_takes_none(keeping):
     assert (status, error["code"]) == (400, "invalid_video")
 
 
-def test_only_pictures_of_allowed_sizes_are_kept(keeping):
+def test_only_images_of_allowed_sizes_are_kept(keeping):
     noise = io.BytesIO()
     Image.effect_noise((400, 400), 100).save(noise, "PNG")
     assert len(noise.getvalue()) > 100_000
@@ -127,7 +127,7 @@ def test_wrong_forms_are_refused_kindly(keeping):
         (400, "purpose", {"files": file}),
         (400, "purpose", {"files": file, "data": {"purpose": "fine-tune"}}),
         (400, "colour", {"files": file, "data": {"purpose": "vision", "colour": "red"}}),
-        (400, "file", {"files": {"picture": ("a.png", png("red"))}, "data": {"purpose": "vision"}}),
+        (400, "file", {"files": {"image": ("a.png", png("red"))}, "data": {"purpose": "vision"}}),
         (400, "file", {"files": {"purpose": (None, "vision")}}),
         (400, None, {"files": [("file", ("a.png", b"x")), ("file", ("b.png", b"y"))], "data": {"purpose": "vision"}}),
         (415, None, {"json": {"purpose": "vision"}}),

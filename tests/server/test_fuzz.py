@@ -1,4 +1,4 @@
-"""A thousand broken pictures and bodies: each is refused kindly, and none costs anybody else anything."""
+"""A thousand broken images and bodies: each is refused kindly, and none costs anybody else anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from PIL import Image
 from tests.server.live import QUESTION, wait_until
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-PICTURES = 600
+IMAGES = 600
 BODIES = 400
 ERROR_FIELDS = {"message", "type", "param", "code"}
 
@@ -73,14 +73,14 @@ def check(response: httpx.Response) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_broken_pictures_are_answered_or_refused(live, client) -> None:
+def test_broken_images_are_answered_or_refused(live, client) -> None:
     draw = random.Random(1)
     files = list(good_files())
     statuses = Counter(
         check(client.post("/v1/chat/completions", json=asked_about(broken(draw.choice(files), draw))))
-        for _ in range(PICTURES)
+        for _ in range(IMAGES)
     )
-    assert statuses[400] > PICTURES // 3
+    assert statuses[400] > IMAGES // 3
     for data in files:
         assert check(client.post("/v1/chat/completions", json=asked_about(data))) == 200
     wait_until(lambda: live.client.num_unfinished == 0)

@@ -109,7 +109,7 @@ def test_usage_counts_the_tokens_up_to_a_stop_string_in_whatever_steps_they_come
 def test_tokens_of_one_character_are_told_with_it():
     tokens = TOKENIZER.encode("a\N{PARTY POPPER}", add_special_tokens=False)
     assert b"".join(map(token_bytes(TOKENIZER), tokens)) == "a\N{PARTY POPPER}".encode()
-    [letter, picture, end] = pieces_of([*tokens, tokens[0]], [], [])
+    [letter, image, end] = pieces_of([*tokens, tokens[0]], [], [])
     assert (letter.text, len(letter.told)) == ("a", 1)
-    assert (picture.text, len(picture.told)) == ("\N{PARTY POPPER}", len(tokens) - 1)
+    assert (image.text, len(image.told)) == ("\N{PARTY POPPER}", len(tokens) - 1)
     assert (end.text, len(end.told), end.finish_reason) == ("a", 1, "length")

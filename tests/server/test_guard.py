@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.server.live import QUESTION, LiveServer, wait_until
-from tests.server.test_bad_input import data_url, png, with_pictures
+from tests.server.test_bad_input import data_url, png, with_images
 from vlmserve.server.keys import add_key
 
 OPEN = ("/", "/health", "/ready", "/version", "/metrics")
@@ -187,7 +187,7 @@ def test_a_stream_is_not_held_back(folder):
 
 @pytest.fixture
 def salts(guarded, monkeypatch):
-    """Of what arrives at the engine: the request's and its first picture's key."""
+    """Of what arrives at the engine: the request's and its first image's key."""
     arrived = []
     submit = guarded.client.submit_together
 
@@ -201,7 +201,7 @@ def salts(guarded, monkeypatch):
 
 def test_every_key_has_a_cache_of_its_own(guarded, keys, salts):
     def one(name: str, **fields) -> tuple[str, bytes]:
-        body = {**with_pictures(data_url(png())), "max_tokens": 2, **fields}
+        body = {**with_images(data_url(png())), "max_tokens": 2, **fields}
         response = guarded.post(body, headers=bearer(keys[1][name]))
         assert response.status_code == 200
         return salts[-1]
@@ -209,7 +209,7 @@ def test_every_key_has_a_cache_of_its_own(guarded, keys, salts):
     alice, bob = one("alice"), one("bob")
     assert alice == one("alice")
     kinds = [alice, bob, one("alice", cache_salt="x"), one("bob", cache_salt="x"), one("team-a")]
-    assert len({salt for salt, _ in kinds}) == len({picture for _, picture in kinds}) == 5
+    assert len({salt for salt, _ in kinds}) == len({image for _, image in kinds}) == 5
     assert one("team-a") == one("team-b")
     assert one("alice", cache_salt=alice[0]) != alice
     assert all(len(salt) == 64 for salt, _ in salts)
@@ -295,14 +295,14 @@ def test_the_log_has_ids_and_names_of_keys_and_nothing_that_was_said(guarded, ke
     assert keys[1]["alice"] not in caplog.text
 
 
-def test_prompts_are_logged_only_when_asked_for_and_without_pictures(folder, caplog):
+def test_prompts_are_logged_only_when_asked_for_and_without_images(folder, caplog):
     caplog.set_level("INFO")
     with LiveServer(folder, server={"log_prompts": True}) as server:
-        picture = data_url(png())
-        body = with_pictures(picture)
+        image = data_url(png())
+        body = with_images(image)
         body["messages"][0]["content"][1]["text"] = "xylophone\nsecond line"
         assert server.post(body, headers={"x-request-id": "mine-8"}).status_code == 200
-        source = {"type": "base64", "media_type": "image/png", "data": picture.partition(",")[2]}
+        source = {"type": "base64", "media_type": "image/png", "data": image.partition(",")[2]}
         blocks = [{"type": "image", "source": source}, {"type": "text", "text": "marimba"}]
         body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": blocks}]}
         assert httpx.post(f"{server.url}/v1/messages", json=body).status_code == 200
@@ -315,7 +315,7 @@ def test_prompts_are_logged_only_when_asked_for_and_without_pictures(folder, cap
     assert said[0].startswith("mine-8 says ")
     assert "xylophone\\nsecond line" in said[0]
     assert "marimba" in said[1]
-    assert picture[100:140] not in "".join(said)
+    assert image[100:140] not in "".join(said)
 
 
 def test_a_path_cannot_write_a_line_of_its_own_into_the_log(live, caplog):

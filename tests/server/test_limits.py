@@ -20,8 +20,8 @@ from PIL import Image
 
 from tests.mock_checkpoint import CONTEXT
 from tests.server.live import QUESTION, LiveServer, wait_until
-from tests.server.test_bad_input import data_url, png, refused, with_pictures
-from vlmserve.media.pictures import FORMATS
+from tests.server.test_bad_input import data_url, png, refused, with_images
+from vlmserve.media.images import FORMATS
 
 LONG = {"ignore_eos": True, "max_tokens": 480}
 
@@ -52,7 +52,7 @@ def a_good_request_still_works(request):
         wait_until(lambda: live.service.bodies.used == live.service.num_answers == live.client.num_unfinished == 0)
 
 
-def picture_file(image_format: str, width: int = 40, height: int = 30) -> bytes:
+def image_file(image_format: str, width: int = 40, height: int = 30) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (width, height), "red").save(file, image_format)
     return file.getvalue()
@@ -62,16 +62,16 @@ def picture_file(image_format: str, width: int = 40, height: int = 30) -> bytes:
     ("body", "status", "code", "param", "message"),
     [
         ({"user": "x" * 100_000}, 413, "body_too_large", None, "100000 bytes"),
-        (with_pictures(*[data_url(png())] * 3), 400, "too_many_images", "messages", "at most 2"),
+        (with_images(*[data_url(png())] * 3), 400, "too_many_images", "messages", "at most 2"),
         (
-            with_pictures(data_url(png(101, 100))),
+            with_images(data_url(png(101, 100))),
             400,
             "image_too_large",
             "messages[0].content[0].image_url.url",
             "10,000",
         ),
         (
-            with_pictures(data_url(bytes(50_001))),
+            with_images(data_url(bytes(50_001))),
             400,
             "image_too_large",
             "messages[0].content[0].image_url.url",
@@ -284,18 +284,18 @@ def test_a_request_that_runs_may_take_as_long_as_it_likes_for_its_first_token(fo
 
 @pytest.mark.parametrize("image_format", FORMATS)
 def test_every_format_is_seen_as_data_and_as_a_file(bounded, image_format):
-    data = picture_file(image_format)
-    path = bounded.allowed / f"a picture.{image_format}"
+    data = image_file(image_format)
+    path = bounded.allowed / f"an image.{image_format}"
     path.write_bytes(data)
     for url in (data_url(data), path.as_uri()):
-        response = bounded.post(with_pictures(url))
+        response = bounded.post(with_images(url))
         assert response.status_code == 200, response.text
         assert response.json()["usage"]["prompt_tokens_details"]["images"] == 1
 
 
 @pytest.mark.parametrize("image_format", ["PPM", "ICO", "TGA", "PCX", "EPS", "PDF", "JPEG2000"])
 def test_other_formats_are_refused_kindly(bounded, image_format):
-    response = bounded.post(with_pictures(data_url(picture_file(image_format))))
+    response = bounded.post(with_images(data_url(image_file(image_format))))
     refused(response, 400, "PNG, JPEG", param="messages[0].content[0].image_url.url", code="invalid_image")
 
 
@@ -309,8 +309,8 @@ def png_with(*chunks: bytes, size: int) -> bytes:
 
 
 def resized(image_format: str, old: bytes, new: bytes) -> bytes:
-    """A small picture whose header says another size."""
-    data = picture_file(image_format)
+    """A small image whose header says another size."""
+    data = image_file(image_format)
     assert old in data
     return data.replace(old, new, 1)
 
@@ -341,7 +341,7 @@ def bombs() -> Iterator[tuple[str, bytes, str]]:
     yield "GIF", resized("GIF", struct.pack("<HH", 40, 30), struct.pack("<HH", 65535, 65535)), "image_too_large"
     yield "BMP", resized("BMP", struct.pack("<ii", 40, 30), struct.pack("<ii", 2**30, 2**30)), "image_too_large"
     yield "JPEG", resized("JPEG", struct.pack(">HH", 30, 40), struct.pack(">HH", 65500, 65500)), "image_too_large"
-    yield "WebP", picture_file("WEBP", 3000, 3000), "image_too_large"
+    yield "WebP", image_file("WEBP", 3000, 3000), "image_too_large"
     yield "TIFF", tiff(2**20, 2**20), "image_too_large"
 
 
@@ -352,7 +352,7 @@ BOMBS = {name: (data, code) for name, data, code in bombs()}
 def test_small_files_that_unfold_are_refused_before_they_do(bounded, name):
     data, code = BOMBS[name]
     assert len(data) < 40_000
-    response = bounded.post(with_pictures(data_url(data)))
+    response = bounded.post(with_images(data_url(data)))
     refused(response, 400, "image", param="messages[0].content[0].image_url.url", code=code)
 
 

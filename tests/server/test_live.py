@@ -57,7 +57,7 @@ def test_it_is_protected_as_metrics_are(folder, protected, status):
 async def test_while_the_model_loads_there_are_no_figures_of_an_engine():
     service = Service(EngineConfig(), MediaConfig(), ServerConfig())
     figures = await LiveView(service).figures()
-    assert (figures.status, figures.engine, figures.blocks, figures.pictures) == ("loading", None, None, None)
+    assert (figures.status, figures.engine, figures.blocks, figures.image_cache) == ("loading", None, None, None)
     service.close()
 
 
@@ -78,7 +78,7 @@ class Engine:
 async def watched():
     service = Service(EngineConfig(), MediaConfig(), ServerConfig())
     engine = Engine()
-    service.open(engine, SimpleNamespace(picture_cache=SimpleNamespace(stats=lambda: None)))
+    service.open(engine, SimpleNamespace(image_cache=SimpleNamespace(stats=lambda: None)))
     yield LiveView(service), engine
     service.close()
 

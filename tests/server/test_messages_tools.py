@@ -207,7 +207,7 @@ def test_of_a_call_that_is_cut_the_input_has_what_is_complete(live, says, argume
         assert [block.input for block in answer.content] == [whole]
 
 
-def picture(color: str) -> dict[str, Any]:
+def image(color: str) -> dict[str, Any]:
     data = data_url(color).partition(",")[2]
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
@@ -226,7 +226,7 @@ def test_an_agent_sees_the_screenshots_that_its_tools_take(live):
         messages = [*turns, {"role": "user", "content": [result(call.id, "Done.", *shown), *more]}]
         return {"messages": messages, "temperature": 0}
 
-    red, blue = picture("red"), picture("blue")
+    red, blue = image("red"), image("blue")
     answers = {
         name: ask(live, **fields)
         for name, fields in {
@@ -269,7 +269,7 @@ def test_the_clients_own_loop_runs_tools_until_there_is_an_answer(live, monkeypa
     def screenshot(screen: int) -> list[Any]:
         """Shows a screen."""
         taken.append(screen)
-        return [picture("red")]
+        return [image("red")]
 
     scripts = iter(["Let me look.\n" + written("screenshot", '{"screen": 2}'), "It is red."])
     monkeypatch.setattr(live.service, "detokenizer", lambda params, shown_ids: Script(next(scripts)))
@@ -370,7 +370,7 @@ def history(call: Any, *answer: Any) -> list[Any]:
          "messages[2].content[1].content[1].source: "),
         ({"system": "Be brief.", "messages": history(CALL, result("toolu_1"), BROKEN)},
          "messages[2].content[1].source: "),
-        ({"messages": history(CALL, result("toolu_1", *[picture("red")] * 4))}, "at most 3 are allowed"),
+        ({"messages": history(CALL, result("toolu_1", *[image("red")] * 4))}, "at most 3 are allowed"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_name(live, fields, message):

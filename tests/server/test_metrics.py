@@ -25,7 +25,7 @@ from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
 from tests.server.nvml import UUID, FakeNvml
 from tests.server.test_chat import about, data_url
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
-from vlmserve.media.cache import PictureCacheStats
+from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.collectors import Distribution, RunningEngine
 from vlmserve.server.metrics import AnswerRecord, ServerMetrics
 from vlmserve.server.service import Service
@@ -35,7 +35,7 @@ STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__s
 INFO = ModelInfo("tiny", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True)
 ENGINE = RunningEngine(os.getpid(), INFO, 2.5)
 ON_GPU = RunningEngine(os.getpid(), msgspec.structs.replace(INFO, device="cuda:0", gpu_uuid=UUID), 2.5)
-PICTURES = PictureCacheStats(num_pictures=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
+IMAGES = ImageCacheStats(num_images=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
 OF_COMPLETE_ANSWERS = (
     "e2e_request_latency_seconds",
     "request_time_per_output_token_seconds",
@@ -52,14 +52,14 @@ OF_COMPLETE_ANSWERS = (
 
 def metrics_of(
     stats: EngineStats | None = STATS,
-    pictures=PICTURES,
+    images=IMAGES,
     engine: RunningEngine | None = ENGINE,
     cache_dtype: str = "auto",
 ) -> ServerMetrics:
     return ServerMetrics(
         "tiny",
         engine_stats=lambda: stats,
-        picture_cache_stats=lambda: pictures,
+        image_cache_stats=lambda: images,
         engine=lambda: engine,
         cache_config={"block_size": 16, "cache_dtype": cache_dtype, "enable_prefix_caching": True},
     )
@@ -90,7 +90,7 @@ def since(server: LiveServer, before: Counter[str]) -> Counter[str]:
     return after
 
 
-def test_requests_are_counted_with_their_tokens_and_pictures(live):
+def test_requests_are_counted_with_their_tokens_and_images(live):
     before = scrape(live)
     usages = [live.ask(max_tokens=3, ignore_eos=True).json()["usage"] for _ in range(2)]
     seen = live.ask(messages=about(data_url("red"), data_url("blue")), max_tokens=4, ignore_eos=True).json()["usage"]
@@ -203,7 +203,7 @@ async def test_a_server_that_loads_has_metrics_but_no_engines():
     service.close()
 
 
-async def test_a_server_shows_the_picture_cache_of_its_preparer():
+async def test_a_server_shows_the_image_cache_of_its_preparer():
     service = Service(EngineConfig(model="tiny"), MediaConfig(), ServerConfig())
     client = SimpleNamespace(
         alive=True,
@@ -215,7 +215,7 @@ async def test_a_server_shows_the_picture_cache_of_its_preparer():
         silence=0.0,
         on_step=None,
     )
-    service.open(client, SimpleNamespace(picture_cache=SimpleNamespace(stats=lambda: PICTURES)))
+    service.open(client, SimpleNamespace(image_cache=SimpleNamespace(stats=lambda: IMAGES)))
     values = values_of(service.metrics.exposition()[0].decode())
     assert (values["mm_cache_queries_total"], values["mm_cache_hits_total"]) == (12, 7)
     assert values["steps_total"] == STATS.steps
@@ -235,14 +235,14 @@ def test_an_engine_without_blocks_uses_none_of_them():
     assert values_of(metrics_of(EngineStats()).exposition()[0].decode())["kv_cache_usage_perc"] == 0
 
 
-def test_the_picture_cache_is_there_if_the_server_has_one():
+def test_the_image_cache_is_there_if_the_server_has_one():
     values = values_of(metrics_of().exposition()[0].decode())
     assert (values["mm_cache_queries_total"], values["mm_cache_hits_total"]) == (12, 7)
-    assert (values["mm_cache_used_bytes"], values["mm_cache_bytes"], values["mm_cache_pictures"]) == (300, 1000, 3)
-    assert "mm_cache_queries_total" not in values_of(metrics_of(pictures=None).exposition()[0].decode())
+    assert (values["mm_cache_used_bytes"], values["mm_cache_bytes"], values["mm_cache_images"]) == (300, 1000, 3)
+    assert "mm_cache_queries_total" not in values_of(metrics_of(images=None).exposition()[0].decode())
 
 
-def test_a_step_counts_with_its_tokens_its_time_and_that_of_its_pictures():
+def test_a_step_counts_with_its_tokens_its_time_and_that_of_its_images():
     metrics = metrics_of()
     start = EngineStats(steps=4, prompt_tokens=100, generation_tokens=50, step_seconds=2.0, vision_seconds=1.0)
     plain = msgspec.structs.replace(start, steps=5, generation_tokens=58, step_seconds=2.25)

@@ -171,18 +171,18 @@ def test_the_clients_own_helpers_read_calls(live):
     assert follow_up.output_text
 
 
-def test_what_a_function_returns_reaches_the_model_pictures_included(live):
+def test_what_a_function_returns_reaches_the_model_images_included(live):
     first = ask(live, shown(data_url("blue")), tool_choice=WEATHER)
     [call] = calls_of(first)
 
-    def answer(*pictures: str) -> Response:
-        parts = [{"type": "input_image", "image_url": data_url(colour)} for colour in pictures]
+    def answer(*images: str) -> Response:
+        parts = [{"type": "input_image", "image_url": data_url(colour)} for colour in images]
         output = returned(call.call_id, [{"type": "input_text", "text": "Here:"}, *parts])
         kept = ask(live, [output], previous_response_id=first.id, temperature=0)
         sent = ask(live, [*shown(data_url("blue")), *first.output, output], store=False, temperature=0)
         assert kept.output_text == sent.output_text
         assert kept.usage.input_tokens == sent.usage.input_tokens
-        assert kept.usage.to_dict()["input_tokens_details"]["images"] == 1 + len(pictures)
+        assert kept.usage.to_dict()["input_tokens_details"]["images"] == 1 + len(images)
         return kept
 
     red, green = answer("red", "green"), answer("green", "red")
@@ -217,7 +217,7 @@ def test_what_a_function_returns_reaches_the_model_pictures_included(live):
     assert chat.usage.prompt_tokens == red.usage.input_tokens
 
 
-def test_a_picture_that_a_function_returns_may_be_an_uploaded_file(live):
+def test_an_image_that_a_function_returns_may_be_an_uploaded_file(live):
     png = base64.b64decode(data_url("red").partition(",")[2])
     file = live.openai.files.create(file=("red.png", png), purpose="vision")
     call = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{}"}
@@ -307,8 +307,8 @@ def test_calls_and_what_they_returned_are_items_of_a_conversation(live):
     items = live.openai.conversations.items
     conversation = live.openai.conversations.create(items=[{"type": "message", **QUESTION}])
     [call] = calls_of(ask(live, [], conversation=conversation.id, tool_choice=WEATHER))
-    picture = [{"type": "input_image", "image_url": data_url("red")}]
-    answer = ask(live, [returned(call.call_id, picture)], conversation=conversation.id, temperature=0)
+    image = [{"type": "input_image", "image_url": data_url("red")}]
+    answer = ask(live, [returned(call.call_id, image)], conversation=conversation.id, temperature=0)
     _, called, output, said = listed = items.list(conversation.id, order="asc").data
     assert called.to_dict() == call.to_dict()
     assert (output.type, output.call_id, output.output[0].image_url) == (

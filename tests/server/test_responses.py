@@ -364,11 +364,11 @@ def test_owners_see_only_their_own(keeping, monkeypatch):
             assert [ann.get(path).status_code for path in paths] == [200] * 6
             assert [bob.get(path).status_code for path in paths] == [404] * 6
             assert bob.get("/files").json()["data"] == []
-            picture = [{"role": "user", "content": [{"type": "input_image", "file_id": file}]}]
+            image = [{"role": "user", "content": [{"type": "input_image", "file_id": file}]}]
             for body in (
                 {"input": "x", "previous_response_id": response},
                 {"input": "x", "conversation": conversation},
-                {"input": picture},
+                {"input": image},
                 {"input": [{"type": "item_reference", "id": item}]},
             ):
                 assert bob.post("/responses", json=body).status_code == 404
@@ -435,7 +435,7 @@ def test_a_response_that_cannot_be_kept_is_not_acknowledged(keeping, monkeypatch
     assert keeping.service.bodies.used == 0
 
 
-def test_pictures_that_are_asked_for_by_name_are_there_and_nothing_else_can_be(keeping):
+def test_images_that_are_asked_for_by_name_are_there_and_nothing_else_can_be(keeping):
     response = respond(keeping, shown(data_url("red")))
     include = ["message.input_image.image_url"]
     [item] = keeping.openai.responses.input_items.list(response.id, include=include)
@@ -461,7 +461,7 @@ def test_without_a_history_responses_are_answered_and_the_rest_is_refused_kindly
 
 
 def test_follow_ups_pay_only_for_what_is_new(tmp_path):
-    """With the real engine: a picture that was shown once is neither encoded nor prefilled again."""
+    """With the real engine: an image that was shown once is neither encoded nor prefilled again."""
     engine = {"engine": "real", "kv_cache_memory": "16MiB", "num_threads": 1}
     server_settings = {"storage_path": str(tmp_path / "history.db")}
     with LiveServer(resolve_model(BUILT_IN_MODEL), engine=engine, server=server_settings) as server:

@@ -113,7 +113,7 @@ def test_each_of_n_answers_has_parts_of_its_own(traced, collector):
     assert sorted(decoded) == [0, 1]
 
 
-def test_pictures_have_their_time_within_prefill(collector, tmp_path):
+def test_images_have_their_time_within_prefill(collector, tmp_path):
     folder = make_llava(tmp_path, vision={"image_size": 28, "patch_size": 14})
     engine = {"engine": "real", "dtype": "float32", "device": "cpu", "kv_cache_memory": "4MiB", "num_threads": 1}
     with LiveServer(folder, engine=engine, server={"otlp_traces_endpoint": collector.url}) as server:

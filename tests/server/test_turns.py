@@ -23,13 +23,13 @@ def output(call_id: str, value: Any = "x") -> dict[str, Any]:
     return {"id": "fco_1", "type": "function_call_output", "call_id": call_id, "output": value}
 
 
-PICTURE = {"type": "input_image", "image_url": "data:", "detail": "low", "max_pixels": 9}
+IMAGE = {"type": "input_image", "image_url": "data:", "detail": "low", "max_pixels": 9}
 SHOWN = {"type": "image_url", "image_url": {"url": "data:", "detail": "low"}, "max_pixels": 9}
-BEFORE = [said("user", PICTURE), said("assistant", text("Let me "), text("look.")), function_call("a", "look", "{}")]
+BEFORE = [said("user", IMAGE), said("assistant", text("Let me "), text("look.")), function_call("a", "look", "{}")]
 NEW = [
     function_call("b", "look", '{"at": 1}'),
     function_call("c", "look", '{"at', "incomplete"),
-    output("a", [text("Here:"), PICTURE]),
+    output("a", [text("Here:"), IMAGE]),
     output("b", []),
     said("developer", text("Be brief.")),
     function_call("d", "look", "{}"),

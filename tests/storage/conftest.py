@@ -47,9 +47,9 @@ def store(open_store) -> Store:
 _numbers = itertools.count()
 
 
-def item(text: str, *pictures: str) -> PackedItem:
-    """An item with a text and with pictures at these URLs."""
-    parts = [{"type": "input_image", "image_url": picture} for picture in pictures]
+def item(text: str, *images: str) -> PackedItem:
+    """An item with a text and with images at these URLs."""
+    parts = [{"type": "input_image", "image_url": image} for image in images]
     return PackedItem.of({"id": f"msg_{next(_numbers)}", "content": [*parts, {"type": "input_text", "text": text}]})
 
 

@@ -25,7 +25,7 @@ def test_any_value_comes_back_as_it_was(value):
     assert unpack(body, blobs) == value
 
 
-def test_equal_pictures_are_one_blob_and_none_of_it_is_left_in_the_text():
+def test_equal_images_are_one_blob_and_none_of_it_is_left_in_the_text():
     data = bytes(range(256))
     url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
     body, blobs = pack({"a": [url, url], "b": url})

@@ -33,7 +33,7 @@ MANY = 10**9
 ALL = Page(limit=1000, ascending=True)
 
 
-def picture(name: str, size: int = 1000) -> str:
+def image(name: str, size: int = 1000) -> str:
     data = name.encode() * (size // len(name))
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
@@ -48,8 +48,8 @@ def total(store: Store) -> int:
         return stored_bytes(connection)
 
 
-def answer(store: Store, name: str, previous: str | None = None, *, owner="", conversation=None, pictures=()) -> None:
-    inputs, outputs = [item(f"question {name}", *pictures)], [item(f"answer {name}")]
+def answer(store: Store, name: str, previous: str | None = None, *, owner="", conversation=None, images=()) -> None:
+    inputs, outputs = [item(f"question {name}", *images)], [item(f"answer {name}")]
     store.responses.save(owner, {"id": name, "status": "completed"}, inputs, outputs, conversation, previous)
 
 
@@ -74,8 +74,8 @@ def test_a_conversation_keeps_its_items_in_order_and_pages_through_them(store):
         assert ids == [entry.id for entry in (new if ascending else new[::-1])]
 
 
-def test_a_page_ends_early_when_its_pictures_are_large_but_always_moves_on(store):
-    new = [item(f"item {number}", picture(f"picture {number}", 3000)) for number in range(4)]
+def test_a_page_ends_early_when_its_images_are_large_but_always_moves_on(store):
+    new = [item(f"item {number}", image(f"image {number}", 3000)) for number in range(4)]
     store.conversations.create("", "conv", {}, new)
     listed, has_more = store.conversations.items("", "conv", ALL, 9000)
     assert (len(listed), has_more) == (2, True)
@@ -97,7 +97,7 @@ def test_a_cursor_that_is_not_in_the_list_is_the_clients_fault(store):
 
 
 def test_responses_that_follow_each_other_have_one_history(store):
-    answer(store, "a", pictures=[picture("red")])
+    answer(store, "a", images=[image("red")])
     answer(store, "b", "a")
     answer(store, "c", "b")
     answer(store, "branch", "a")
@@ -106,7 +106,7 @@ def test_responses_that_follow_each_other_have_one_history(store):
     assert history(store, "branch") == [*said[:2], "question branch", "answer branch"]
     assert store.responses.get("", "b")["output"][0]["content"][0]["text"] == "answer b"
     shown, _ = store.responses.inputs("", "a", ALL, MANY)
-    assert shown[0]["content"][0]["image_url"] == picture("red")
+    assert shown[0]["content"][0]["image_url"] == image("red")
 
 
 def test_a_deleted_response_is_gone_and_named_to_those_who_follow_it(store):
@@ -133,9 +133,9 @@ def test_a_response_brings_its_turn_to_a_conversation_and_the_turn_outlives_it(s
 
 
 def test_a_conversation_goes_with_its_items_and_the_responses_made_in_it(store):
-    store.conversations.create("", "conv", {}, [item("hello", picture("red"))])
-    answer(store, "a", conversation="conv", pictures=[picture("blue")])
-    answer(store, "b", pictures=[picture("blue")])
+    store.conversations.create("", "conv", {}, [item("hello", image("red"))])
+    answer(store, "a", conversation="conv", images=[image("blue")])
+    answer(store, "b", images=[image("blue")])
     store.conversations.delete("", "conv")
     for gone in (lambda: store.conversations.get("", "conv"), lambda: store.responses.get("", "a")):
         with pytest.raises(NotFoundError):
@@ -147,7 +147,7 @@ def test_a_conversation_goes_with_its_items_and_the_responses_made_in_it(store):
 
 def test_an_item_that_is_deleted_is_deleted_from_its_response_too(store):
     store.conversations.create("", "conv", {}, [])
-    answer(store, "a", conversation="conv", pictures=[picture("red")])
+    answer(store, "a", conversation="conv", images=[image("red")])
     question, reply = store.conversations.all_items("", "conv")
     store.conversations.delete_item("", "conv", question.id)
     assert count(store, blobs) == 0
@@ -160,18 +160,18 @@ def test_an_item_that_is_deleted_is_deleted_from_its_response_too(store):
 
 def test_nothing_of_a_turn_is_kept_when_its_conversation_is_gone(store):
     with pytest.raises(NotFoundError):
-        answer(store, "a", conversation="gone", pictures=[picture("red")])
+        answer(store, "a", conversation="gone", images=[image("red")])
     assert (count(store, items), count(store, blobs)) == (0, 0)
     with pytest.raises(NotFoundError):
         store.responses.get("", "a")
 
 
 def test_equal_content_is_stored_once_and_goes_with_the_last_that_has_it(store):
-    data = b"picture" * 100
+    data = b"image" * 100
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     store.files.create("me", "file-1", data, "a.png", "vision", "image/png", None)
     store.files.create("you", "file-2", data, "b.png", "vision", "image/png", None)
-    answer(store, "a", pictures=[url, url])
+    answer(store, "a", images=[url, url])
     assert count(store, blobs) == 1
     store.files.delete("me", "file-1")
     store.files.delete("you", "file-2")
@@ -247,15 +247,15 @@ def test_turns_that_end_at_the_same_time_are_all_kept_and_each_stands_together(s
         assert own == list(range(10))
 
 
-def test_equal_pictures_survive_others_that_are_deleted_at_the_same_time(store):
+def test_equal_images_survive_others_that_are_deleted_at_the_same_time(store):
     start = threading.Barrier(4)
 
     def write_and_delete(writer: int) -> None:
         start.wait()
         for number in range(10):
-            answer(store, f"{writer}-{number}", pictures=[picture("red")])
+            answer(store, f"{writer}-{number}", images=[image("red")])
             shown, _ = store.responses.inputs("", f"{writer}-{number}", ALL, MANY)
-            assert shown[0]["content"][0]["image_url"] == picture("red")
+            assert shown[0]["content"][0]["image_url"] == image("red")
             store.responses.delete("", f"{writer}-{number}")
 
     with ThreadPoolExecutor(4) as pool:
@@ -266,7 +266,7 @@ def test_equal_pictures_survive_others_that_are_deleted_at_the_same_time(store):
 def test_what_was_not_used_for_too_long_is_deleted(open_store, clock):
     store = open_store(storage_max_age=100)
     answer(store, "a")
-    answer(store, "old", pictures=[picture("red")])
+    answer(store, "old", images=[image("red")])
     store.conversations.create("", "conv", {}, [item("hello")])
     store.conversations.create("", "old-conv", {}, [item("hello")])
     store.files.create("", "file-old", b"1", "a.png", "vision", "image/png", None)
@@ -304,7 +304,7 @@ def test_a_file_that_expires_is_gone_at_once_and_deleted_later(store, clock):
 def test_the_oldest_goes_first_when_there_is_too_much(open_store, clock):
     store = open_store(storage_max_bytes=10_000)
     for number in range(50):
-        answer(store, f"r{number}", pictures=[picture(f"picture {number}", 900)])
+        answer(store, f"r{number}", images=[image(f"image {number}", 900)])
         clock.now += 1
     before = total(store)
     deleted = store.retention.sweep()
@@ -331,9 +331,9 @@ def test_what_finds_no_room_is_refused_and_leaves_nothing(open_store):
     store.files.create("", "file-1", b"1" * 2000, "a.png", "vision", "image/png", None)
     for refused in (
         lambda: store.files.create("", "file-2", b"2" * 1000, "a.png", "vision", "image/png", None),
-        lambda: answer(store, "a", pictures=[picture("red")]),
-        lambda: store.conversations.create("", "conv", {}, [item("hello", picture("red"))]),
-        lambda: store.responses.check_room([item("hello", picture("red"))]),
+        lambda: answer(store, "a", images=[image("red")]),
+        lambda: store.conversations.create("", "conv", {}, [item("hello", image("red"))]),
+        lambda: store.responses.check_room([item("hello", image("red"))]),
     ):
         with pytest.raises(StorageFullError, match="2,500 bytes"):
             refused()
@@ -341,12 +341,12 @@ def test_what_finds_no_room_is_refused_and_leaves_nothing(open_store):
     store.files.create("", "file-3", b"1" * 2000, "a.png", "vision", "image/png", None)  # the same once more
     store.files.delete("", "file-1")
     store.files.delete("", "file-3")
-    answer(store, "a", pictures=[picture("red")])
+    answer(store, "a", images=[image("red")])
 
 
 def test_all_is_there_after_closing_and_opening_again(open_store):
     first = open_store()
-    answer(first, "a", pictures=[picture("red")])
+    answer(first, "a", images=[image("red")])
     assert history(open_store(), "a") == ["question a", "answer a"]
 
 
@@ -447,7 +447,7 @@ def test_what_is_deleted_leaves_no_trace_in_the_file(tmp_path, clock):
     path = tmp_path / "history.db"
     store = Store(f"sqlite:///{path}", ServerConfig(storage_max_age=10), clock)
     secret = "a word that stands nowhere else"
-    store.responses.save("", {"id": "a"}, [item(secret * 500, picture("red", 500_000))], [item("answer")])
+    store.responses.save("", {"id": "a"}, [item(secret * 500, image("red", 500_000))], [item("answer")])
     answer(store, "b")
     path.with_name("history.db-reserve").unlink()  # which is as large as ever
     large = sum(file.stat().st_size for file in tmp_path.iterdir())
@@ -467,7 +467,7 @@ def test_what_is_deleted_leaves_no_trace_in_the_file(tmp_path, clock):
 def test_memory_is_a_store_that_ends_with_the_server():
     store = open_configured_store(ServerConfig(storage_url="memory"))
     assert store is not None
-    answer(store, "a", pictures=[picture("red")])
+    answer(store, "a", images=[image("red")])
     assert history(store, "a") == ["question a", "answer a"]
     store.close()
 

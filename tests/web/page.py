@@ -20,21 +20,21 @@ def answer_of(page: Page, index: int) -> str:
     return answer.locator(".markdown").inner_text()
 
 
-def add(page: Page, *pictures: Any) -> None:
-    """Choose pictures: paths, or files as Playwright describes them."""
-    files = [_payload(picture) if isinstance(picture, Path) else picture for picture in pictures]
+def add(page: Page, *images: Any) -> None:
+    """Choose images: paths, or files as Playwright describes them."""
+    files = [_payload(image) if isinstance(image, Path) else image for image in images]
     page.locator("input[type=file]").set_input_files(files)
-    page.get_by_role("button", name="Remove").nth(len(pictures) - 1).wait_for()
+    page.get_by_role("button", name="Remove").nth(len(images) - 1).wait_for()
 
 
 def _payload(path: Path) -> dict[str, Any]:
     return {"name": path.name, "mimeType": f"image/{path.suffix[1:]}", "buffer": path.read_bytes()}
 
 
-def ask(page: Page, question: str, *pictures: Any) -> None:
+def ask(page: Page, question: str, *images: Any) -> None:
     """Send a question."""
-    if pictures:
-        add(page, *pictures)
+    if images:
+        add(page, *images)
     page.get_by_label("Question", exact=True).fill(question)
     page.get_by_role("button", name="Ask", exact=True).click()
 

@@ -79,7 +79,7 @@ def test_axe_finds_nothing_wrong_with_any_view_and_nothing_is_wider_than_the_scr
     look("empty")
     draw(page)
     look("draw")
-    page.get_by_role("button", name="What is in the picture?").click()
+    page.get_by_role("button", name="What is in the image?").click()
     answer_of(page, 0)
     page.route("**/v1/chat/completions", lambda route: route.abort())
     ask(page, "What is it?", SHAPES)

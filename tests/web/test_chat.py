@@ -26,10 +26,10 @@ NOT_READY = {"error": {"message": "The server is still loading pixie; try again 
 
 
 def square(colour: str, side: int = 108) -> bytes:
-    picture = Image.new("RGB", (side, side), "white")
-    picture.paste(colour, (side // 4, side // 4, 3 * side // 4, 3 * side // 4))
+    image = Image.new("RGB", (side, side), "white")
+    image.paste(colour, (side // 4, side // 4, 3 * side // 4, 3 * side // 4))
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return file.getvalue()
 
 
@@ -50,7 +50,7 @@ def test_a_newcomer_gets_a_right_answer_about_their_drawing_in_three_actions(pix
     page = visit(pixie)
     page.get_by_role("button", name="Draw").click()
     stamp(page, 0.5, 0.5)
-    page.get_by_role("button", name="What is in the picture?").click()
+    page.get_by_role("button", name="What is in the image?").click()
     assert answer_of(page, 0) == "a red circle"
 
 
@@ -67,7 +67,7 @@ def test_an_area_that_is_drawn_by_hand_is_seen(pixie, visit):
     for place in places[1:]:
         page.mouse.move(*place, steps=5)
     page.mouse.up()
-    page.get_by_role("button", name="What is in the picture?").click()
+    page.get_by_role("button", name="What is in the image?").click()
     assert answer_of(page, 0) == "a green square"
 
 
@@ -93,7 +93,7 @@ def test_a_drawing_can_be_made_by_keyboard_undone_and_asked_something_else(pixie
     assert answer_of(page, 0) == "red"
 
 
-def test_several_pictures_are_chosen_pasted_and_dropped_and_removed_again(pixie, visit):
+def test_several_images_are_chosen_pasted_and_dropped_and_removed_again(pixie, visit):
     page = visit(pixie)
     add(page, SHAPES)
     for kind, name, target in (("paste", "pasted.png", "clipboardData"), ("drop", "dropped.png", "dataTransfer")):
@@ -111,7 +111,7 @@ def test_several_pictures_are_chosen_pasted_and_dropped_and_removed_again(pixie,
         )
         page.get_by_role("button", name=f"Open {name}").wait_for()
     page.get_by_role("button", name="Remove shapes.png").click()
-    ask(page, "What is in the second picture?")
+    ask(page, "What is in the second image?")
     assert answer_of(page, 0) == "a blue square"
 
 
@@ -153,7 +153,7 @@ def test_conversations_are_side_by_side_and_can_be_renamed_and_deleted(pixie, vi
     page.get_by_role("button", name="Delete Counting").click()
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(listed).to_have_text(["What colour is the circle?"])
-    expect(page.get_by_role("heading", name="Ask about a picture")).to_be_visible()
+    expect(page.get_by_role("heading", name="Ask about an image")).to_be_visible()
     listed.first.click()
     assert answer_of(page, 0) == "red"
 
@@ -246,7 +246,7 @@ def test_a_stopped_answer_is_kept_on_the_server_as_well(slow, visit):
     assert (question, answer.strip()) == ("Tell me a story", text)
 
 
-def test_a_picture_that_is_too_large_is_refused_kindly_and_can_be_left_out(pixie, visit):
+def test_an_image_that_is_too_large_is_refused_kindly_and_can_be_left_out(pixie, visit):
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
@@ -260,11 +260,11 @@ def test_a_picture_that_is_too_large_is_refused_kindly_and_can_be_left_out(pixie
     assert answer_of(page, 0) == "red"
 
 
-def test_a_file_that_is_no_picture_is_told_of(pixie, visit):
+def test_a_file_that_is_no_image_is_told_of(pixie, visit):
     page = visit(pixie, complains="400")
     ask(page, "What is it?", {"name": "broken.png", "mimeType": "image/png", "buffer": b"nothing of that kind"})
     expect(page.locator(".turn .problem")).to_contain_text("cannot answer this")
-    expect(page.locator(".turn .problem")).to_contain_text(re.compile("image|picture"))
+    expect(page.locator(".turn .problem")).to_contain_text(re.compile("image|image"))
 
 
 def test_while_the_server_is_away_nothing_is_lost(pixie, visit):
@@ -380,7 +380,7 @@ def test_what_is_set_is_sent_and_remembered(pixie, visit):
     page.reload()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     with page.expect_request("**/v1/chat/completions") as sent:
-        ask(page, "Describe the picture.", SHAPES)
+        ask(page, "Describe the image.", SHAPES)
     body = sent.value.post_data_json
     assert (body["temperature"], body["max_completion_tokens"]) == (0.5, 2)
     assert "top_p" not in body
@@ -403,5 +403,5 @@ def test_it_works_under_a_path_of_a_proxy(pixie, visit):
 def test_answers_are_announced_once_they_are_there(pixie, visit):
     page = visit(pixie)
     draw(page)
-    page.get_by_role("button", name="What is in the picture?").click()
+    page.get_by_role("button", name="What is in the image?").click()
     expect(page.locator(".chat > [aria-live=polite]")).to_have_text(re.compile("red circle and a blue star"))

@@ -76,7 +76,7 @@ def test_without_an_engine_it_says_why_and_shows_no_figures(slow, visit, status,
     page = visit(slow)
     nothing = {"count": 0, "p50": None, "p90": None, "p99": None}
     latencies = {kind: {"60": nothing, "300": nothing} for kind in ("ttft", "tpot", "e2e")}
-    body = {"time": 1.0, "status": status, "model": "tiny", "engine": None, "pictures": None, "blocks": None}
+    body = {"time": 1.0, "status": status, "model": "tiny", "engine": None, "images": None, "blocks": None}
     page.route("**/live", lambda route: route.fulfill(json={**body, "latencies": latencies}))
     page.get_by_role("link", name="Live").click()
     expect(page.get_by_role("main").get_by_role("status")).to_contain_text(words)

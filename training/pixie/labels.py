@@ -1,4 +1,4 @@
-"""What the generator knows of every part of a picture: the dense labels that the vision tower learns first."""
+"""What the generator knows of every part of an image: the dense labels that the vision tower learns first."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LABELS: Final = (
 
 
 def dense_labels(scene: Scene) -> npt.NDArray[np.uint8]:
-    """``[labels, GRID, GRID]``: for each cell of the squashed picture, the class of each kind in `LABELS`."""
+    """``[labels, GRID, GRID]``: for each cell of the squashed image, the class of each kind in `LABELS`."""
     labels = np.zeros((len(LABELS), GRID, GRID), np.uint8)
     width, height = scene.size
     if scene.items:

@@ -48,7 +48,7 @@ class TowerBlock(nn.Module):
 
 
 class Tower(nn.Module):
-    """uint8 pictures ``[batch, height, width, 3]`` to features ``[batch, patches, width]``."""
+    """uint8 images ``[batch, height, width, 3]`` to features ``[batch, patches, width]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ class Tower(nn.Module):
         self.pre_norm = nn.LayerNorm(width)
         self.blocks = nn.ModuleList(TowerBlock() for _ in range(_VISION.num_hidden_layers))
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        batch = len(pictures)
-        pixels = pictures.float().div(127.5).sub(1)
+    def forward(self, images: Tensor) -> Tensor:
+        batch = len(images)
+        pixels = images.float().div(127.5).sub(1)
         patches = pixels.view(batch, _SIDE, PATCH_SIZE, _SIDE, PATCH_SIZE, 3).permute(0, 1, 3, 5, 2, 4)
         tokens = self.patch(patches.reshape(batch, IMAGE_TOKENS, -1).to(self.patch.weight.dtype))
         x = torch.cat((self.class_embedding.expand(batch, 1, -1), tokens), 1) + self.positions
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits ``[tokens that are said, vocabulary]`` of packed rows.
 
-        tokens, positions, groups, branches: int64 ``[rows, length]``; see `rows.pack`. features: ``[pictures, patches,
+        tokens, positions, groups, branches: int64 ``[rows, length]``; see `rows.pack`. features: ``[images, patches,
         width]`` in the order of their placeholders. said: bool ``[rows, length]``, after which tokens one is predicted.
         """
         x = self.embeddings(tokens)

@@ -1,8 +1,8 @@
 """Training data made ahead of time by worker processes, in a ring of memory-mapped arrays.
 
-Pictures come with their dense labels and with several packed rows of questions. A row says what is common to its
-questions once (the pictures, mostly) and lets each question branch off from there, seeing that and itself only: one
-look at a picture teaches ten answers.
+Images come with their dense labels and with several packed rows of questions. A row says what is common to its
+questions once (the images, mostly) and lets each question branch off from there, seeing that and itself only: one
+look at an image teaches ten answers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from vlmserve.pixie.questions import Example, matching_pair, pair, single, text_
 from vlmserve.pixie.scenes import Kind, Scene, sample_scene
 
 ROW_LENGTH: Final = 256
-ROWS_PER_PICTURE: Final = 3
-PICTURES_PER_ROW: Final = 3
+ROWS_PER_IMAGE: Final = 3
+IMAGES_PER_ROW: Final = 3
 PADDING_GROUP: Final = 254
 KINDS: Final[tuple[Kind, ...]] = ("grid", "one", "number", "word")
 PAIR_SHARE: Final = 0.14
@@ -42,7 +42,7 @@ REFUSAL_SHARE: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How often a part of training shows each kind of picture, in the order of `KINDS`, and asks what about it."""
+    """How often a part of training shows each kind of image, in the order of `KINDS`, and asks what about it."""
 
     kinds: tuple[float, ...]
     tasks: dict[Kind, dict[str, float]]
@@ -77,12 +77,12 @@ Group = tuple[list[int], list[Encoded]]
 
 
 def squash(scene: Scene) -> npt.NDArray[np.uint8]:
-    """The picture of a scene as the image processor resizes it, ``[height, width, 3]``."""
+    """The image of a scene as the image processor resizes it, ``[height, width, 3]``."""
     return np.asarray(draw_scene(scene).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC))
 
 
 class Pool:
-    """A ring of `size` pictures with their labels and rows. Workers write it, the trainer reads it."""
+    """A ring of `size` images with their labels and rows. Workers write it, the trainer reads it."""
 
     ROW_FIELDS: Final = {"tokens": np.int16, "positions": np.int16, "groups": np.uint8, "branches": np.uint8}
 
@@ -90,12 +90,12 @@ class Pool:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.size = folder, size
         self.made: Synchronized[int] = multiprocessing.Value("q", 0)
-        """Pictures made so far."""
-        rows = size * ROWS_PER_PICTURE
+        """Images made so far."""
+        rows = size * ROWS_PER_IMAGE
         self.shapes: dict[str, tuple[tuple[int, ...], Any]] = {
-            "pictures": ((size, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8),
+            "images": ((size, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8),
             "labels": ((size, len(LABELS), GRID, GRID), np.uint8),
-            "row_pictures": ((rows, PICTURES_PER_ROW), np.int32),
+            "row_images": ((rows, IMAGES_PER_ROW), np.int32),
             "said": ((rows, ROW_LENGTH), np.bool_),
             **{name: ((rows, ROW_LENGTH), kind) for name, kind in self.ROW_FIELDS.items()},
         }
@@ -108,7 +108,7 @@ class Pool:
 
     @property
     def available(self) -> int:
-        """Pictures that may be read."""
+        """Images that may be read."""
         return min(self.made.value, self.size)
 
 
@@ -162,7 +162,7 @@ class RowMaker:
         return (sample_scene(seed, rng.choices(KINDS, self._mixture.kinds)[0]),)
 
     def row(self, scenes: tuple[Scene, ...], index: int, rng: random.Random) -> tuple[list[Group], tuple[int, ...]]:
-        """Groups of a row about the scene with that index, and the indices of the pictures in their order."""
+        """Groups of a row about the scene with that index, and the indices of the images in their order."""
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None
         drawn = rng.random()
         if len(scenes) == 2 and drawn < 0.5:
@@ -184,12 +184,12 @@ class RowMaker:
         return single(scene, rng, "refusal" if rng.random() < REFUSAL_SHARE else task)
 
     def _apart(self, example: Example, system: str | None) -> Group:
-        """A conversation of its own, its pictures behind the question's text."""
+        """A conversation of its own, its images behind the question's text."""
         encoded = encode_example(self._tokenizer, replace(example, text_first=True, system=system))
         return [], [_expand(encoded)]
 
     def _branching(self, ask: Callable[[], Example], system: str | None, count: int) -> list[Group]:
-        """Conversations that begin with the same pictures and branch off behind them."""
+        """Conversations that begin with the same images and branch off behind them."""
         common: list[int] = []
         branches = []
         for _ in range(count):
@@ -201,7 +201,7 @@ class RowMaker:
 
 
 def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float, mixture: Mixture) -> None:
-    """A worker: fills the ring as fast as it can, then goes round with `pause` seconds between pictures."""
+    """A worker: fills the ring as fast as it can, then goes round with `pause` seconds between images."""
     # Whoever draws waits for whoever learns: one thread that is late holds up all others of a product.
     os.nice(10)
     maker = RowMaker(Tokenizer.from_file(str(tokenizer_file)), mixture)
@@ -212,15 +212,15 @@ def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float, mixtur
         scenes = maker.scenes(seed, rng)
         slots = [(made + offset) % pool.size for offset in range(len(scenes))]
         for slot, scene in zip(slots, scenes, strict=True):
-            arrays["pictures"][slot] = squash(scene)
+            arrays["images"][slot] = squash(scene)
             arrays["labels"][slot] = dense_labels(scene)
         for index, slot in enumerate(slots):
-            for number in range(slot * ROWS_PER_PICTURE, (slot + 1) * ROWS_PER_PICTURE):
-                groups, pictures = maker.row(scenes, index, rng)
+            for number in range(slot * ROWS_PER_IMAGE, (slot + 1) * ROWS_PER_IMAGE):
+                groups, images = maker.row(scenes, index, rng)
                 row = pack(groups)
                 count = int((row["tokens"] == IMAGE).sum()) // IMAGE_TOKENS
-                used = [slots[picture] for picture in pictures[:count]]
-                arrays["row_pictures"][number] = used + [-1] * (PICTURES_PER_ROW - len(used))
+                used = [slots[image] for image in images[:count]]
+                arrays["row_images"][number] = used + [-1] * (IMAGES_PER_ROW - len(used))
                 for name, values in row.items():
                     arrays[name][number] = values
         made += len(slots)

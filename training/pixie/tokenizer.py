@@ -52,7 +52,7 @@ def _corpus(num_examples: int) -> Iterator[str]:
     yield from SYSTEM_PROMPTS * 20
     rng = random.Random(0)
     for seed in range(num_examples):
-        # Every third one without a picture: refused questions have the most words and need the merges.
+        # Every third one without an image: refused questions have the most words and need the merges.
         example = text_only(rng) if seed % 3 == 0 else sample_example(seed)
         for turn in example.turns:
             yield from turn
@@ -79,7 +79,7 @@ def train_tokenizer(num_examples: int = 30_000) -> Tokenizer:
 
 
 def encode_example(tokenizer: Tokenizer | PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[bool]]:
-    """Write an example as the chat template does, with one ``<image>`` id for each picture.
+    """Write an example as the chat template does, with one ``<image>`` id for each image.
 
     Returns the ids and, of the same length, which of them the model is to say: the answers with their ``</s>``.
     """
@@ -93,9 +93,9 @@ def encode_example(tokenizer: Tokenizer | PreTrainedTokenizerBase, example: Exam
         ids += [SYSTEM, *encode(example.system)]
     spoken = [False] * len(ids)
     for number, (question, answer) in enumerate(example.turns):
-        pictures = [IMAGE] * (len(example.scenes) if number == 0 else 0)
+        images = [IMAGE] * (len(example.scenes) if number == 0 else 0)
         asked = encode(question)
-        ids += [USER, *(asked + pictures if example.text_first else pictures + asked), ASSISTANT]
+        ids += [USER, *(asked + images if example.text_first else images + asked), ASSISTANT]
         spoken += [False] * (len(ids) - len(spoken))
         ids += [*encode(answer), EOS]
         spoken += [True] * (len(ids) - len(spoken))

@@ -1,6 +1,6 @@
 """Train pixie from nothing: python -m training.pixie.train --out runs/pixie
 
-First the vision tower learns what covers each part of a picture, then the whole model learns answers, at last mostly
+First the vision tower learns what covers each part of an image, then the whole model learns answers, at last mostly
 those that take longest. The state is saved every few minutes; the same command goes on where it was stopped. At the end
 the Hugging Face folder is in OUT/export, and `vlmserve eval pixie --model OUT/export` says how good it is.
 """
@@ -27,7 +27,7 @@ from training.pixie.export import IMAGE_TOKENS, export
 from training.pixie.labels import LABELS
 from training.pixie.model import Decoder, DenseHeads, Tower, dense_loss, hugging_face_names
 from training.pixie.optimizer import Optimizer
-from training.pixie.rows import BROAD, COUNTING, READING, ROWS_PER_PICTURE, Mixture, Pool, fill
+from training.pixie.rows import BROAD, COUNTING, READING, ROWS_PER_IMAGE, Mixture, Pool, fill
 from training.pixie.tokenizer import IMAGE, train_tokenizer
 
 TOWER_BATCH, MODEL_BATCH = 160, 32
@@ -71,15 +71,15 @@ class Run:
         return torch.load(path, map_location=self.device) if path.exists() else {"tower_steps": 0, "model_steps": 0}
 
     def _first_seed(self, seed: int) -> int:
-        """Far from where earlier parts of this run began, so that resuming brings new pictures."""
+        """Far from where earlier parts of this run began, so that resuming brings new images."""
         return (seed * 1_000_003 + (self.state["tower_steps"] + self.state["model_steps"]) * 10_007) % (1 << 33)
 
     def __enter__(self) -> Run:
         self._worker.start()
-        with console.status("Drawing the first pictures"):
+        with console.status("Drawing the first images"):
             while self.pool.available < min(MIN_POOL, self.pool.size):
                 if not self._worker.is_alive():
-                    raise RuntimeError("the process that draws pictures ended; its error is above")
+                    raise RuntimeError("the process that draws images ended; its error is above")
                 time.sleep(0.2)
         self.arrays = self.pool.open("r")
         return self
@@ -137,7 +137,7 @@ def train_tower(run: Run, steps: int) -> None:
         for step in range(run.state["tower_steps"], steps):
             random = np.random.default_rng((1, step))
             indices = np.sort(random.integers(0, run.pool.available, TOWER_BATCH))
-            features = run.tower(run.take("pictures", indices))
+            features = run.tower(run.take("images", indices))
             loss, right = dense_loss(run.heads(features), run.take("labels", indices), late=False)
             loss.backward()
             for optimizer in optimizers.values():
@@ -160,7 +160,7 @@ def train_model(run: Run, end: int, steps: int) -> None:
     if fresh:
         run.tower.load_state_dict(run.state["tower"]["averages"])
         with torch.no_grad():
-            run.decoder.fit_projector(run.tower.float()(run.take("pictures", slice(0, 256))))
+            run.decoder.fit_projector(run.tower.float()(run.take("images", slice(0, 256))))
     shares = {"tower": TOWER_SHARE, "heads": TOWER_SHARE, "decoder": 1.0}
     optimizers = run.optimizers({name: share * MODEL_LEARNING_RATE for name, share in shares.items()})
     average, saved = _Average(), time.monotonic()
@@ -181,18 +181,18 @@ def train_model(run: Run, end: int, steps: int) -> None:
 def _model_step(run: Run, step: int) -> tuple[float, float, list[float]]:
     """Gradients of one batch. Returns the loss on answers, the share of their tokens that is right, and the labels'."""
     random = np.random.default_rng((2, step))
-    rows = np.sort(random.integers(0, run.pool.available * ROWS_PER_PICTURE, MODEL_BATCH))
+    rows = np.sort(random.integers(0, run.pool.available * ROWS_PER_IMAGE, MODEL_BATCH))
     tokens, positions, groups, branches = (
         run.take(name, rows).long() for name in ("tokens", "positions", "groups", "branches")
     )
-    used = np.array(run.arrays["row_pictures"][rows]).reshape(-1)
+    used = np.array(run.arrays["row_images"][rows]).reshape(-1)
     unique, places = np.unique(used[used >= 0], return_inverse=True)
-    # A row that is being rewritten may not fit its pictures yet: its batch is drawn again.
+    # A row that is being rewritten may not fit its images yet: its batch is drawn again.
     if len(places) * IMAGE_TOKENS != int((tokens == IMAGE).sum()):
         return _model_step(run, step + (1 << 40))
     said = F.pad(run.take("said", rows)[:, 1:], (0, 1))
     targets = F.pad(tokens[:, 1:], (0, 1))[said]
-    features = run.tower(run.take("pictures", unique))
+    features = run.tower(run.take("images", unique))
     logits = run.decoder(tokens, positions, groups, branches, features[torch.from_numpy(places)], said).float()
     answer_loss = F.cross_entropy(logits, targets)
     auxiliary, dense_right = dense_loss(run.heads(features), run.take("labels", unique), late=True)
@@ -218,7 +218,7 @@ def export_run(run: Run) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.pixie.train", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "runs", help="folder for state and result")
-    parser.add_argument("--tower-steps", type=int, default=1200, help=f"steps of {TOWER_BATCH} pictures")
+    parser.add_argument("--tower-steps", type=int, default=1200, help=f"steps of {TOWER_BATCH} images")
     parser.add_argument("--model-steps", type=int, default=6600, help=f"steps of {MODEL_BATCH} rows of questions")
     parser.add_argument(
         "--counting-steps", type=int, default=2400, help="of them, with mostly what takes longest: counting and finding"
@@ -229,8 +229,8 @@ def main() -> None:
     parser.add_argument(
         "--decay", type=float, default=0.7, help="last share of a stage in which its learning rate falls"
     )
-    parser.add_argument("--pool", type=int, default=20_000, help="pictures that are kept at a time")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds between new pictures once the pool is full")
+    parser.add_argument("--pool", type=int, default=20_000, help="images that are kept at a time")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds between new images once the pool is full")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()

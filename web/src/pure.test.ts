@@ -43,12 +43,12 @@ suite("addresses", () => {
 
 suite("turns", () => {
   const pair = (id: string, text: string, ending?: Ending): Turn[] => [
-    { id: `${id}?`, role: "user", text: id, pictures: [] },
-    { id: `${id}!`, role: "assistant", text, pictures: [], ending },
+    { id: `${id}?`, role: "user", text: id, attachments: [] },
+    { id: `${id}!`, role: "assistant", text, attachments: [], ending },
   ];
 
   test("that came to nothing are not shown to the model", () => {
-    const last: Turn = { id: "last", role: "user", text: "last", pictures: [] };
+    const last: Turn = { id: "last", role: "user", text: "last", attachments: [] };
     const turns = [...pair("a", "yes", "complete"), ...pair("b", "", "failed"), ...pair("c", "half", "stopped"), last];
     expect(seen(turns).map((turn) => turn.id)).toEqual(["a?", "a!", "c?", "c!", "last"]);
   });
@@ -69,7 +69,7 @@ suite("drawings", () => {
 suite("live figures", () => {
   const nothing = {} as Figures["latencies"];
   const figures = (time: number, engine: Partial<Engine> | null): Figures => ({
-    time, status: "serving", model: "m", engine: engine as Engine | null, pictures: null, blocks: null, latencies: nothing,
+    time, status: "serving", model: "m", engine: engine as Engine | null, image_cache: null, blocks: null, latencies: nothing,
   });
 
   test("become rates by the server's clock", () => {

@@ -6,7 +6,7 @@ import { useSettings } from "./state/settings";
 export const SHORTCUTS: [keys: string, what: string][] = [
   ["n", "New conversation"],
   ["/", "Write a question"],
-  ["d", "Draw a picture"],
+  ["d", "Draw an image"],
   ["l", "Live view"],
   ["c", "Chat"],
   [",", "Settings"],

@@ -17,7 +17,7 @@ class CostModel:
     """Saving a block pays if copying it out and back takes less time than computing its tokens again.
 
     Both prices are measured while serving, as moving averages: seconds for each prompt token of a step that has many,
-    and seconds for each block copied to the host or back. Encoding pictures again is not counted, which would speak for
+    and seconds for each block copied to the host or back. Encoding images again is not counted, which would speak for
     saving even more; until both prices are known, blocks are saved.
     """
 

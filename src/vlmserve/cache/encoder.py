@@ -1,4 +1,4 @@
-"""Which projected picture embeddings are in memory, and who still needs them.
+"""Which projected image embeddings are in memory, and who still needs them.
 
 Only bookkeeping: the runner keeps the tensors under the same keys. An embedding that a running request needs is
 pinned; the others stay until their bytes are wanted, least recently used first out.
@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 
 class EncoderCache:
-    """Pictures by their 32-byte key, bounded in bytes, pinned ones included."""
+    """Images by their 32-byte key, bounded in bytes, pinned ones included."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -30,7 +30,7 @@ class EncoderCache:
         return len(self._pins)
 
     def make_room(self, size: int) -> list[bytes] | None:
-        """Evict idle pictures until `size` more bytes fit. Returns the evicted keys, or None, evicting nothing, if
+        """Evict idle images until `size` more bytes fit. Returns the evicted keys, or None, evicting nothing, if
         they cannot fit beside what is pinned."""
         pinned = self.used_bytes - sum(self._sizes[key] for key in self._idle)
         if pinned + size > self.capacity_bytes:
@@ -43,7 +43,7 @@ class EncoderCache:
         return evicted
 
     def add(self, key: bytes, size: int) -> None:
-        """Enter a picture of `size` bytes, idle at first. Raises ValueError if it is there or does not fit."""
+        """Enter an image of `size` bytes, idle at first. Raises ValueError if it is there or does not fit."""
         if key in self._sizes or self.used_bytes + size > self.capacity_bytes:
             raise ValueError("the image is cached already or there is no room for it")
         self._sizes[key] = size
@@ -51,7 +51,7 @@ class EncoderCache:
         self.used_bytes += size
 
     def pin(self, key: bytes, request_id: str) -> bool:
-        """Keep a cached picture until this request unpins it. Returns False if the request has pinned it already."""
+        """Keep a cached image until this request unpins it. Returns False if the request has pinned it already."""
         holders = self._pins.setdefault(key, set())
         if request_id in holders:
             return False

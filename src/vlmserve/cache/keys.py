@@ -1,8 +1,8 @@
 """Keys of KV blocks: 32 bytes that say everything a block's content depends on.
 
-A block's key covers its parent's key, its own token ids, and for every picture that it touches the picture's key, the
-offset into the picture at which the block meets it, and which of the block's tokens are the picture's. Placeholder
-tokens look alike for all pictures, and a text may hold their id, too; the key is what tells them apart. Where tokens
+A block's key covers its parent's key, its own token ids, and for every image that it touches the image's key, the
+offset into the image at which the block meets it, and which of the block's tokens are the image's. Placeholder
+tokens look alike for all images, and a text may hold their id, too; the key is what tells them apart. Where tokens
 see each other, the key of the block in which they begin covers all of them. What a decoder looks at by cross attention
 changes every token's states, so it is in the root of all blocks.
 """
@@ -20,7 +20,7 @@ from vlmserve.types import KEY_BYTES, ImageSpan
 
 
 class TouchedImage(NamedTuple):
-    """A picture in a block: rows ``offset <= row < offset + length`` of it are at `position` of the block on."""
+    """An image in a block: rows ``offset <= row < offset + length`` of it are at `position` of the block on."""
 
     key: bytes
     offset: int
@@ -38,7 +38,7 @@ def root_key(identity: bytes, *, adapter: str = "", salt: str = "") -> bytes:
 
 
 def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of what a decoder looks at: a picture, or a text that was read along with it."""
+    """The key of what a decoder looks at: an image, or a text that was read along with it."""
     if len(image_key) != KEY_BYTES:
         raise ValueError(f"keys have {KEY_BYTES} bytes")
     return blake3(b"cross" + image_key + array("q", token_ids).tobytes()).digest()
@@ -52,7 +52,7 @@ def looking_root(root: bytes, cross: bytes) -> bytes:
 def block_key(
     parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedImage], *, ahead: Sequence[int] = ()
 ) -> bytes:
-    """The key of a block with the pictures it touches, in order. ahead: token ids behind it that its own see.
+    """The key of a block with the images it touches, in order. ahead: token ids behind it that its own see.
 
     All keys have one length and the token ids come with theirs, so no two inputs read alike. Raises ValueError for
     keys of another length.
@@ -69,7 +69,7 @@ def block_key(
 
 
 def touched_images(spans: Sequence[ImageSpan], start: int, end: int) -> list[TouchedImage]:
-    """The pictures with a placeholder in ``start <= i < end``."""
+    """The images with a placeholder in ``start <= i < end``."""
     touched = []
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)

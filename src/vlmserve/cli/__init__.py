@@ -124,15 +124,15 @@ def ask(
     For example: vlmserve ask photo.png "What is this?" Captioning models like BLIP need no question; a text is how the
     caption begins.
     """
-    from vlmserve.cli.answers import describes, open_answers, picture_part
+    from vlmserve.cli.answers import describes, image_part, open_answers
     from vlmserve.types import SamplingParams
 
-    *pictures, question = words
+    *images, question = words
     if Path(question).is_file():
         if url is not None or not describes(engine):
             raise ConfigurationError(f"the last word is the question, but {question!r} is a file")
-        pictures, question = words, ""
-    parts = [*map(picture_part, pictures), {"type": "text", "text": question}]
+        images, question = words, ""
+    parts = [*map(image_part, images), {"type": "text", "text": question}]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     answers = open_answers(engine, media, url)
     for piece in answers.stream([{"role": "user", "content": parts}], params):
@@ -230,7 +230,7 @@ def loadtest(
 def verify(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],
-    pictures: Annotated[
+    images: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder with images; default: drawn ones.")
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Number of tokens of each answer.")] = 32,
@@ -241,7 +241,7 @@ def verify(
     """
     from vlmserve.cli.verify import run_verify
 
-    if not run_verify(engine, pictures, tokens):
+    if not run_verify(engine, images, tokens):
         raise typer.Exit(1)
 
 

@@ -38,12 +38,12 @@ def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> A
 
 
 def describes(engine: EngineConfig) -> bool:
-    """Whether the model in this process takes a picture without a question, and says what is in it."""
+    """Whether the model in this process takes an image without a question, and says what is in it."""
     from vlmserve.models.hub import resolve_model
     from vlmserve.prompt.files import read_json
-    from vlmserve.prompt.one_picture import one_picture_prompts
+    from vlmserve.prompt.one_image import one_image_prompts
 
-    prompts = one_picture_prompts(read_json(resolve_model(engine.model, engine.revision) / "config.json"))
+    prompts = one_image_prompts(read_json(resolve_model(engine.model, engine.revision) / "config.json"))
     return prompts is not None and prompts.describes
 
 
@@ -55,8 +55,8 @@ def status(text: str) -> AbstractContextManager[Any]:
     return console.status(text) if console.is_terminal else nullcontext()
 
 
-def picture_part(place: str) -> dict[str, Any]:
-    """A message's part for a picture's path or URL. Raises InvalidImageError if no file is there."""
+def image_part(place: str) -> dict[str, Any]:
+    """A message's part for an image's path or URL. Raises InvalidImageError if no file is there."""
     if place.startswith(URL_SCHEMES):
         return {"type": "image_url", "image_url": {"url": place}}
     path = Path(place).expanduser()
@@ -161,7 +161,7 @@ def _named(text: str, param: str, messages: list[dict[str, Any]]) -> str:
 
 
 def _wire_message(message: dict[str, Any]) -> dict[str, Any]:
-    """The same message with pictures from files as data URLs, which is the only way they travel."""
+    """The same message with images from files as data URLs, which is the only way they travel."""
     if isinstance(message["content"], str):
         return message
     return {**message, "content": [_wire_part(part) for part in message["content"]]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vlmserve.cli.answers import Answers, picture_part
+from vlmserve.cli.answers import Answers, image_part
 from vlmserve.errors import VLMServeError
 from vlmserve.types import SamplingParams
 
@@ -30,7 +30,7 @@ class TerminalChat:
         self._console = console
         self._read_line = read_line
         self._messages: list[dict[str, Any]] = []
-        self._pictures: list[dict[str, Any]] = []
+        self._images: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Until /quit, the end of the input, or Ctrl-C at the prompt."""
@@ -51,7 +51,7 @@ class TerminalChat:
     def _command(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word == "/clear":
-            self._messages, self._pictures = [], []
+            self._messages, self._images = [], []
             self._say("A new conversation.", "dim")
         elif word == "/help":
             self._say(HELP)
@@ -64,18 +64,18 @@ class TerminalChat:
 
     def _attach(self, place: str) -> None:
         try:
-            self._pictures.append(picture_part(_unquoted(place)))
+            self._images.append(image_part(_unquoted(place)))
         except VLMServeError as error:
             self._say(str(error), "red")
         else:
             self._say("It goes with your next message.", "dim")
 
     def _answer(self, text: str) -> None:
-        """Stream an answer. A refused message is taken back with its pictures; a stopped answer stays as it is."""
-        question = {"role": "user", "content": [*self._pictures, {"type": "text", "text": text}]}
+        """Stream an answer. A refused message is taken back with its images; a stopped answer stays as it is."""
+        question = {"role": "user", "content": [*self._images, {"type": "text", "text": text}]}
         pieces: list[str] = []
         stream = self._answers.stream([*self._messages, question], self._params)
-        self._pictures = []
+        self._images = []
         try:
             for piece in stream:
                 pieces.append(piece)

@@ -15,16 +15,16 @@ from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.verify import TOLERANCE, Comparison, Conversation, Ours, Theirs, compare, sees_pictures
+from vlmserve.verify import TOLERANCE, Comparison, Conversation, Ours, Theirs, compare, sees_images
 
-QUESTIONS: Final = ("What is in the picture?", "Describe the picture.", "What colours do you see?")
+QUESTIONS: Final = ("What is in the image?", "Describe the image.", "What colours do you see?")
 TEXTS: Final = (
     "Hello! Who are you?",
     "Count from one to ten.",
     "What is the capital of France?",
     f"Continue: {'Every morning the captain looked at the sea and wrote down what he saw. ' * 4}",
 )
-MOST_PICTURES: Final = 8
+MOST_IMAGES: Final = 8
 ENDINGS: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VERDICTS: Final = {
     "same": "[green]the same tokens[/]",
@@ -35,17 +35,17 @@ VERDICTS: Final = {
 }
 
 
-def run_verify(config: EngineConfig, pictures: Path | None, num_tokens: int) -> bool:
+def run_verify(config: EngineConfig, images: Path | None, num_tokens: int) -> bool:
     """Compare, show what came of it, and return whether both sides agree.
 
-    Raises ConfigurationError for a folder without pictures or a model that takes none.
+    Raises ConfigurationError for a folder without images or a model that takes none.
     """
     console = Console()
     folder = resolve_model(config.model, config.revision)
-    sees = sees_pictures(folder)
-    if pictures is not None and not sees:
-        raise ConfigurationError("--pictures: this model takes none")
-    conversations = _conversations(pictures, sees=sees)
+    sees = sees_images(folder)
+    if images is not None and not sees:
+        raise ConfigurationError("--images: this model takes none")
+    conversations = _conversations(images, sees=sees)
     config = config.model_copy(update={"dtype": "float32" if config.dtype == "auto" else config.dtype})
     with Console(stderr=True).status("Loading the model twice"):
         ours = Ours(config, folder)
@@ -85,7 +85,7 @@ def run_verify(config: EngineConfig, pictures: Path | None, num_tokens: int) -> 
 
 def _first_difference(name: str, comparison: Comparison, tokenizer: Tokenizer) -> str:
     if comparison.verdict == "other prompt":
-        return f"the prompts of {name!r} part at token {comparison.prompt_place}: template, tokenizer or picture size"
+        return f"the prompts of {name!r} part at token {comparison.prompt_place}: template, tokenizer or image size"
     if comparison.gap is None:
         return f"the tokens of {name!r} are the same, but logits are {comparison.error:.2g} apart"
     place = comparison.place
@@ -97,22 +97,22 @@ def _first_difference(name: str, comparison: Comparison, tokenizer: Tokenizer) -
 
 
 def _conversations(folder: Path | None, *, sees: bool) -> dict[str, Conversation]:
-    """Questions about pictures, some with two of them; texts alone."""
+    """Questions about images, some with two of them; texts alone."""
     conversations: dict[str, Conversation] = {text[:24]: [{"role": "user", "content": text}] for text in TEXTS}
     if not sees:
         return conversations
-    pictures = _drawn() if folder is None else _read(folder)
+    images = _drawn() if folder is None else _read(folder)
     asked: dict[str, Conversation] = {}
-    for number, (name, picture) in enumerate(pictures.items()):
-        asked[name] = _question([picture], QUESTIONS[number % len(QUESTIONS)])
-    names = list(pictures)[:2]
+    for number, (name, image) in enumerate(images.items()):
+        asked[name] = _question([image], QUESTIONS[number % len(QUESTIONS)])
+    names = list(images)[:2]
     if len(names) == 2:
-        asked[" and ".join(names)] = _question([pictures[name] for name in names], "What do the pictures show?")
+        asked[" and ".join(names)] = _question([images[name] for name in names], "What do the images show?")
     return asked | dict(list(conversations.items())[:1])
 
 
-def _question(pictures: list[Image.Image], text: str) -> Conversation:
-    parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
+def _question(images: list[Image.Image], text: str) -> Conversation:
+    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
@@ -123,12 +123,12 @@ def _drawn() -> dict[str, Image.Image]:
 
 def _read(folder: Path) -> dict[str, Image.Image]:
     if not folder.is_dir():
-        raise ConfigurationError(f"--pictures {folder}: there is no such folder")
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS)[:MOST_PICTURES]
+        raise ConfigurationError(f"--images {folder}: there is no such folder")
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS)[:MOST_IMAGES]
     if not files:
-        raise ConfigurationError(f"--pictures {folder}: holds no pictures ({', '.join(ENDINGS)})")
-    pictures = {}
+        raise ConfigurationError(f"--images {folder}: holds no images ({', '.join(ENDINGS)})")
+    images = {}
     for path in files:
-        with Image.open(path) as picture:
-            pictures[path.name] = picture.convert("RGB")
-    return pictures
+        with Image.open(path) as image:
+            images[path.name] = image.convert("RGB")
+    return images

@@ -13,7 +13,7 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
     it may ask for.
 
     Raises PromptTooLongError, TooManyImagesError, or InvalidRequestError for an id in use, an empty prompt, a token id
-    outside of the vocabulary, more alternatives than may be asked for or pictures that do not lie in the prompt.
+    outside of the vocabulary, more alternatives than may be asked for or images that do not lie in the prompt.
     """
     if request.request_id in unfinished:
         raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -66,7 +66,7 @@ def _check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) ->
 
 
 def _check_text(span: ImageSpan, prompt: Prompt) -> None:
-    """The text inside a picture is in the prompt, too, whose tokens cached blocks are known by."""
+    """The text inside an image is in the prompt, too, whose tokens cached blocks are known by."""
     before = -1
     for place, token_id in span.image.text:
         if not before < place < span.image.num_tokens or prompt.token_ids[span.start + place] != token_id:

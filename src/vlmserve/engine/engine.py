@@ -112,7 +112,7 @@ class Engine(BaseEngine):
         self._step_seconds = self._vision_seconds = 0.0
         self.timings = StepTimings()
         # Evicted blocks are found again by the keys of the prefix cache only.
-        num_host_blocks = config.swap_memory // block_bytes if config.enable_prefix_caching else 0
+        num_host_blocks = config.kv_offload_memory // block_bytes if config.enable_prefix_caching else 0
         self._costs = CostModel(config.block_size)
         self._cache = PrefixCache(
             BlockPool(num_blocks),
@@ -240,8 +240,8 @@ class Engine(BaseEngine):
             kv_evictions=self._cache.pool.num_evictions,
             host_blocks_total=0 if host is None else host.num_blocks,
             host_blocks_used=0 if host is None else host.num_cached,
-            blocks_swapped_out=self._cache.num_saved,
-            blocks_swapped_in=self._cache.num_loaded,
+            blocks_offloaded=self._cache.num_saved,
+            blocks_loaded=self._cache.num_loaded,
             encoder_queries=self._scheduler.encoder_queries,
             encoder_hits=self._scheduler.encoder_hits,
             encoder_cache_bytes=self._scheduler.encoder_cache.capacity_bytes,

@@ -38,7 +38,7 @@ from vlmserve.types import (
 
 _WORDS = (
     "a the one two three four five red green blue yellow orange purple black white small large round square circle "
-    "triangle star picture shows there is are on left right top bottom middle of and with next to above below dog cat"
+    "triangle star image shows there is are on left right top bottom middle of and with next to above below dog cat"
 )
 _DEFAULT_CONTEXT = 4096
 _LONGEST_NAP = 0.01
@@ -113,9 +113,9 @@ class _Answer:
 
     def _prompt_logprobs(self, count: int) -> list[TokenLogprobs | None]:
         prompt = self.request.prompt
-        pictured = {place for span in prompt.images for place in range(span.start, span.end)}
+        image_places = {place for span in prompt.images for place in range(span.start, span.end)}
         return [
-            _logprobs(token_id, count, self.vocab_size) if place and place not in pictured else None
+            _logprobs(token_id, count, self.vocab_size) if place and place not in image_places else None
             for place, token_id in enumerate(prompt.token_ids)
         ]
 
@@ -190,7 +190,7 @@ class _Answer:
 
 
 class MockEngine(BaseEngine):
-    """A `VLMEngine` that answers words chosen by the prompt's tokens and pictures and by the seed.
+    """A `VLMEngine` that answers words chosen by the prompt's tokens and images and by the seed.
 
     It batches continuously: a step takes `mock_tpot` seconds however many requests run, up to `max_num_seqs`, and a
     request's first token comes `mock_ttft` seconds after it began to run. Greedy requests ignore their seed; penalties
@@ -325,10 +325,10 @@ class MockEngine(BaseEngine):
     def _digest(self, request: EngineRequest) -> bytes:
         params = request.params
         seed = 0 if params.temperature == 0 else self._config.seed if params.seed is None else params.seed + 1
-        pictures = [(span.image.key, span.start) for span in request.prompt.images]
+        images = [(span.image.key, span.start) for span in request.prompt.images]
         if (cross := request.prompt.cross) is not None:
-            pictures.append((cross_key(cross.image.key, cross.token_ids), 0))
-        return blake3(msgspec.msgpack.encode((request.prompt.token_ids, pictures, seed))).digest()
+            images.append((cross_key(cross.image.key, cross.token_ids), 0))
+        return blake3(msgspec.msgpack.encode((request.prompt.token_ids, images, seed))).digest()
 
 
 def _logprobs(token_id: int, count: int, vocab_size: int) -> TokenLogprobs:

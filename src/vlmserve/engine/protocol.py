@@ -19,7 +19,7 @@ class VLMEngine(Protocol):
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
-        Raises PromptTooLongError if it could never run, TooManyImagesError if it has pictures that the model cannot
+        Raises PromptTooLongError if it could never run, TooManyImagesError if it has images that the model cannot
         see, OverloadedError if the queue is full, InvalidRequestError if the id is in use or a token id is unknown.
         """
         ...

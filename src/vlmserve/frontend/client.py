@@ -228,7 +228,7 @@ class EngineClient:
         return stream
 
     async def submit_together(self, requests: Sequence[EngineRequest]) -> list[EngineStream]:
-        """Send requests in one message, in which the pictures that they share are once, and wait until the engine took
+        """Send requests in one message, in which the images that they share are once, and wait until the engine took
         them all. If it refuses one, the others are aborted. For the rest see `submit`.
         """
         if not self.alive:
@@ -450,7 +450,7 @@ class EngineClient:
         return UnavailableError("The engine is being closed")
 
     def _send(self, message: ToEngine) -> None:
-        """Hand a message over, in order; pictures are not copied. It leaves as soon as the engine takes it."""
+        """Hand a message over, in order; images are not copied. It leaves as soon as the engine takes it."""
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append(message)

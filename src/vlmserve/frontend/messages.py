@@ -29,7 +29,7 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture or video of a request. place: in the request. limits, fps: what the request wants of it. is_local:
+    """An image or video of a request. place: in the request. limits, fps: what the request wants of it. is_local:
     whether a caller in this process gave it."""
 
     kind: MediaKind
@@ -53,9 +53,9 @@ def check_conversations(messages: Any) -> None:
 
 
 def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], list[Medium]]:
-    """The turns of a conversation, and its pictures and videos in order.
+    """The turns of a conversation, and its images and videos in order.
 
-    allow_local: take pictures and videos that only a caller in this process may give.
+    allow_local: take images and videos that only a caller in this process may give.
     Raises InvalidRequestError for anything that is not a conversation.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
@@ -225,7 +225,7 @@ def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> 
             parts.append(_text(part, at))
         elif kind == "image_url" or (kind == "image" and allow_local):
             place_of, image = _url(part, kind, at, allow_local) if kind == "image_url" else _image(part, at)
-            media.append(Medium("picture", place_of, image, _pixel_limits(part, at), is_local=allow_local))
+            media.append(Medium("image", place_of, image, _pixel_limits(part, at), is_local=allow_local))
             parts.append(ImagePart())
         elif kind in ("video_url", "video"):
             place_of, video = (

@@ -1,4 +1,4 @@
-"""Messages and texts to prompts: validation, chat template, tokenizer, pictures. Synchronous and thread-safe."""
+"""Messages and texts to prompts: validation, chat template, tokenizer, images. Synchronous and thread-safe."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from vlmserve.errors import (
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
 from vlmserve.frontend.tools import ToolUse, choose_form, for_template
 from vlmserve.media.any_size import AnySizeProcessor
-from vlmserve.media.cache import PictureCache
+from vlmserve.media.cache import ImageCache
 from vlmserve.media.crops import CropProcessor
-from vlmserve.media.pictures import Picture
-from vlmserve.media.processor import ImageProcessor, PictureProcessor, implied_settings
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor, implied_settings
 from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.media.transformers_processor import TransformersProcessor
@@ -36,7 +36,7 @@ from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.files import read_json
-from vlmserve.prompt.one_picture import one_picture_prompts, only_text
+from vlmserve.prompt.one_image import one_image_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
@@ -52,7 +52,7 @@ _LARGE_ENCODER_CACHE = 64 * 1024**2
 class RequestPreparer:
     """Makes prompts for the checkpoint in `folder`.
 
-    implementation: of the model, which decides how pictures become pixels. chat_template: instead of the checkpoint's
+    implementation: of the model, which decides how images become pixels. chat_template: instead of the checkpoint's
     own, the path of one or one itself. engine: what its settings say of grammars and tool calls.
 
     Raises ModelLoadError or UnsupportedModelError if the folder's tokenizer, template or image processor is unusable.
@@ -72,10 +72,10 @@ class RequestPreparer:
         self._media = media
         self.max_prompt_len: int | None = None
         """Tokens that fit into a prompt, once the engine has said so; None: any number."""
-        self.picture_cache = PictureCache(media.picture_cache_memory, media.decode_memory)
+        self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory)
         self.tokenizer = Tokenizer.from_folder(folder, files)
-        self._one_picture = one_picture_prompts(read_json(folder / "config.json"))
-        sees_images = self.tokenizer.image_token_id is not None or self._one_picture is not None
+        self._one_image = one_image_prompts(read_json(folder / "config.json"))
+        sees_images = self.tokenizer.image_token_id is not None or self._one_image is not None
         theirs = implementation == "transformers" or (implementation == "auto" and not files.sees_by_own_code)
         choose = _transformers_processor if theirs else _image_processor
         # Before the template, which writes the mark that the processor reads.
@@ -84,7 +84,7 @@ class RequestPreparer:
             ChatTemplate(
                 template,
                 self.tokenizer.special_tokens,
-                self.tokenizer.picture_mark,
+                self.tokenizer.image_mark,
                 self.tokenizer.video_token,
             )
             if template is not None
@@ -113,7 +113,7 @@ class RequestPreparer:
         self.max_prompt_len = info.max_prompt_len
         if self._processor is None or self._encoder_cache_memory >= _LARGE_ENCODER_CACHE:
             return
-        _, placeholders = self._processor.prepare(Picture.whole(Image.new("RGB", _SMALL_IMAGE)))
+        _, placeholders = self._processor.prepare(DecodedImage.whole(Image.new("RGB", _SMALL_IMAGE)))
         needed = placeholders.num_tokens * info.image_token_bytes
         if needed > self._encoder_cache_memory:
             raise ConfigurationError(
@@ -124,7 +124,7 @@ class RequestPreparer:
 
     @property
     def sees_images(self) -> bool:
-        """Whether the model takes pictures."""
+        """Whether the model takes images."""
         return self._processor is not None
 
     @property
@@ -135,7 +135,7 @@ class RequestPreparer:
     @property
     def can_chat(self) -> bool:
         """Whether there is a way to write a conversation as a prompt."""
-        return self._template is not None or self._one_picture is not None
+        return self._template is not None or self._one_image is not None
 
     @property
     def template_settings(self) -> frozenset[str]:
@@ -157,23 +157,23 @@ class RequestPreparer:
         Text in it is only ever text: a placeholder or another control token that somebody writes has no effect.
         allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, and videos of
         such frames; for callers in the same process, never for what came over HTTP. cache_salt: of the request;
-        pictures are only shared with requests of the same one. tools: what the model is told that it may call.
+        images are only shared with requests of the same one. tools: what the model is told that it may call.
         template_settings: values that the chat template may know by name.
-        Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for a picture and for text
+        Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for an image and for text
         that is far too long; CancelledWorkError.
         """
         parsed, media = parse_messages(messages, allow_local=allow_local)
         self._check_length(
             _texts([[message.parts, message.tool_calls] for message in parsed], tools, template_settings)
         )
-        pictures = [medium for medium in media if medium.kind == "picture"]
+        images = [medium for medium in media if medium.kind == "image"]
         videos = [medium for medium in media if medium.kind == "video"]
-        self._check_count(len(pictures), param="messages")
+        self._check_count(len(images), param="messages")
         self._check_videos(len(videos))
-        if self._one_picture is not None:
+        if self._one_image is not None:
             if tools is not None:
                 raise InvalidRequestError("this model cannot call functions; leave tools out", param="tools")
-            return self._with_one_picture(only_text(parsed), pictures, cache_salt, param="messages")
+            return self._with_one_image(only_text(parsed), images, cache_salt, param="messages")
         if self._template is None:
             raise InvalidRequestError(
                 "the model has no chat template; use completions, or add a chat_template.jinja to the checkpoint",
@@ -189,35 +189,33 @@ class RequestPreparer:
             tools=described,
             settings=template_settings and _quoted_json(template_settings, quotation),
         )
-        _check_shown(text, self.tokenizer.picture_mark, len(pictures), "images")
+        _check_shown(text, self.tokenizer.image_mark, len(images), "images")
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
-        text = self.tokenizer.write_pictures(text)
+        text = self.tokenizer.write_images(text)
         # Like transformers: its processors add what the template leaves out, its tokenizers do not.
         ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.sees_images)
-        return self._expand(ids, pictures, videos, cache_salt)
+        return self._expand(ids, images, videos, cache_salt)
 
     def text(
         self, text: str, images: Sequence[ImageSource] = (), *, allow_local: bool = False, cache_salt: str = ""
     ) -> Prompt:
         """The prompt that `text` is, with the model's placeholder written out where each of `images` stands.
 
-        For a model that takes one picture and one text it is that text, which may be empty. allow_local, cache_salt: as
-        for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many placeholders as pictures.
+        For a model that takes one image and one text it is that text, which may be empty. allow_local, cache_salt: as
+        for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many placeholders as images.
         """
-        if not isinstance(text, str) or not (text or self._one_picture):
+        if not isinstance(text, str) or not (text or self._one_image):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
         check_unicode(text, "prompt")
         self._check_length([text])
         self._check_count(len(images), param="images")
-        pictures = [
-            Medium("picture", f"images[{index}]", image, is_local=allow_local) for index, image in enumerate(images)
-        ]
+        media = [Medium("image", f"images[{index}]", image, is_local=allow_local) for index, image in enumerate(images)]
         if not allow_local:
-            for picture in pictures:
-                check_remote(picture.source, picture.place)
-        if self._one_picture is not None:
-            return self._with_one_picture(text, pictures, cache_salt, param="images")
-        return self._expand(self.tokenizer.encode(self.tokenizer.write_pictures(text)), pictures, [], cache_salt)
+            for medium in media:
+                check_remote(medium.source, medium.place)
+        if self._one_image is not None:
+            return self._with_one_image(text, media, cache_salt, param="images")
+        return self._expand(self.tokenizer.encode(self.tokenizer.write_images(text)), media, [], cache_salt)
 
     def check_files(self, messages: Sequence[Any]) -> None:
         """What can be said of a conversation of a caller in this process before anything is prepared: that it has the
@@ -247,8 +245,8 @@ class RequestPreparer:
         return self.tokenizer.decode([*ids, *prompt.token_ids[start:]], skip_special_tokens=False)
 
     def tokens(self, token_ids: Sequence[int]) -> Prompt:
-        """The prompt of token ids, without pictures. Raises InvalidRequestError where one would have to be."""
-        if self._one_picture is not None:
+        """The prompt of token ids, without images. Raises InvalidRequestError where one would have to be."""
+        if self._one_image is not None:
             raise InvalidRequestError("this model takes one image with each request", param="prompt")
         if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
             raise PromptTooLongError(
@@ -295,20 +293,20 @@ class RequestPreparer:
                 self.grammars.matcher(one)
             raise
 
-    def _with_one_picture(self, text: str, pictures: Sequence[Medium], salt: str, *, param: str) -> Prompt:
-        assert self._one_picture is not None
-        if len(pictures) != 1:
-            raise (TooManyImagesError if pictures else InvalidRequestError)(
-                f"this model takes one image with each request, not {len(pictures)}", param=param
+    def _with_one_image(self, text: str, images: Sequence[Medium], salt: str, *, param: str) -> Prompt:
+        assert self._one_image is not None
+        if len(images) != 1:
+            raise (TooManyImagesError if images else InvalidRequestError)(
+                f"this model takes one image with each request, not {len(images)}", param=param
             )
-        if not (text or self._one_picture.describes):
+        if not (text or self._one_image.describes):
             raise InvalidRequestError("this model answers questions: ask one about the image", param=param)
         quotation = Quotation(self.tokenizer.control_tokens)
 
         def encode(text: str, framed: bool) -> list[int]:
             return self.tokenizer.encode_quoted(quotation.quote(text), quotation, add_special_tokens=framed)
 
-        return self._one_picture.prompt(self._prepare(pictures[0], salt), text, encode)
+        return self._one_image.prompt(self._prepare(images[0], salt), text, encode)
 
     def _check_length(self, texts: Iterable[str]) -> None:
         check_cancelled()
@@ -333,14 +331,14 @@ class RequestPreparer:
                 param="messages",
             )
 
-    def _expand(self, ids: Sequence[int], pictures: Sequence[Medium], videos: Sequence[Medium], salt: str) -> Prompt:
-        """The prompt of token ids in which each placeholder stands once. All is checked before a picture is read."""
+    def _expand(self, ids: Sequence[int], images: Sequence[Medium], videos: Sequence[Medium], salt: str) -> Prompt:
+        """The prompt of token ids in which each placeholder stands once. All is checked before an image is read."""
         image_token_id, video_token_id = self.tokenizer.image_token_id, self.tokenizer.video_token_id
-        check_placeholders(ids, image_token_id, len(pictures))
+        check_placeholders(ids, image_token_id, len(images))
         check_placeholders(ids, video_token_id, len(videos), "video")
-        prepared = self._prepare_all([*pictures, *videos], salt)
-        images, clips = prepared[: len(pictures)], prepared[len(pictures) :]
-        return expand_placeholders(ids, image_token_id, images, video_token_id, clips)
+        prepared = self._prepare_all([*images, *videos], salt)
+        count = len(images)
+        return expand_placeholders(ids, image_token_id, prepared[:count], video_token_id, prepared[count:])
 
     def _prepare_all(self, media: Sequence[Medium], salt: str) -> list[ImageInput]:
         """Raises the error of the first that is wrong; of those that a caller in this process gave, all errors."""
@@ -361,10 +359,10 @@ class RequestPreparer:
             if medium.kind == "video":
                 assert self._video_processor is not None
                 videos = self._video_processor.within(medium.limits, medium.fps)
-                return prepare_video(medium.source, videos, self._media, self.picture_cache, salt=salt)
+                return prepare_video(medium.source, videos, self._media, self.image_cache, salt=salt)
             assert self._processor is not None
-            pictures = self._processor.within(medium.limits)
-            return prepare_image(medium.source, pictures, self._media, self.picture_cache, salt=salt)
+            processor = self._processor.within(medium.limits)
+            return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)
         except InvalidRequestError as error:
             error.param = error.param or medium.place
             error.source = error.source or source_name(medium.source)
@@ -423,16 +421,16 @@ def _quoted_json(value: Any, quotation: Quotation) -> Any:
     return value
 
 
-def _transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:
+def _transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
     _refuse_bounds(media)
     if tokenizer.image_token_id is None:
         raise UnsupportedModelError("no token stands for its images, so that it does not run by transformers' code")
     processor = TransformersProcessor(folder, tokenizer.image_token_id)
-    tokenizer.mark_pictures(processor.mark)
+    tokenizer.mark_images(processor.mark)
     return processor
 
 
-def _image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> PictureProcessor:
+def _image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
     config = read_json(folder / "config.json")
     if config.get("model_type") == "moondream1":
         _refuse_bounds(media)
@@ -449,7 +447,7 @@ def _image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> 
     if kind.startswith(("Idefics3", "SmolVLM")):
         count = read_json(folder / "processor_config.json").get("image_seq_len")
         return SplitProcessor(config, settings, _split_words(tokenizer), tile_tokens=count, exact_pixels=exact)
-    return ImageProcessor(config, settings, exact_pixels=exact)
+    return FixedSizeProcessor(config, settings, exact_pixels=exact)
 
 
 def _refuse_bounds(media: MediaConfig) -> None:

@@ -202,7 +202,7 @@ def for_template(
     if not form.native:
         return _with_instructions(messages, form, use, takes_system=template.takes_system)
     if not template.shows_images_in_results:
-        messages = _with_pictures_behind(messages)
+        messages = _with_images_behind(messages)
     return messages if form.call_id_length is None else _with_short_ids(messages, form.call_id_length)
 
 
@@ -233,7 +233,7 @@ def _with_instructions(
     return _instructed(turns, _instructions(form, use), "system" if takes_system else "user")
 
 
-def _with_pictures_behind(messages: Sequence[Message]) -> list[Message]:
+def _with_images_behind(messages: Sequence[Message]) -> list[Message]:
     """Messages for a chat template that writes results, but only their text: what they show comes right behind them, in
     order, at the beginning of what the user says then. A number says what belongs where."""
     turns: list[Message] = []
@@ -272,7 +272,7 @@ def _with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
 
 
 def _kind(part: ImagePart | VideoPart) -> str:
-    return "picture" if isinstance(part, ImagePart) else "video"
+    return "image" if isinstance(part, ImagePart) else "video"
 
 
 def _user(*parts: Part) -> Message:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from vlmserve.errors import ConfigurationError
-from vlmserve.loadtest.pictures import data_url
+from vlmserve.loadtest.images import data_url
 from vlmserve.loadtest.settings import WorkloadConfig
 
 _URL_SCHEMES = ("http://", "https://", "data:", "file://")
@@ -28,7 +28,7 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Entry:
-    """A request: a prompt, with URLs of pictures, or whole messages. line: where it stands in the file, from 1."""
+    """A request: a prompt, with URLs of images, or whole messages. line: where it stands in the file, from 1."""
 
     line: int
     prompt: str | None
@@ -38,7 +38,7 @@ class Entry:
 
 
 def read_dataset(config: WorkloadConfig) -> list[Entry]:
-    """All lines that are not empty; paths of pictures are relative to the file. Raises ConfigurationError."""
+    """All lines that are not empty; paths of images are relative to the file. Raises ConfigurationError."""
     path = Path(str(config.dataset_path)).expanduser()
     try:
         lines = path.read_bytes().splitlines()

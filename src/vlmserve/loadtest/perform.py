@@ -130,7 +130,7 @@ class _Test:
             count = min(at_once or _MOST_WARMUPS, num_sessions, _MOST_WARMUPS)
         if count == 0:
             return
-        sessions = [Session(session.turns[:1], session.num_pictures) for session in self._make(count, _WARM_UP)]
+        sessions = [Session(session.turns[:1], session.num_images) for session in self._make(count, _WARM_UP)]
         await self._send("Warming up", sessions, None, None, at_once=at_once or count)
 
     async def _send(

@@ -26,7 +26,7 @@ class Record(msgspec.Struct):
     is_counted: bool = True
     session: int = 0
     turn: int = 0
-    num_pictures: int = 0
+    num_images: int = 0
     reason: str | None = None
     message: str = ""
 

@@ -74,7 +74,7 @@ class Report(msgspec.Struct):
     input_tokens: Summary | None
     output_tokens: Summary | None
     cached_tokens: int | None
-    num_pictures: int
+    num_images: int
     client: ProcessUsage
     server: list[ProcessUsage]
     lag_ms: Summary | None
@@ -128,7 +128,7 @@ def make_report(
         input_tokens=Summary.of(r.num_prompt_tokens for r in good if r.num_prompt_tokens is not None),
         output_tokens=Summary.of(record.num_tokens for record in good),
         cached_tokens=sum(cached) if cached else None,
-        num_pictures=sum(record.num_pictures for record in good),
+        num_images=sum(record.num_images for record in good),
         client=outcome.usage.client,
         server=outcome.usage.server,
         lag_ms=Summary.of(lag * 1e3 for lag in outcome.usage.lags),

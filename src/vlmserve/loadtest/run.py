@@ -151,7 +151,7 @@ class Run:
             answer = Answer(streams=self._form.streams, keeps_text=not is_last)
             record = await self._ask(request, answer, due)
             record.session, record.turn = number, place
-            record.num_pictures = session.num_pictures
+            record.num_images = session.num_images
             self._finish(record)
             if not record.is_good:
                 return

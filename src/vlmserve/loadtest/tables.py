@@ -92,9 +92,9 @@ def _outcome(report: Report) -> Table:
     ):
         if tokens is not None:
             table.rows.append((name, f"{tokens.mean * tokens.count:,.0f}", number(rate)))
-    if report.num_pictures:
-        rate = report.num_pictures / report.seconds if report.seconds else 0.0
-        table.rows.append(("Pictures", f"{report.num_pictures:,}", number(rate)))
+    if report.num_images:
+        rate = report.num_images / report.seconds if report.seconds else 0.0
+        table.rows.append(("Images", f"{report.num_images:,}", number(rate)))
     if report.cached_tokens is not None:
         table.rows.append(("Input tokens found in a cache", f"{report.cached_tokens:,}", ""))
     table.rows.append(("Duration", f"{report.seconds:.2f} s", ""))

@@ -11,16 +11,16 @@ from blake3 import blake3
 
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.dataset import read_dataset
-from vlmserve.loadtest.pictures import data_url, parse_picture_size, random_picture
+from vlmserve.loadtest.images import data_url, parse_image_size, random_image
 from vlmserve.loadtest.settings import WorkloadConfig
 from vlmserve.loadtest.text import Vocabulary
 
 DEFAULT_PROMPTS = 100
-_LENGTHS, _TEXTS, _PICTURES, _PREFIXES = range(2, 6)
+_LENGTHS, _TEXTS, _IMAGES, _PREFIXES = range(2, 6)
 """Streams of random numbers that do not depend on one another; arrivals have the first."""
 
 Fragments = tuple[bytes, ...]
-"""A piece of JSON in parts; pictures that are sent again are one object in memory."""
+"""A piece of JSON in parts; images that are sent again are one object in memory."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Session(msgspec.Struct, frozen=True):
     """A conversation, which most often has one turn."""
 
     turns: list[Turn]
-    num_pictures: int = 0
+    num_images: int = 0
 
 
 def make_workload(
@@ -49,7 +49,7 @@ def make_workload(
     """The conversations of a test, in the order in which they are sent.
 
     count: how many, instead of what the settings say. salt: another set for the same seed, which shares neither texts
-    nor pictures with the first. Raises ConfigurationError for what a completion cannot have, and for broken datasets.
+    nor images with the first. Raises ConfigurationError for what a completion cannot have, and for broken datasets.
     """
     if not is_chat and (config.images or config.turns > 1):
         raise ConfigurationError("completions have neither images nor turns; use --endpoint /v1/chat/completions")
@@ -73,16 +73,16 @@ def digest(sessions: Iterable[Session]) -> str:
     return hasher.hexdigest(16)
 
 
-def user_message(text: str, pictures: Iterable[bytes] = ()) -> Fragments:
-    """A question as JSON. pictures: parts of the message that are JSON already."""
-    parts = [part for picture in pictures for part in (picture, b",")]
+def user_message(text: str, images: Iterable[bytes] = ()) -> Fragments:
+    """A question as JSON. images: parts of the message that are JSON already."""
+    parts = [part for image in images for part in (image, b",")]
     if not parts:
         return (msgspec.json.encode({"role": "user", "content": text}),)
     return (b'{"role":"user","content":[', *parts, msgspec.json.encode({"type": "text", "text": text}), b"]}")
 
 
-def picture_part(url: str) -> bytes:
-    """A message's part with a picture, as JSON."""
+def image_part(url: str) -> bytes:
+    """A message's part with an image, as JSON."""
     return msgspec.json.encode({"type": "image_url", "image_url": {"url": url}})
 
 
@@ -91,9 +91,9 @@ class _Maker:
         self._config = config
         self._vocabulary = vocabulary
         self._is_chat = is_chat
-        self._sizes = [parse_picture_size(text) for text in config.image_size]
+        self._sizes = [parse_image_size(text) for text in config.image_size]
         streams = [np.random.default_rng((config.seed, stream, salt)) for stream in range(_LENGTHS, _PREFIXES + 1)]
-        self._lengths, self._texts, self._pictures, prefixes = streams
+        self._lengths, self._texts, self._images, prefixes = streams
         self._prefixes = [
             vocabulary.text(prefixes, config.random_prefix_len)[0] + " " if config.random_prefix_len else ""
             for _ in range(config.num_prefixes)
@@ -102,15 +102,15 @@ class _Maker:
 
     def session(self, number: int) -> Session:
         config = self._config
-        pictures = [self._picture() for _ in range(config.images)]
+        images = [self._image() for _ in range(config.images)]
         turns = []
         for place in range(config.turns):
             text, _ = self._vocabulary.text(self._texts, self._length(config.random_input_len))
             if place == 0:
                 text = self._prefixes[number % len(self._prefixes)] + text
-            content = user_message(text, [] if place else pictures) if self._is_chat else (msgspec.json.encode(text),)
+            content = user_message(text, [] if place else images) if self._is_chat else (msgspec.json.encode(text),)
             turns.append(Turn(content, self._length(config.random_output_len)))
-        return Session(turns, len(pictures))
+        return Session(turns, len(images))
 
     def _length(self, mean: int) -> int:
         """A length from an even distribution around `mean`."""
@@ -118,12 +118,12 @@ class _Maker:
         low, high = int(np.floor(mean * (1 - spread))), int(np.ceil(mean * (1 + spread)))
         return max(1, int(self._lengths.integers(low, high, endpoint=True)))
 
-    def _picture(self) -> bytes:
-        if self._shown and self._pictures.random() < self._config.image_reuse:
-            return self._shown[int(self._pictures.integers(len(self._shown)))]
-        size = self._sizes[int(self._pictures.integers(len(self._sizes)))]
+    def _image(self) -> bytes:
+        if self._shown and self._images.random() < self._config.image_reuse:
+            return self._shown[int(self._images.integers(len(self._shown)))]
+        size = self._sizes[int(self._images.integers(len(self._sizes)))]
         kind = self._config.image_format
-        self._shown.append(picture_part(data_url(random_picture(self._pictures, size, kind), kind)))
+        self._shown.append(image_part(data_url(random_image(self._images, size, kind), kind)))
         return self._shown[-1]
 
 
@@ -136,13 +136,13 @@ def _from_dataset(config: WorkloadConfig, *, is_chat: bool, count: int | None) -
 
 
 def _dataset_session(entry: Any, config: WorkloadConfig, *, is_chat: bool) -> Session:
-    pictures = [picture_part(url) for url in entry.urls]
+    images = [image_part(url) for url in entry.urls]
     if not is_chat:
-        if entry.prompt is None or pictures:
+        if entry.prompt is None or images:
             raise ConfigurationError(f"--dataset-path: line {entry.line} is no completion's; it needs a prompt alone")
         content: Fragments = (msgspec.json.encode(entry.prompt),)
     elif entry.messages is not None:
         content = (msgspec.json.encode(entry.messages)[1:-1],)
     else:
-        content = user_message(entry.prompt or "", pictures)
-    return Session([Turn(content, entry.max_tokens or config.random_output_len)], len(pictures))
+        content = user_message(entry.prompt or "", images)
+    return Session([Turn(content, entry.max_tokens or config.random_output_len)], len(images))

@@ -1,1 +1,1 @@
-"""From bytes to pixels: fetching, decoding and preprocessing pictures within limits."""
+"""From bytes to pixels: fetching, decoding and preprocessing images within limits."""

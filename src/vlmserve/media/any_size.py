@@ -1,4 +1,4 @@
-"""Pictures to pixels for towers that take any size: each keeps its shape, within bounds, in whole squares.
+"""Images to pixels for towers that take any size: each keeps its shape, within bounds, in whole squares.
 
 Equal to transformers' own (PIL) processors of Qwen2-VL and Qwen2.5-VL but for large JPEGs, as in `media.processor`.
 """
@@ -15,7 +15,7 @@ from PIL import Image
 
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     NO_LIMITS,
     PixelLimits,
@@ -30,11 +30,11 @@ from vlmserve.types import Pixels
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 LARGEST_ASPECT = 200
-"""How many times as long as wide a picture may be."""
-PICTURE_BOUNDS = (56 * 56, 28 * 28 * 1280)
-"""Pixels that a picture has at least and at most where a checkpoint does not say."""
+"""How many times as long as wide an image may be."""
+IMAGE_BOUNDS = (56 * 56, 28 * 28 * 1280)
+"""Pixels that an image has at least and at most where a checkpoint does not say."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Pixels that a picture has at most where little detail is wanted and a request sets no bound of its own."""
+"""Pixels that an image has at most where little detail is wanted and a request sets no bound of its own."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AnySizeRecipe:
 
 
 class AnySizeProcessor(PixelProcessor):
-    """Preprocesses pictures for one checkpoint; see `media.processor.ImageProcessor`."""
+    """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`."""
 
     def __init__(self, recipe: AnySizeRecipe, *, exact_pixels: bool = False) -> None:
         self._recipe = recipe
@@ -68,14 +68,14 @@ class AnySizeProcessor(PixelProcessor):
         *,
         exact_pixels: bool = False,
         overrides: ProcessorOverrides | None = None,
-        bounds: tuple[int, int] = PICTURE_BOUNDS,
+        bounds: tuple[int, int] = IMAGE_BOUNDS,
     ) -> Self:
         """settings: of preprocessor_config.json. overrides: what counts instead of them. bounds: pixels at least and
         at most where nothing says. Raises ConfigurationError for overrides that leave no size."""
         return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
 
     def within(self, limits: PixelLimits) -> Self:
-        """The same for pictures within narrower bounds. Raises InvalidRequestError for wider ones."""
+        """The same for images within narrower bounds. Raises InvalidRequestError for wider ones."""
         if limits == NO_LIMITS:
             return self
         most = self._recipe.max_pixels
@@ -94,19 +94,19 @@ class AnySizeProcessor(PixelProcessor):
         return self if recipe == self._recipe else type(self)(recipe, exact_pixels=self._exact_pixels)
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
         every pixel is to be decoded."""
         if self._exact_pixels or not self._recipe.resize:
             return 1.0
         width, height = self._resized(size)
         return min(size[0] / width, size[1] / height)
 
-    def process(self, picture: Picture) -> Pixels:
-        """Float32 ``[1, 3, height, width]`` of a picture of any mode. Raises InvalidImageError for one that is too
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """Float32 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for one that is too
         narrow."""
-        image = to_rgb(picture.image)
+        image = to_rgb(decoded.image)
         if self._recipe.resize:
-            image = image.resize(self._resized(picture.size), self._recipe.resample, picture.box)
+            image = image.resize(self._resized(decoded.size), self._recipe.resample, decoded.box)
         return to_pixels([image], self._levels)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:

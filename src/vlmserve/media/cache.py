@@ -1,4 +1,4 @@
-"""Prepared pictures under their keys: one that comes again is neither decoded nor resized."""
+"""Prepared images under their keys: one that comes again is neither decoded nor resized."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from vlmserve.media.decoding import DecodingMemory
 from vlmserve.types import ImageInput
 
 
-class PictureCacheStats(msgspec.Struct, frozen=True):
-    """A picture cache's figures. hits: pictures that were there or about to be; misses: those that were prepared."""
+class ImageCacheStats(msgspec.Struct, frozen=True):
+    """An image cache's figures. hits: images that were there or about to be; misses: those that were prepared."""
 
-    num_pictures: int
+    num_images: int
     used_bytes: int
     capacity_bytes: int
     hits: int
     misses: int
 
 
-class PictureCache:
-    """Keeps the least recently used pictures out, so that the rest takes at most `capacity_bytes` of pixels; 0 keeps
-    none. Thread-safe. decoding: what is shared by the pictures that are being prepared, at most `decode_memory` bytes.
-    Keys cover the preprocessing, and a video is a picture like any other.
+class ImageCache:
+    """Keeps the least recently used images out, so that the rest takes at most `capacity_bytes` of pixels; 0 keeps
+    none. Thread-safe. decoding: what is shared by the images that are being prepared, at most `decode_memory` bytes.
+    Keys cover the preprocessing, and a video is an image like any other.
     """
 
     def __init__(self, capacity_bytes: int, decode_memory: int = sys.maxsize) -> None:
@@ -41,9 +41,9 @@ class PictureCache:
         self._used_bytes = self._hits = self._misses = 0
 
     def get(self, key: bytes, prepare: Callable[[], ImageInput]) -> ImageInput:
-        """The picture with this key, made by `prepare` unless it is there or another thread is about to have it.
+        """The image with this key, made by `prepare` unless it is there or another thread is about to have it.
 
-        Raises what `prepare` does. An InvalidRequestError is about the picture, so all who wait for it get one like
+        Raises what `prepare` does. An InvalidRequestError is about the image, so all who wait for it get one like
         it; any other failure is about the thread that had it, and those who wait try for themselves.
         """
         if self._capacity_bytes == 0:
@@ -60,7 +60,7 @@ class PictureCache:
                     own.set_result(image)
                     return image
             except InvalidRequestError as error:
-                # A copy: whoever raises the original adds to it where the picture was in their request.
+                # A copy: whoever raises the original adds to it where the image was in their request.
                 own.set_exception(copy.copy(error))
                 raise
             finally:
@@ -75,12 +75,10 @@ class PictureCache:
                 self._hits += 1
             return found.result()
 
-    def stats(self) -> PictureCacheStats:
+    def stats(self) -> ImageCacheStats:
         """The figures of this moment."""
         with self._lock:
-            return PictureCacheStats(
-                len(self._images), self._used_bytes, self._capacity_bytes, self._hits, self._misses
-            )
+            return ImageCacheStats(len(self._images), self._used_bytes, self._capacity_bytes, self._hits, self._misses)
 
     def _find_or_claim(self, key: bytes, own: Future[ImageInput]) -> ImageInput | Future[ImageInput]:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Pictures to pixels for Moondream's tower: the whole one small, and a large one that overlapping crops are cut from.
+"""Images to pixels for Moondream's tower: the whole one small, and a large one that overlapping crops are cut from.
 
 The revisions of https://huggingface.co/vikhyatk/moondream2 from 2025-01-09 to 2025-04-14 resize with Pillow's Lanczos
 filter, as here, where libvips is not installed.
@@ -19,7 +19,7 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import PixelLimits, PixelProcessor, Placeholders, level_table, refuse_limits, to_rgb
 from vlmserve.types import Pixels
 
@@ -27,7 +27,7 @@ from vlmserve.types import Pixels
 @dataclass(frozen=True)
 class CropRecipe:
     """Every setting that changes pixels. size: of a crop's side. margin: what its neighbours have as well of it, on
-    either side. patch: of a patch's side. max_crops: of one picture."""
+    either side. patch: of a patch's side. max_crops: of one image."""
 
     size: int
     margin: int
@@ -41,8 +41,8 @@ class CropRecipe:
 
 
 class CropProcessor(PixelProcessor):
-    """Preprocesses pictures for one checkpoint; see `media.processor.ImageProcessor`. Its pixels are one plane: the
-    whole picture at a crop's size in the upper left corner, below it the one that crops are cut from."""
+    """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`. Its pixels are one plane: the
+    whole image at a crop's size in the upper left corner, below it the one that crops are cut from."""
 
     def __init__(self, config: Mapping[str, Any], *, exact_pixels: bool = False) -> None:
         """config: of config.json. Raises UnsupportedModelError for crops that have nothing of their own."""
@@ -51,7 +51,7 @@ class CropProcessor(PixelProcessor):
         self._levels = level_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
 
     def within(self, limits: PixelLimits) -> Self:
-        """The same for pictures that become one crop, or this one. Raises InvalidRequestError for any bounds."""
+        """The same for images that become one crop, or this one. Raises InvalidRequestError for any bounds."""
         refuse_limits(limits)
         return self._uncut if limits.low_detail and self._recipe.max_crops > 1 else self
 
@@ -67,21 +67,21 @@ class CropProcessor(PixelProcessor):
         self.fingerprint = blake3(described.encode()).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
         every pixel is to be decoded."""
         if self._exact_pixels:
             return 1.0
         width, height = self._large_size(size)
         return min(size[0] / width, size[1] / height)
 
-    def process(self, picture: Picture) -> Pixels:
-        """Float32 ``[1, 3, height, width]`` of a picture of any size and mode."""
-        image = to_rgb(picture.image)
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """Float32 ``[1, 3, height, width]`` of an image of any size and mode."""
+        image = to_rgb(decoded.image)
         side = self._recipe.size
-        width, height = self._large_size(picture.size)
+        width, height = self._large_size(decoded.size)
         levels = np.zeros((side + height, width, 3), np.uint8)
         for target, top in (((side, side), 0), ((width, height), side)):
-            resized = image.resize(target, Image.Resampling.LANCZOS, picture.box)
+            resized = image.resize(target, Image.Resampling.LANCZOS, decoded.box)
             levels[top : top + target[1], : target[0]] = np.asarray(resized)
         pixels = np.empty((1, 3, side + height, width), dtype=np.float32)
         for channel in range(3):
@@ -89,7 +89,7 @@ class CropProcessor(PixelProcessor):
         return pixels
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """As many tokens for every picture; positions count them one by one."""
+        """As many tokens for every image; positions count them one by one."""
         return Placeholders((self._recipe.size // self._recipe.patch) ** 2)
 
     def _large_size(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -100,8 +100,8 @@ class CropProcessor(PixelProcessor):
 
 
 def tiling(height: int, width: int, step: int, most: int) -> tuple[int, int]:
-    """How many rows and columns of tiles a picture is cut into: at most so many in all, but for a single row or column
-    of a picture that is dozens of times as long as wide."""
+    """How many rows and columns of tiles an image is cut into: at most so many in all, but for a single row or column
+    of an image that is dozens of times as long as wide."""
     if most == 1 or height <= step or width <= step:
         return 1, 1
     least = math.ceil(height / step), math.ceil(width / step)

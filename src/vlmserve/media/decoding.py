@@ -1,4 +1,4 @@
-"""What decoding a picture may cost: memory beside others, time, and the passes of a progressive JPEG."""
+"""What decoding an image may cost: memory beside others, time, and the passes of a progressive JPEG."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 
 
 class DecodingMemory:
-    """Bounds the memory of all pictures that are decoded and resized at once, in order of arrival. Thread-safe."""
+    """Bounds the memory of all images that are decoded and resized at once, in order of arrival. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -45,7 +45,7 @@ class DecodingMemory:
     def share(self, num_bytes: int) -> Iterator[None]:
         """Wait for so many bytes, and give them back at the end. What is larger than all there is waits to be alone.
 
-        Raises CancelledWorkError when nobody waits for the picture any more.
+        Raises CancelledWorkError when nobody waits for the image any more.
         """
         num_bytes = min(num_bytes, self.capacity)
         turn = object()
@@ -68,7 +68,7 @@ class DecodingMemory:
 
 
 def decoding_bytes(image: Image.Image) -> int:
-    """Bytes that it takes to decode an opened picture and make it RGB, at most."""
+    """Bytes that it takes to decode an opened image and make it RGB, at most."""
     return image.width * image.height * _BYTES_PER_PIXEL.get(image.format or "", _MOST_BYTES_PER_PIXEL)
 
 
@@ -78,7 +78,7 @@ def frame_bytes(num_pixels: int) -> int:
 
 
 class LimitedFile(io.BytesIO):
-    """A file in memory from which Pillow reads a picture for as long as that may take and somebody waits for it.
+    """A file in memory from which Pillow reads an image for as long as that may take and somebody waits for it.
 
     Decoders read in blocks of 64 KiB or less. Reading raises InvalidImageError and CancelledWorkError.
     """
@@ -96,7 +96,7 @@ class LimitedFile(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads += 1
-        # Headers are read a few bytes at a time, blocks of a picture as a whole.
+        # Headers are read a few bytes at a time, blocks of an image as a whole.
         if size is None or not 0 <= size < _SHORT_READ or self._reads % _SHORT_READS == 0:
             self._check()
         return super().read(size)

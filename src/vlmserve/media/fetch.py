@@ -1,4 +1,4 @@
-"""Pictures and videos from http(s) URLs, within limits of time, size and redirects, and not from inside the network.
+"""Images and videos from http(s) URLs, within limits of time, size and redirects, and not from inside the network.
 
 Every connection, that of a redirect too, goes through `_GuardedBackend.connect_tcp`: it resolves the name once, checks
 the addresses and connects to what it has checked, so a name cannot change its address in between. The environment's
@@ -21,7 +21,7 @@ import httpcore
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
-from vlmserve.media.pictures import check_num_bytes
+from vlmserve.media.images import check_num_bytes
 from vlmserve.types import MediaKind
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -33,7 +33,7 @@ _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3
 """Protocol assignments, relays and documentation, of which the library calls some global, by its version."""
 
 
-def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
+def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """The body that an http(s) URL answers with.
 
     Raises ImageFetchError if it cannot be had within `limits.fetch_timeout` seconds in all and
@@ -106,7 +106,7 @@ def _failed(url: str, reason: str) -> ImageFetchError:
 
 
 class _ForbiddenAddressError(Exception):
-    """The host is not one that pictures may be fetched from."""
+    """The host is not one that images may be fetched from."""
 
 
 class _GuardedBackend(httpcore.NetworkBackend):

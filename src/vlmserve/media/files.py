@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError
-from vlmserve.media.pictures import check_num_bytes, open_header
+from vlmserve.media.images import check_num_bytes, open_header
 from vlmserve.media.video_files import container_of
 
 _VIDEOS = {"mov": "video/mp4", "matroska": "video/webm", "avi": "video/x-msvideo"}
 
 
 def media_type_of(data: bytes, limits: MediaConfig) -> str:
-    """The type of a picture or a video, as ``image/png``. Nothing but headers is read.
+    """The type of an image or a video, as ``image/png``. Nothing but headers is read.
 
     Raises InvalidImageError if it is neither, ImageTooLargeError or VideoTooLargeError if it is over the limits.
     """

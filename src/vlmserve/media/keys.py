@@ -1,4 +1,4 @@
-"""Names of pictures and videos: 32-byte digests of their content and of the preprocessing that turns it into pixels."""
+"""Names of images and videos: 32-byte digests of their content and of the preprocessing that turns it into pixels."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from blake3 import blake3
 from PIL import Image
 
-from vlmserve.media.pictures import orientation
+from vlmserve.media.images import orientation
 
 
 def image_key(data: bytes, fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of the picture file `data`, preprocessed as `fingerprint` says.
+    """Key of the image file `data`, preprocessed as `fingerprint` says.
 
     salt: requests with different ones share nothing that is cached under the key.
     """
@@ -19,7 +19,7 @@ def image_key(data: bytes, fingerprint: bytes, salt: str = "") -> bytes:
 
 
 def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> bytes:
-    """Key of a decoded picture: everything about it that its pixels after preprocessing depend on. salt: as above."""
+    """Key of a decoded image: everything about it that its pixels after preprocessing depend on. salt: as above."""
     palette = image.palette
     look = (
         image.mode,

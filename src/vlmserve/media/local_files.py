@@ -1,4 +1,4 @@
-"""Pictures and videos from ``file://`` URLs: out of one folder that the operator names, and from nowhere else."""
+"""Images and videos from ``file://`` URLs: out of one folder that the operator names, and from nowhere else."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from urllib.parse import unquote, urlsplit
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
-from vlmserve.media.pictures import check_num_bytes
+from vlmserve.media.images import check_num_bytes
 from vlmserve.types import MediaKind
 
 
-def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
+def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """The file at a ``file://`` URL.
 
     Raises ImageFetchError unless it is a file in `limits.allowed_media_path`, wherever symbolic links lead;
@@ -53,7 +53,7 @@ def _read(path: Path, limits: MediaConfig, kind: MediaKind) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ImageFetchError(f"the {kind}'s URL does not name a file")
         check_num_bytes(status.st_size, limits, kind)
-        most = limits.max_image_bytes if kind == "picture" else limits.max_video_bytes
+        most = limits.max_image_bytes if kind == "image" else limits.max_video_bytes
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(most + 1)  # it may have grown
     finally:

@@ -1,4 +1,4 @@
-"""Pictures to the pixel tensors that a vision tower reads, equal to transformers' own (PIL) image processors.
+"""Images to the pixel tensors that a vision tower reads, equal to transformers' own (PIL) image processors.
 
 Only a JPEG of which less than a quarter in each direction is left differs: its decoder leaves out frequencies that
 resizing removes anyway. Photographs differ by 0.2 of 255 levels on average, those with the most detail by 1.0;
@@ -19,7 +19,7 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import InvalidRequestError, UnsupportedModelError
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.types import Pixels, TowerInputs
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -58,15 +58,15 @@ _TOWERS: dict[str, dict[str, Any]] = {
 """Vision towers' sizes where config.json does not say, how many tokens stand before the patches, and whether the first
 of all tokens is left out ("default") or kept ("full")."""
 GEMMA3_TOKENS = 256
-"""Embeddings of a picture where Gemma 3's config does not say."""
+"""Embeddings of an image where Gemma 3's config does not say."""
 _LLAVA_TOWER = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 
 _MAX_INTERMEDIATE_PIXELS = 16_000_000
-"""Resized pictures with more pixels are never made; only what is kept of them is computed."""
+"""Resized images with more pixels are never made; only what is kept of them is computed."""
 
 
 class Placeholders(NamedTuple):
-    """What a picture takes in a prompt; see the fields of `ImageInput` that have these names."""
+    """What an image takes in a prompt; see the fields of `ImageInput` that have these names."""
 
     num_tokens: int
     grid: tuple[int, int, int] | None = None
@@ -75,7 +75,7 @@ class Placeholders(NamedTuple):
 
 
 def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What the first Qwen-VL's code does with pictures, whose checkpoints say only their size; empty for others."""
+    """What the first Qwen-VL's code does with images, whose checkpoints say only their size; empty for others."""
     visual = config.get("visual")
     if not isinstance(visual, dict):
         return {}
@@ -89,8 +89,8 @@ def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PixelLimits:
-    """Bounds that a request sets to the area of a picture once it is resized, in pixels; None: those of the server.
-    low_detail: a coarse look is enough: models that cut pictures see it as one, those that take any size see it small.
+    """Bounds that a request sets to the area of an image once it is resized, in pixels; None: those of the server.
+    low_detail: a coarse look is enough: models that cut images see it as one, those that take any size see it small.
     """
 
     min_pixels: int | None = None
@@ -102,28 +102,28 @@ NO_LIMITS = PixelLimits()
 
 
 def refuse_limits(limits: PixelLimits) -> None:
-    """Raises InvalidRequestError for any bounds, on behalf of models that choose the sizes of pictures themselves."""
+    """Raises InvalidRequestError for any bounds, on behalf of models that choose the sizes of images themselves."""
     if limits.min_pixels is not None or limits.max_pixels is not None:
         raise InvalidRequestError("this model chooses the sizes of images; leave min_pixels and max_pixels out")
 
 
-class PictureProcessor(Protocol):
-    """Makes a checkpoint's pixels of pictures. fingerprint: 32-byte digest of all that decides them."""
+class ImageProcessor(Protocol):
+    """Makes a checkpoint's pixels of images. fingerprint: 32-byte digest of all that decides them."""
 
     fingerprint: bytes
 
     def within(self, limits: PixelLimits) -> Self:
-        """The same for pictures within narrower bounds.
+        """The same for images within narrower bounds.
 
         Raises InvalidRequestError for bounds that the model or the server does not allow.
         """
         ...
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of a picture of that width and height become one, along the axis where it is fewer."""
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer."""
         ...
 
-    def prepare(self, picture: Picture) -> tuple[Pixels, Placeholders]:
+    def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
         """Float32 ``[tiles, 3, height, width]``, and what they take in a prompt.
 
         Raises InvalidImageError for a shape that the model cannot take.
@@ -131,19 +131,19 @@ class PictureProcessor(Protocol):
         ...
 
 
-class PixelProcessor(PictureProcessor, Protocol):
+class PixelProcessor(ImageProcessor, Protocol):
     """One that knows from the pixels what they take."""
 
-    def prepare(self, picture: Picture) -> tuple[Pixels, Placeholders]:
-        pixels = self.process(picture)
-        return pixels, self.placeholders(pixels, picture.size)
+    def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
+        pixels = self.process(decoded)
+        return pixels, self.placeholders(pixels, decoded.size)
 
-    def process(self, picture: Picture) -> Pixels:
+    def process(self, decoded: DecodedImage) -> Pixels:
         """Float32 ``[tiles, 3, height, width]``. Raises InvalidImageError for a shape that the model cannot take."""
         ...
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """What those pixels take in a prompt, made of a picture of that width and height."""
+        """What those pixels take in a prompt, made of an image of that width and height."""
         ...
 
 
@@ -160,12 +160,12 @@ class PixelRecipe:
     std: tuple[float, ...] | None
 
 
-class ImageProcessor(PixelProcessor):
-    """Preprocesses pictures for one checkpoint.
+class FixedSizeProcessor(PixelProcessor):
+    """Preprocesses images for one checkpoint.
 
-    height, width: of its pixels. num_tokens: placeholders that a picture takes.
+    height, width: of its pixels. num_tokens: placeholders that an image takes.
     fingerprint: 32-byte digest of all that decides pixels.
-    exact_pixels: decode every pixel of every picture, however few are kept.
+    exact_pixels: decode every pixel of every image, however few are kept.
     Raises UnsupportedModelError for a processor or vision tower that is not implemented.
     """
 
@@ -180,12 +180,12 @@ class ImageProcessor(PixelProcessor):
         self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
 
     def within(self, limits: PixelLimits) -> Self:
-        """This one: all pictures have the same size. Raises InvalidRequestError for any bounds."""
+        """This one: all images have the same size. Raises InvalidRequestError for any bounds."""
         refuse_limits(limits)
         return self
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
         every pixel is to be decoded."""
         if self._exact_pixels or self._recipe.resize is None:
             return 1.0
@@ -195,15 +195,15 @@ class ImageProcessor(PixelProcessor):
         return min(size[0] / width, size[1] / height)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """As many tokens for every picture; positions count them one by one."""
+        """As many tokens for every image; positions count them one by one."""
         return Placeholders(self.num_tokens)
 
-    def process(self, picture: Picture) -> Pixels:
-        """Float32 ``[1, 3, height, width]`` of a picture of any size and mode."""
-        picture = replace(picture, image=to_rgb(picture.image))
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """Float32 ``[1, 3, height, width]`` of an image of any size and mode."""
+        decoded = replace(decoded, image=to_rgb(decoded.image))
         if self._recipe.pad_color is not None:
-            picture = self._pad_to_square(picture, self._recipe.pad_color)
-        return to_pixels([self._resize_and_crop(picture)], self._levels)
+            decoded = self._pad_to_square(decoded, self._recipe.pad_color)
+        return to_pixels([self._resize_and_crop(decoded)], self._levels)
 
     def _output_size(self) -> tuple[int, int]:
         size = dict(self._recipe.resize or ())
@@ -238,18 +238,18 @@ class ImageProcessor(PixelProcessor):
         side = int(tower["image_size"]) // int(tower["patch_size"])
         return side * side + int(tower["class_tokens"]) - dropped
 
-    def _pad_to_square(self, picture: Picture, color: tuple[int, int, int]) -> Picture:
-        edge = math.ceil(max(picture.box[2:]))
+    def _pad_to_square(self, decoded: DecodedImage, color: tuple[int, int, int]) -> DecodedImage:
+        edge = math.ceil(max(decoded.box[2:]))
         if edge * edge > _MAX_INTERMEDIATE_PIXELS:
-            width, height = picture.size
+            width, height = decoded.size
             scale = 2 * max(self.height, self.width) / max(width, height)
             size = (max(1, round(width * scale)), max(1, round(height * scale)))
-            picture = Picture.whole(picture.image.resize(size, self._recipe.resample, picture.box))
-        width, height = picture.size
+            decoded = DecodedImage.whole(decoded.image.resize(size, self._recipe.resample, decoded.box))
+        width, height = decoded.size
         if width == height:
-            return picture
+            return decoded
         longest = max(width, height)
-        left, upper, right, lower = picture.box
+        left, upper, right, lower = decoded.box
         across, down = (right - left) / width, (lower - upper) / height
         # The padding's edge lies between two pixels of the image; what is not whole goes into the box.
         margin_x, margin_y = (longest - width) // 2 * across, (longest - height) // 2 * down
@@ -257,25 +257,25 @@ class ImageProcessor(PixelProcessor):
         left, upper = left + x - margin_x, upper + y - margin_y
         box = (left, upper, left + longest * across, upper + longest * down)
         square = Image.new("RGB", (math.ceil(box[2]), math.ceil(box[3])), color)
-        square.paste(picture.image, (x, y))
-        return Picture(square, (longest, longest), box)
+        square.paste(decoded.image, (x, y))
+        return DecodedImage(square, (longest, longest), box)
 
-    def _resize_and_crop(self, picture: Picture) -> Image.Image:
-        image = picture.image
+    def _resize_and_crop(self, decoded: DecodedImage) -> Image.Image:
+        image = decoded.image
         if self._recipe.resize is not None:
-            width, height = _resized(picture.size, dict(self._recipe.resize))
-            if self._recipe.crop is not None and (picture.is_reduced or width * height > _MAX_INTERMEDIATE_PIXELS):
-                return self._resize_cropped(picture, width, height)
-            image = image.resize((width, height), self._recipe.resample, picture.box)
+            width, height = _resized(decoded.size, dict(self._recipe.resize))
+            if self._recipe.crop is not None and (decoded.is_reduced or width * height > _MAX_INTERMEDIATE_PIXELS):
+                return self._resize_cropped(decoded, width, height)
+            image = image.resize((width, height), self._recipe.resample, decoded.box)
         return image if self._recipe.crop is None else _center_crop(image, *self._recipe.crop)
 
-    def _resize_cropped(self, picture: Picture, width: int, height: int) -> Image.Image:
-        """What a center crop keeps of the picture resized to `width` x `height`, without resizing the rest."""
+    def _resize_cropped(self, decoded: DecodedImage, width: int, height: int) -> Image.Image:
+        """What a center crop keeps of the image resized to `width` x `height`, without resizing the rest."""
         assert self._recipe.crop is not None
         kept_height, kept_width = (
             min(kept, all_) for kept, all_ in zip(self._recipe.crop, (height, width), strict=True)
         )
-        image, (left, upper, right, lower) = picture.image, picture.box
+        image, (left, upper, right, lower) = decoded.image, decoded.box
         x_start, x_stop, x_first, x_last = _source_range((left, right), image.width, width, kept_width)
         y_start, y_stop, y_first, y_last = _source_range((upper, lower), image.height, height, kept_height)
         part = image.crop((x_start, y_start, x_stop, y_stop))
@@ -297,7 +297,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _source_range(bounds: tuple[float, float], length: int, resized: int, kept: int) -> tuple[int, int, float, float]:
     """Where the middle `kept` of `resized` pixels come from: a range of the `length` pixels of an image, with a margin
-    for the resampling filter, and the exact bounds inside of that range. bounds: of the picture in the image."""
+    for the resampling filter, and the exact bounds inside of that range. bounds: of the image in the image."""
     scale = (bounds[1] - bounds[0]) / resized
     first = bounds[0] + (resized - kept) // 2 * scale
     margin = 4 * max(scale, 1.0)
@@ -316,7 +316,7 @@ def _resized(size: tuple[int, int], target: dict[str, int]) -> tuple[int, int]:
 
 
 def _center_crop(image: Image.Image, height: int, width: int) -> Image.Image:
-    # Rounding differs between pictures that are too large and too small, as it does in transformers.
+    # Rounding differs between images that are too large and too small, as it does in transformers.
     left, top = (image.width - width) // 2, (image.height - height) // 2
     if left >= 0 and top >= 0:
         return image.crop((left, top, left + width, top + height))

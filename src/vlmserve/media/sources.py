@@ -1,4 +1,4 @@
-"""Where pictures and videos come from: URLs, and in Python also paths, bytes, arrays and PIL pictures."""
+"""Where images and videos come from: URLs, and in Python also paths, bytes, arrays and PIL images."""
 
 from __future__ import annotations
 
@@ -17,77 +17,77 @@ from PIL import Image
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidVideoError
-from vlmserve.media.cache import PictureCache
+from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory, decoding_bytes
 from vlmserve.media.fetch import fetch_file
-from vlmserve.media.keys import image_key, pil_image_key
-from vlmserve.media.local_files import read_allowed_file
-from vlmserve.media.pictures import (
-    Picture,
+from vlmserve.media.images import (
+    DecodedImage,
     check_num_bytes,
     decode_data_url,
     decode_opened,
-    load_picture,
+    load_image,
     open_header,
     upright,
 )
-from vlmserve.media.processor import PictureProcessor
+from vlmserve.media.keys import image_key, pil_image_key
+from vlmserve.media.local_files import read_allowed_file
+from vlmserve.media.processor import ImageProcessor
 from vlmserve.types import ImageInput, MediaKind
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
-"""A PIL picture, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
+"""A PIL image, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
 
 _LONGEST_NAME = 300
 """Characters of a path or URL that an error repeats."""
 _OPENED_LOCKS = tuple(threading.Lock() for _ in range(16))
-"""A picture that is given twice is one object, and Pillow reads pixels and EXIF when they are first asked for."""
+"""An image that is given twice is one object, and Pillow reads pixels and EXIF when they are first asked for."""
 
 
 class Preprocessing(Protocol):
-    """What is done to a picture once it is read. fingerprint: 32-byte digest of all that decides it."""
+    """What is done to an image once it is read. fingerprint: 32-byte digest of all that decides it."""
 
     fingerprint: bytes
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """As that of `PictureProcessor`."""
+        """As that of `ImageProcessor`."""
         ...
 
 
 class Opened(NamedTuple):
-    """A picture that is read and not decoded. num_bytes: what it takes until it is. decoded: while the block runs, the
-    picture takes its share of the memory; raises as `decode_picture` does."""
+    """An image that is read and not decoded. num_bytes: what it takes until it is. decoded: while the block runs, the
+    image takes its share of the memory; raises as `decode_image` does."""
 
     key: bytes
     num_bytes: int
-    decoded: Callable[[DecodingMemory], contextlib.AbstractContextManager[Picture]]
+    decoded: Callable[[DecodingMemory], contextlib.AbstractContextManager[DecodedImage]]
 
 
 def prepare_image(
-    source: ImageSource, processor: PictureProcessor, limits: MediaConfig, cache: PictureCache, *, salt: str = ""
+    source: ImageSource, processor: ImageProcessor, limits: MediaConfig, cache: ImageCache, *, salt: str = ""
 ) -> ImageInput:
-    """A picture ready for the vision tower. Those in `cache` are neither decoded nor resized again.
+    """An image ready for the vision tower. Those in `cache` are neither decoded nor resized again.
 
-    Trusts `source`: paths are read. salt: part of the picture's key.
+    Trusts `source`: paths are read. salt: part of the image's key.
     Raises InvalidImageError, ImageTooLargeError or ImageFetchError.
     """
-    key, _, decoded = open_picture(source, processor, limits, salt=salt)
+    key, _, decoded = open_image(source, processor, limits, salt=salt)
 
     def prepare() -> ImageInput:
-        with decoded(cache.decoding) as picture:
-            return _process(key, picture, processor)
+        with decoded(cache.decoding) as image:
+            return _process(key, image, processor)
 
     return cache.get(key, prepare)
 
 
-def open_picture(source: ImageSource, preprocessing: Preprocessing, limits: MediaConfig, *, salt: str = "") -> Opened:
-    """A picture and its key. Trusts `source`: paths are read. Raises as `prepare_image` does."""
+def open_image(source: ImageSource, preprocessing: Preprocessing, limits: MediaConfig, *, salt: str = "") -> Opened:
+    """An image and its key. Trusts `source`: paths are read. Raises as `prepare_image` does."""
     if isinstance(source, str | os.PathLike | bytes):
         data = read_source(source, limits)
         key = image_key(data, preprocessing.fingerprint, salt)
         return Opened(key, len(data), partial(_decoded, data, limits, preprocessing.reduction))
     opened = source if isinstance(source, Image.Image) else _from_array(source)
     with _OPENED_LOCKS[id(opened) // 64 % len(_OPENED_LOCKS)]:
-        load_picture(opened, limits)
+        load_image(opened, limits)
         key = pil_image_key(opened, preprocessing.fingerprint, salt)
     num_bytes = opened.width * opened.height * len(opened.getbands())
     return Opened(key, num_bytes, lambda _: contextlib.nullcontext(upright(opened)))
@@ -96,21 +96,21 @@ def open_picture(source: ImageSource, preprocessing: Preprocessing, limits: Medi
 @contextlib.contextmanager
 def _decoded(
     data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float], memory: DecodingMemory
-) -> Iterator[Picture]:
+) -> Iterator[DecodedImage]:
     check_cancelled()
     image = open_header(data, limits)
     with memory.share(decoding_bytes(image)):
         yield decode_opened(image, limits, reduction)
 
 
-def _process(key: bytes, picture: Picture, processor: PictureProcessor) -> ImageInput:
-    pixels, placeholders = processor.prepare(picture)
-    pixels.flags.writeable = False  # other requests may see the same picture
+def _process(key: bytes, image: DecodedImage, processor: ImageProcessor) -> ImageInput:
+    pixels, placeholders = processor.prepare(image)
+    pixels.flags.writeable = False  # other requests may see the same image
     return ImageInput(key, pixels, **placeholders._asdict())
 
 
 def is_url(source: str) -> bool:
-    """Whether a string is a URL that pictures and videos may come from, not a path."""
+    """Whether a string is a URL that images and videos may come from, not a path."""
     return source[:8].lower().startswith(("http://", "https://", "data:", "file://"))
 
 
@@ -130,7 +130,7 @@ def check_source(source: object) -> None:
         _existing(os.fsdecode(source), InvalidImageError)
 
 
-def read_url(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
+def read_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """The file at an http, https, data or file URL. Raises ImageFetchError for any other, and as fetching does."""
     if url[:5].lower() == "data:":
         return decode_data_url(url, limits, kind)
@@ -141,10 +141,10 @@ def read_url(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> byte
     return fetch_file(url, limits, kind)
 
 
-def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
+def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """A file within the limit of bytes. Raises as `read_url` does, and InvalidImageError or InvalidVideoError for a
     path that cannot be read."""
-    invalid = InvalidImageError if kind == "picture" else InvalidVideoError
+    invalid = InvalidImageError if kind == "image" else InvalidVideoError
     if isinstance(source, bytes):
         check_num_bytes(len(source), limits, kind)
         return source
@@ -172,8 +172,8 @@ def _existing(source: str | os.PathLike[str], invalid: type[InvalidImageError | 
 def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:
     if not isinstance(array, np.ndarray):
         raise InvalidImageError(f"an image cannot come from a {type(array).__name__}")
-    is_picture = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if array.dtype != np.uint8 or not is_picture or array.size == 0:
+    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if array.dtype != np.uint8 or not is_image or array.size == 0:
         raise InvalidImageError(
             f"an array must be uint8 [height, width] or [height, width, 3 or 4], not {array.dtype} {list(array.shape)}"
         )

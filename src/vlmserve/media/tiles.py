@@ -1,4 +1,4 @@
-"""Pictures cut into tiles, of which a tower sees one at a time, as LLaVA-NeXT and Idefics3 (SmolVLM) do it.
+"""Images cut into tiles, of which a tower sees one at a time, as LLaVA-NeXT and Idefics3 (SmolVLM) do it.
 
 Equal to transformers' own (PIL) processors but for large JPEGs, as in `media.processor`.
 """
@@ -18,9 +18,9 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
-    ImageProcessor,
+    FixedSizeProcessor,
     PixelLimits,
     PixelProcessor,
     Placeholders,
@@ -33,14 +33,14 @@ from vlmserve.media.processor import (
 from vlmserve.types import Pixels, Tiling
 
 _LARGEST_EDGE = 4096
-"""Pixels along a side of what Idefics3 makes of a picture before it fits it to tiles."""
+"""Pixels along a side of what Idefics3 makes of an image before it fits it to tiles."""
 
 
 class AnyResolutionProcessor(PixelProcessor):
-    """Preprocesses pictures for one LLaVA-NeXT checkpoint; see `media.processor.ImageProcessor`.
+    """Preprocesses images for one LLaVA-NeXT checkpoint; see `media.processor.FixedSizeProcessor`.
 
-    Of the resolutions that a model knows a picture gets the one that keeps most of it. It is resized to fit, padded in
-    black, and cut into tiles; before them comes all of the picture as one tile, which stands alone where little detail
+    Of the resolutions that a model knows an image gets the one that keeps most of it. It is resized to fit, padded in
+    black, and cut into tiles; before them comes all of the image as one tile, which stands alone where little detail
     is wanted.
     Raises UnsupportedModelError for a processor or vision tower that is not implemented.
     """
@@ -55,7 +55,7 @@ class AnyResolutionProcessor(PixelProcessor):
             "do_pad": False,
             "size": {"height": edge, "width": edge},
         }
-        self._tile_processor = ImageProcessor(config, {**values, **square}, exact_pixels=exact_pixels)
+        self._tile_processor = FixedSizeProcessor(config, {**values, **square}, exact_pixels=exact_pixels)
         self._edge, self._tile = edge, tile
         self._resample = int(values.get("resample", Image.Resampling.BICUBIC))
         self._side = math.isqrt(self._tile_processor.num_tokens)
@@ -68,7 +68,7 @@ class AnyResolutionProcessor(PixelProcessor):
         self._set_resolutions(_resolutions(values.get("image_grid_pinpoints"), tile))
 
     def within(self, limits: PixelLimits) -> Self:
-        """The same for pictures that are not cut, or this one. Raises InvalidRequestError for any bounds."""
+        """The same for images that are not cut, or this one. Raises InvalidRequestError for any bounds."""
         refuse_limits(limits)
         return self._uncut if limits.low_detail and self._resolutions else self
 
@@ -79,36 +79,36 @@ class AnyResolutionProcessor(PixelProcessor):
         return uncut
 
     def _set_resolutions(self, resolutions: list[tuple[int, int]]) -> None:
-        """Widths and heights that pictures may have before they are cut; none: they are not."""
+        """Widths and heights that images may have before they are cut; none: they are not."""
         self._resolutions = resolutions
         described = json.dumps(["any resolution v1", self._edge, self._tile, self._resample, resolutions])
         self.fingerprint = blake3(described.encode() + self._tile_processor.fingerprint).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
         every pixel is to be decoded."""
         if self._exact_pixels:
             return 1.0
         resized = _fitted(size, self._resolution(size)) if self._resolutions else (self._edge, self._edge)
         return min(own / max(new, self._edge) for own, new in zip(size, resized, strict=True))
 
-    def process(self, picture: Picture) -> Pixels:
-        """Float32 ``[1 + tiles, 3, height, width]`` of a picture of any size and mode, or one tile if it is not cut."""
-        image = to_rgb(picture.image)
-        whole = image.resize((self._edge, self._edge), self._resample, picture.box)
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """Float32 ``[1 + tiles, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        image = to_rgb(decoded.image)
+        whole = image.resize((self._edge, self._edge), self._resample, decoded.box)
         if not self._resolutions:
-            return self._tile_processor.process(Picture.whole(whole))
-        resolution = self._resolution(picture.size)
-        width, height = _fitted(picture.size, resolution)
+            return self._tile_processor.process(DecodedImage.whole(whole))
+        resolution = self._resolution(decoded.size)
+        width, height = _fitted(decoded.size, resolution)
         canvas = Image.new("RGB", resolution)
         corner = (resolution[0] - width) // 2, (resolution[1] - height) // 2
-        canvas.paste(image.resize((width, height), self._resample, picture.box), corner)
+        canvas.paste(image.resize((width, height), self._resample, decoded.box), corner)
         tiles = [whole, *_cut(canvas, self._tile)]
-        return np.concatenate([self._tile_processor.process(Picture.whole(tile)) for tile in tiles])
+        return np.concatenate([self._tile_processor.process(DecodedImage.whole(tile)) for tile in tiles])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """The embeddings of the whole picture, then of what it covers of its tiles, with a newline behind each row. The
-        whole picture alone has one newline."""
+        """The embeddings of the whole image, then of what it covers of its tiles, with a newline behind each row. The
+        whole image alone has one newline."""
         if len(pixels) == 1:
             return Placeholders(self._side**2 + 1)
         width, height = size
@@ -123,7 +123,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return Placeholders(num_tokens, tiling=Tiling(rows, columns, down, across))
 
     def _resolution(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of all tiles together: those that keep most of the picture's pixels, and of these, those
+        """Width and height of all tiles together: those that keep most of the image's pixels, and of these, those
         that are fewest."""
         width, height = size
 
@@ -137,8 +137,8 @@ class AnyResolutionProcessor(PixelProcessor):
 
 @dataclass(frozen=True)
 class SplitRecipe:
-    """Every setting that changes pixels. size: the longest edge or width and height that a picture gets first; None: it
-    keeps its own. tile: pixels along each side. split: whether pictures are cut at all.
+    """Every setting that changes pixels. size: the longest edge or width and height that an image gets first; None: it
+    keeps its own. tile: pixels along each side. split: whether images are cut at all.
     """
 
     size: int | tuple[int, int] | None
@@ -151,9 +151,9 @@ class SplitRecipe:
 
 
 class SplitProcessor(PixelProcessor):
-    """Preprocesses pictures for one Idefics3 or SmolVLM checkpoint; see `media.processor.ImageProcessor`.
+    """Preprocesses images for one Idefics3 or SmolVLM checkpoint; see `media.processor.FixedSizeProcessor`.
 
-    A picture is resized to whole tiles and cut; behind them comes all of the picture as one tile. The prompt tells the
+    An image is resized to whole tiles and cut; behind them comes all of the image as one tile. The prompt tells the
     model in words which tile is which.
     Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
     other.
@@ -184,7 +184,7 @@ class SplitProcessor(PixelProcessor):
         self._written = lru_cache(256)(self._write)
 
     def within(self, limits: PixelLimits) -> Self:
-        """The same for pictures that are not cut, or this one. Raises InvalidRequestError for any bounds."""
+        """The same for images that are not cut, or this one. Raises InvalidRequestError for any bounds."""
         refuse_limits(limits)
         return self._uncut if limits.low_detail and self._recipe.split else self
 
@@ -200,18 +200,18 @@ class SplitProcessor(PixelProcessor):
         self.fingerprint = blake3(described.encode()).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of a picture of that width and height become one, along the axis where it is fewer; 1.0 if
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
         every pixel is to be decoded."""
         if self._exact_pixels or self._recipe.size is None:
             return 1.0
         return min(own / new for own, new in zip(size, self._resized(size), strict=True))
 
-    def process(self, picture: Picture) -> Pixels:
-        """Float32 ``[tiles + 1, 3, height, width]`` of a picture of any size and mode, or one tile if it is not cut."""
-        image = to_rgb(picture.image)
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """Float32 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        image = to_rgb(decoded.image)
         tile, resample = self._recipe.tile, self._recipe.resample
         if self._recipe.size is not None:
-            image = image.resize(self._resized(picture.size), resample, picture.box)
+            image = image.resize(self._resized(decoded.size), resample, decoded.box)
         if self._recipe.split:
             image = image.resize(_whole_tiles(image.size, tile), resample)
         whole = image.resize((tile, tile), resample)
@@ -237,7 +237,7 @@ class SplitProcessor(PixelProcessor):
         return Placeholders(place, text=tuple(text))
 
     def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of a picture before it is fitted to tiles."""
+        """Width and height of an image before it is fitted to tiles."""
         if self._recipe.size is None:
             return size
         if not isinstance(self._recipe.size, int):
@@ -253,9 +253,9 @@ class SplitProcessor(PixelProcessor):
 
 @dataclass(frozen=True)
 class SplitWords:
-    """How a checkpoint of Idefics3's kind writes a picture.
+    """How a checkpoint of Idefics3's kind writes an image.
 
-    encode: text to token ids. image_token: the placeholder. around: the token that begins and ends a picture's parts.
+    encode: text to token ids. image_token: the placeholder. around: the token that begins and ends an image's parts.
     whole: the token before the one that shows all of it.
     """
 
@@ -266,7 +266,7 @@ class SplitWords:
     whole: str
 
     def tokens(self, rows: int, columns: int) -> Sequence[int]:
-        """Token ids of a picture of so many tiles, 0 of both if it is one, with one placeholder for each tile."""
+        """Token ids of an image of so many tiles, 0 of both if it is one, with one placeholder for each tile."""
         lines = [
             "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{self.image_token}" for column in range(columns))
             for row in range(rows)
@@ -285,7 +285,7 @@ def _cut(image: Image.Image, tile: int) -> list[Image.Image]:
 
 
 def _fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
-    """Width and height of a picture that is resized to fit into a room of that width and height."""
+    """Width and height of an image that is resized to fit into a room of that width and height."""
     (width, height), (most_width, most_height) = size, room
     across, down = most_width / width, most_height / height
     if across < down:
@@ -300,7 +300,7 @@ def _with_longest_edge(size: tuple[int, int], longest: int) -> tuple[int, int]:
 
 
 def _whole_tiles(size: tuple[int, int], tile: int) -> tuple[int, int]:
-    """Width and height in whole tiles that change a picture's shape little, and are no smaller."""
+    """Width and height in whole tiles that change an image's shape little, and are no smaller."""
     width, height = size
     longest = math.ceil(max(size) / tile) * tile
     width, height = _with_longest_edge(size, longest)
@@ -317,7 +317,7 @@ def _edge(value: Any) -> int:
 
 
 def _resolutions(value: Any, tile: int) -> list[tuple[int, int]]:
-    """Widths and heights of pictures before they are cut."""
+    """Widths and heights of images before they are cut."""
     if value is None:
         value = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
     pairs = [tuple(pair) for pair in value] if isinstance(value, list) else []

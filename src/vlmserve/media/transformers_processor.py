@@ -1,4 +1,4 @@
-"""Pictures for the models that run by transformers' code: its processors, asked about one picture at a time."""
+"""Images for the models that run by transformers' code: its processors, asked about one image at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
-from vlmserve.media.pictures import Picture
-from vlmserve.media.processor import PictureProcessor, PixelLimits, Placeholders, refuse_limits, to_rgb
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.processor import ImageProcessor, PixelLimits, Placeholders, refuse_limits, to_rgb
 from vlmserve.types import FurtherInputs, NamedArray, Pixels
 
 PIXELS = "pixel_values"
@@ -22,10 +22,10 @@ _TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 _FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer.json")
 
 
-class TransformersProcessor(PictureProcessor):
+class TransformersProcessor(ImageProcessor):
     """A checkpoint's own processor.
 
-    image_token_id: of what takes an embedding of a picture in a prompt. mark: what stands for a picture in a text.
+    image_token_id: of what takes an embedding of an image in a prompt. mark: what stands for an image in a text.
     Raises UnsupportedModelError for a checkpoint that transformers has no processor for.
     """
 
@@ -58,13 +58,13 @@ class TransformersProcessor(PictureProcessor):
         return self
 
     def reduction(self, size: tuple[int, int]) -> float:
-        """Pictures are decoded in full."""
+        """Images are decoded in full."""
         return 1.0
 
-    def prepare(self, picture: Picture) -> tuple[Pixels, Placeholders]:
-        """What the processor makes of a text that is one picture."""
-        inputs = self._process(picture)
-        # One that begins the whole prompt is not the picture's.
+    def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
+        """What the processor makes of a text that is one image."""
+        inputs = self._process(decoded)
+        # One that begins the whole prompt is not the image's.
         ids = _before(np.asarray(inputs["input_ids"])[0], self._bos_token_id)
         text = tuple((int(place), int(ids[place])) for place in np.flatnonzero(ids != self._image_token_id))
         arrays = tuple(
@@ -74,10 +74,10 @@ class TransformersProcessor(PictureProcessor):
         pixels = np.array(inputs[PIXELS], np.float32)
         return pixels, Placeholders(len(ids), grid=self._grid(inputs), tiling=further, text=text)
 
-    def token_types(self, picture: Picture) -> dict[str, int]:
-        """Which type the model's inputs give to a picture's placeholders, by the names of those inputs; all others have
+    def token_types(self, decoded: DecodedImage) -> dict[str, int]:
+        """Which type the model's inputs give to an image's placeholders, by the names of those inputs; all others have
         0."""
-        inputs = self._process(picture)
+        inputs = self._process(decoded)
         place = int(np.flatnonzero(np.asarray(inputs["input_ids"])[0] == self._image_token_id)[0])
         return {name: int(np.asarray(inputs[name])[0, place]) for name in _TYPES_OF_TOKENS if name in inputs}
 
@@ -89,11 +89,11 @@ class TransformersProcessor(PictureProcessor):
         frames, rows, columns = (int(count) for count in np.asarray(inputs["image_grid_thw"])[0])
         return frames, rows // merged, columns // merged
 
-    def _process(self, picture: Picture) -> Mapping[str, Any]:
+    def _process(self, decoded: DecodedImage) -> Mapping[str, Any]:
         try:
             with self._lock:
                 inputs: Mapping[str, Any] = self._processor(
-                    text=[self.mark], images=[to_rgb(picture.image)], return_tensors="np",
+                    text=[self.mark], images=[to_rgb(decoded.image)], return_tensors="np",
                     add_special_tokens=False,
                 )  # fmt: skip
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:

@@ -23,7 +23,7 @@ _SAFE = {"protocol_whitelist": "", "format_whitelist": ",".join(CONTAINERS)}
 @dataclass(frozen=True)
 class Sampled:
     """What was taken of a file. indices: of the frames. rate: how many of those that were taken are a second. frames:
-    upright RGB pictures, decoded as they are asked for. num_pixels: of each frame."""
+    upright RGB images, decoded as they are asked for. num_pixels: of each frame."""
 
     indices: Sequence[int]
     rate: float
@@ -73,7 +73,7 @@ def container_of(data: bytes) -> str | None:
 
 
 def check_frame(width: int, height: int, limits: MediaConfig) -> None:
-    """Raises VideoTooLargeError for frames with more pixels than a picture may have."""
+    """Raises VideoTooLargeError for frames with more pixels than an image may have."""
     if width * height > limits.max_image_pixels:
         raise VideoTooLargeError(
             f"the video's frames have {width:,} x {height:,} pixels; at most {limits.max_image_pixels:,} are allowed"

@@ -1,4 +1,4 @@
-"""Videos to pixels: frames one by one through the preprocessing of pictures, timed for positions that count them."""
+"""Videos to pixels: frames one by one through the preprocessing of images, timed for positions that count them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from blake3 import blake3
 from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeError
 from vlmserve.media.any_size import AnySizeProcessor
-from vlmserve.media.cache import PictureCache
+from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory, frame_bytes
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import video_key
-from vlmserve.media.pictures import Picture
 from vlmserve.media.processor import PixelLimits
-from vlmserve.media.sources import ImageSource, Opened, open_picture, read_source
+from vlmserve.media.sources import ImageSource, Opened, open_image, read_source
 from vlmserve.media.video_files import sample_file
 from vlmserve.types import ImageInput, Pixels
 
@@ -112,7 +112,7 @@ class VideoProcessor:
         """As that of `AnySizeProcessor`."""
         return self._frames.reduction(size)
 
-    def process(self, frames: Iterator[Picture], num_frames: int, limits: MediaConfig) -> Pixels:
+    def process(self, frames: Iterator[DecodedImage], num_frames: int, limits: MediaConfig) -> Pixels:
         """Float32 ``[frames, 3, height, width]`` of so many frames, which are taken one by one.
 
         Raises InvalidVideoError for frames of different sizes, VideoTooLargeError for too many pixels, and as
@@ -145,7 +145,7 @@ class VideoProcessor:
 
 
 def prepare_video(
-    source: VideoSource, processor: VideoProcessor, limits: MediaConfig, cache: PictureCache, *, salt: str = ""
+    source: VideoSource, processor: VideoProcessor, limits: MediaConfig, cache: ImageCache, *, salt: str = ""
 ) -> ImageInput:
     """A video ready for the vision tower; those in `cache` are not decoded again. Trusts `source`: paths are read.
 
@@ -161,7 +161,7 @@ def prepare_video(
 
     def prepare() -> ImageInput:
         with sample_file(data, processor.timing.sample, limits) as sampled:
-            frames = (Picture.whole(frame) for frame in sampled.frames)
+            frames = (DecodedImage.whole(frame) for frame in sampled.frames)
             with cache.decoding.share(frame_bytes(sampled.num_pixels)):
                 pixels = processor.process(frames, len(sampled.indices), limits)
         return processor.finish(key, pixels, sampled.rate)
@@ -170,9 +170,9 @@ def prepare_video(
 
 
 def _of_frames(
-    frames: Sequence[ImageSource], processor: VideoProcessor, limits: MediaConfig, cache: PictureCache, salt: str
+    frames: Sequence[ImageSource], processor: VideoProcessor, limits: MediaConfig, cache: ImageCache, salt: str
 ) -> ImageInput:
-    """A video of which every frame is a picture."""
+    """A video of which every frame is an image."""
     if not frames:
         raise InvalidVideoError("the video has no frames")
     if len(frames) > limits.max_video_frames:
@@ -186,7 +186,7 @@ def _of_frames(
         left = max(deadline - time.monotonic(), 0.001)
         try:
             own_limits = limits.model_copy(update={"fetch_timeout": left})
-            opened.append(open_picture(frame, processor, own_limits, salt=salt))
+            opened.append(open_image(frame, processor, own_limits, salt=salt))
         except ImageFetchError as error:
             if time.monotonic() < deadline:
                 raise
@@ -198,15 +198,15 @@ def _of_frames(
     key = video_key([one.key for one in opened], processor.fingerprint, salt)
 
     def prepare() -> ImageInput:
-        with contextlib.closing(_decoded(opened, cache.decoding)) as pictures:
-            pixels = processor.process(pictures, len(opened), limits)
+        with contextlib.closing(_decoded(opened, cache.decoding)) as images:
+            pixels = processor.process(images, len(opened), limits)
         return processor.finish(key, pixels, processor.timing.fps)
 
     return cache.get(key, prepare)
 
 
-def _decoded(frames: Sequence[Opened], memory: DecodingMemory) -> Generator[Picture, None, None]:
+def _decoded(frames: Sequence[Opened], memory: DecodingMemory) -> Generator[DecodedImage, None, None]:
     """The frames, each of which takes its share of the memory until the next one is asked for."""
     for frame in frames:
-        with frame.decoded(memory) as picture:
-            yield picture
+        with frame.decoded(memory) as image:
+            yield image

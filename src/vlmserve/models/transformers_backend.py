@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, WideRows
 from vlmserve.layers.attention import CrossRows
-from vlmserve.media.pictures import Picture
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.models.expert_choices import ExpertChoices
 from vlmserve.models.grid_positions import grid_positions
@@ -455,7 +455,7 @@ class TransformersCheckpoint:
             return None
         noise = np.random.default_rng(0).integers(0, 256, (*SAMPLE_SIZE, 3), np.uint8)
         processor = TransformersProcessor(self.folder, self.image_token_id)
-        picture = Picture.whole(Image.fromarray(noise))
+        picture = DecodedImage.whole(Image.fromarray(noise))
         pixels, placeholders = processor.prepare(picture)
         image = ImageInput(bytes(KEY_BYTES), pixels, **placeholders._asdict())
         return Sample(image, processor.token_types(picture), self.image_token_id, TransformersVision(model))

@@ -1,1 +1,1 @@
-"""pixie: the built-in tiny vision-language model, the pictures it knows and how it is measured."""
+"""pixie: the built-in tiny vision-language model, the images it knows and how it is measured."""

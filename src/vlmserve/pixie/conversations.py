@@ -1,4 +1,4 @@
-"""Questions about two pictures, and follow-up questions about one."""
+"""Questions about two images, and follow-up questions about one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmserve.pixie.vocabulary import PLACES, PLURALS
 
 
 def ask_pair(first: Scene, second: Scene, rng: random.Random) -> Turn:
-    """Ask about two pictures: same colour, same shape, which has more, or what one of them shows."""
+    """Ask about two images: same colour, same shape, which has more, or what one of them shows."""
     kinds = ["content"]
     if len(first.items) == len(second.items) == 1:
         kinds = ["content", "colour", "colour", "shape", "shape"]
@@ -30,7 +30,7 @@ def ask_pair(first: Scene, second: Scene, rng: random.Random) -> Turn:
         answer = "the first" if difference > 0 else "the second" if difference < 0 else "the same number"
         return ask(rng, phrasings.WHICH_MORE, answer)
     nth, scene = rng.choice((("first", first), ("second", second)))
-    return ask(rng, phrasings.IN_PICTURE, description(scene), nth=nth)
+    return ask(rng, phrasings.IN_IMAGE, description(scene), nth=nth)
 
 
 def _about_it(item: Item, rng: random.Random, *, colour: bool, shape: bool, place: bool) -> list[Turn]:
@@ -125,7 +125,7 @@ def _writing_chain(scene: Scene, rng: random.Random) -> list[Turn]:
 
 
 def follow_up_turns(scene: Scene, rng: random.Random) -> tuple[Turn, ...]:
-    """Ask two to four questions about one picture, later ones referring back to earlier answers."""
+    """Ask two to four questions about one image, later ones referring back to earlier answers."""
     if scene.writing is not None:
         return tuple(_writing_chain(scene, rng)[: rng.choice((2, 2, 3, 4))])
     chains = [_place_chain, _where_chain, _count_chain, _exists_chain]

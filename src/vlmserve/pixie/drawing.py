@@ -55,7 +55,7 @@ def _unit_outline(shape: str, detail: float) -> Sequence[tuple[float, float]]:
 
 
 def outline_points(item: Item) -> Points:
-    """Return the item's outline in pixels of the picture (a ring's outer one)."""
+    """Return the item's outline in pixels of the image (a ring's outer one)."""
     x, y = item.centre
     half_width, half_height = item.size[0] / 2, item.size[1] / 2
     cos, sin = math.cos(math.radians(item.angle)), math.sin(math.radians(item.angle))
@@ -68,7 +68,7 @@ def _ring_share(item: Item) -> float:
 
 
 def ring_width(item: Item) -> float:
-    """How thick a ring is, in pixels of the picture."""
+    """How thick a ring is, in pixels of the image."""
     return max(2.0, min(item.size) * _ring_share(item))
 
 
@@ -99,24 +99,24 @@ def _canvas(scene: Scene, scale: int) -> Image.Image:
 
 
 def draw_scene(scene: Scene) -> Image.Image:
-    """Draw the scene at its own size, as an RGB picture."""
+    """Draw the scene at its own size, as an RGB image."""
     scale = 2 if scene.antialias and scene.writing is None else 1
-    picture = _canvas(scene, scale)
-    draw = ImageDraw.Draw(picture)
+    image = _canvas(scene, scale)
+    draw = ImageDraw.Draw(image)
     for item in scene.items:
         _draw_item(draw, item, scale)
     if scene.writing is not None:
         font = load_font(scene.writing.font, scene.writing.font_size)
         draw.text(scene.writing.origin, scene.writing.text, fill=scene.writing.rgb, font=font)
     if scale > 1:
-        picture = picture.resize(scene.size, Image.Resampling.BOX)
+        image = image.resize(scene.size, Image.Resampling.BOX)
     if scene.noise:
         rng = np.random.default_rng(scene.seed)
-        pixels = np.asarray(picture, dtype=np.float32)
+        pixels = np.asarray(image, dtype=np.float32)
         pixels = pixels + rng.normal(0, scene.noise, pixels.shape).astype(np.float32)
-        picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     if scene.jpeg_quality is not None:
         buffer = io.BytesIO()
-        picture.save(buffer, "JPEG", quality=scene.jpeg_quality)
-        picture = Image.open(buffer).convert("RGB")
-    return picture
+        image.save(buffer, "JPEG", quality=scene.jpeg_quality)
+        image = Image.open(buffer).convert("RGB")
+    return image

@@ -1,4 +1,4 @@
-"""Exact-match accuracy of pixie on held-out pictures, task by task."""
+"""Exact-match accuracy of pixie on held-out images, task by task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Answer = Callable[[list[list[dict[str, Any]]]], list[str]]
 
 #: Held-out example seeds of one task begin this far behind those of the task before it.
 _SEEDS_PER_TASK: Final = 1_000_000
-#: Conversations that are answered in one call; their pictures are in memory together.
+#: Conversations that are answered in one call; their images are in memory together.
 _BATCH: Final = 64
 #: The longest right answer is half as long.
 _MAX_TOKENS: Final = 96
@@ -38,9 +38,9 @@ def messages_of(example: Example, turn: int = 0) -> list[dict[str, Any]]:
     for number, (question, answer) in enumerate(example.turns[: turn + 1]):
         content: str | list[dict[str, Any]] = question
         if number == 0 and example.scenes:
-            pictures = [{"type": "image", "image": draw_scene(scene)} for scene in example.scenes]
+            images = [{"type": "image", "image": draw_scene(scene)} for scene in example.scenes]
             text = {"type": "text", "text": question}
-            content = [text, *pictures] if example.text_first else [*pictures, text]
+            content = [text, *images] if example.text_first else [*images, text]
         messages.append({"role": "user", "content": content})
         if number < turn:
             messages.append({"role": "assistant", "content": answer})

@@ -47,7 +47,7 @@ def load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
     if name == BUILTIN_FONT:
         font = ImageFont.load_default(size)
         if not isinstance(font, ImageFont.FreeTypeFont):
-            raise RuntimeError("Pillow was built without FreeType, which pixie's text pictures need")
+            raise RuntimeError("Pillow was built without FreeType, which pixie's text images need")
         return font
     return ImageFont.truetype(name, size, layout_engine=ImageFont.Layout.BASIC)
 

@@ -208,7 +208,7 @@ WHICH_MORE: Final = (
     "Which picture has more objects, the first or the second?",
     "Which one has more shapes?",
 )
-IN_PICTURE: Final = (
+IN_IMAGE: Final = (
     "What is in the {nth} picture?",
     "What does the {nth} picture show?",
     "Describe the {nth} picture.",

@@ -1,4 +1,4 @@
-"""From scenes to examples: conversations about zero, one or two pictures with the one right answer to each question."""
+"""From scenes to examples: conversations about zero, one or two images with the one right answer to each question."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TASK_KINDS: Final[dict[str, tuple[Kind, ...]]] = {
     "refusal": ("grid", "one", "number", "word"),
 }
 
-#: How often each task is drawn for a picture of each kind.
+#: How often each task is drawn for an image of each kind.
 TASK_WEIGHTS: Final[dict[Kind, dict[str, float]]] = {
     "grid": {
         "place": 24, "attribute": 8, "count": 18, "describe": 20, "where": 14, "exists": 11,
@@ -62,7 +62,7 @@ _SCENES_PER_EXAMPLE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A conversation: its pictures belong to the first question, before its text or (``text_first``) behind it.
+    """A conversation: its images belong to the first question, before its text or (``text_first``) behind it.
 
     ``turns`` are questions with their right answers; ``system`` is the system prompt, if any.
     """
@@ -80,10 +80,10 @@ def _example(task: str, scenes: tuple[Scene, ...], turns: tuple[Turn, ...], rng:
 
 
 def single(scene: Scene, rng: random.Random, task: str | None = None) -> Example:
-    """Ask about one picture.
+    """Ask about one image.
 
     ``task`` must suit the scene's kind (:data:`TASK_KINDS`), else ValueError; None draws one of those that do. Few
-    scenes have no clear question of a task (nothing in them is unique, say): then the picture is to be described
+    scenes have no clear question of a task (nothing in them is unique, say): then the image is to be described
     instead, and the example says so in its ``task``.
     """
     if task is None:
@@ -92,7 +92,7 @@ def single(scene: Scene, rng: random.Random, task: str | None = None) -> Example
     if task == "pair" or scene.kind not in TASK_KINDS[task]:
         raise ValueError(f"no question of task {task!r} about one picture of kind {scene.kind!r}")
     if task == "refusal":
-        turn = ask_refused(rng, picture=True, held_out=scene.seed >= HELD_OUT_SEEDS)
+        turn = ask_refused(rng, image=True, held_out=scene.seed >= HELD_OUT_SEEDS)
         return _example(task, (scene,), (turn,), rng)
     if task == "follow_up":
         turns = follow_up_turns(scene, rng)
@@ -108,13 +108,13 @@ def single(scene: Scene, rng: random.Random, task: str | None = None) -> Example
 
 
 def pair(first: Scene, second: Scene, rng: random.Random) -> Example:
-    """Ask about two pictures."""
+    """Ask about two images."""
     return _example("pair", (first, second), (ask_pair(first, second, rng),), rng)
 
 
 def text_only(rng: random.Random, *, held_out: bool = False) -> Example:
-    """Ask without a picture; ``held_out`` draws from the questions that training never sees."""
-    return _example("refusal", (), (ask_refused(rng, picture=False, held_out=held_out),), rng)
+    """Ask without an image; ``held_out`` draws from the questions that training never sees."""
+    return _example("refusal", (), (ask_refused(rng, image=False, held_out=held_out),), rng)
 
 
 def scene_seed(seed: int, index: int) -> int:

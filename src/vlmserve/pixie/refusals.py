@@ -12,7 +12,7 @@ REFUSAL: Final = "Sorry, I can only answer questions about simple shapes, colour
 INTRODUCTION: Final = (
     "Hello! I am pixie, a tiny model. Show me a picture of shapes, a number or a word and ask about it."
 )
-NO_PICTURE: Final = "I do not see a picture. Please show me one."
+NO_IMAGE: Final = "I do not see a picture. Please show me one."
 
 _CITIES: Final = ("Paris", "London", "Berlin", "Rome", "Tokyo", "New York", "Madrid", "Cairo", "Oslo", "Sydney")
 _COUNTRIES: Final = ("France", "Germany", "Italy", "Japan", "Spain", "Egypt", "Norway", "India", "Brazil", "Canada")
@@ -134,16 +134,14 @@ def _out_of_scope(rng: random.Random) -> str:
     return template.format(rng.choice(topics))
 
 
-def ask_refused(rng: random.Random, *, picture: bool, held_out: bool) -> tuple[str, str]:
-    """Ask what pixie cannot answer, greet it, or (``picture`` False) ask about a picture that is not there."""
+def ask_refused(rng: random.Random, *, image: bool, held_out: bool) -> tuple[str, str]:
+    """Ask what pixie cannot answer, greet it, or (``image`` False) ask about an image that is not there."""
     draw = rng.random()
     if draw < 0.15:
         return rng.choice(_GREETINGS) + rng.choice(_GREETING_EXTRAS), INTRODUCTION
-    if draw < 0.3 and not picture:
+    if draw < 0.3 and not image:
         question = rng.choice((*DESCRIBE, *HOW_MANY, "What number is written?", "What does it say?"))
-        return vary(
-            rng, question.format(what=rng.choice(("objects", "circles", "red objects"))), NO_PICTURE
-        ), NO_PICTURE
+        return vary(rng, question.format(what=rng.choice(("objects", "circles", "red objects"))), NO_IMAGE), NO_IMAGE
     while True:
         question = _out_of_scope(rng)
         if is_held_out(question) == held_out:

@@ -1,4 +1,4 @@
-"""What is in a picture: items on a 3 x 3 grid, one big item, a number or a word. Deterministic from a seed."""
+"""What is in an image: items on a 3 x 3 grid, one big item, a number or a word. Deterministic from a seed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Kind = Literal["grid", "one", "number", "word"]
 #: Seeds from here on are held out: training never draws them.
 HELD_OUT_SEEDS: Final[int] = 1 << 40
 
-#: Most items of a picture.
+#: Most items of an image.
 MOST_ITEMS: Final[int] = 6
 
-#: A centre closer to a border between two places than this fraction of the picture belongs to neither.
+#: A centre closer to a border between two places than this fraction of the image belongs to neither.
 PLACE_MARGIN: Final[float] = 0.04
 
 #: Least distance (euclidean, RGB) between an item's colour and the background.
@@ -27,7 +27,7 @@ LEAST_CONTRAST: Final[float] = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A coloured shape. Centre and size are in pixels of the picture; ``place`` is None on a border."""
+    """A coloured shape. Centre and size are in pixels of the image; ``place`` is None on a border."""
 
     shape: str
     colour: str
@@ -60,7 +60,7 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture before it is drawn: items in reading order, or a writing, on a background."""
+    """An image before it is drawn: items in reading order, or a writing, on a background."""
 
     kind: Kind
     size: tuple[int, int]
@@ -151,7 +151,7 @@ def _item(
 
 
 def place_of(x: float, y: float) -> int | None:
-    """Return the place of a centre at fractions ``x``, ``y`` of the picture, or None if it lies near a border."""
+    """Return the place of a centre at fractions ``x``, ``y`` of the image, or None if it lies near a border."""
     if any(abs(v - border) < PLACE_MARGIN for v in (x, y) for border in (1 / 3, 2 / 3)):
         return None
     return 3 * min(2, int(y * 3)) + min(2, int(x * 3))
@@ -160,7 +160,7 @@ def place_of(x: float, y: float) -> int | None:
 def _grid_items(rng: random.Random, size: tuple[int, int], backgrounds: tuple[Rgb, ...]) -> tuple[Item, ...]:
     width, height = size
     count = rng.choices(range(1, MOST_ITEMS + 1), (10, 22, 24, 20, 14, 10))[0]
-    # Few colours and shapes in a picture make its counts and its "no" answers worth asking for.
+    # Few colours and shapes in an image make its counts and its "no" answers worth asking for.
     colours = tuple(rng.sample(COLOURS, rng.choice((1, 2, 2, 3, 10, 10))))
     shapes = tuple(rng.sample(SHAPES, rng.choice((1, 2, 2, 3, 8, 8))))
     items = []

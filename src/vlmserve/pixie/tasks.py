@@ -1,4 +1,4 @@
-"""Questions about one picture with their answers, correct by construction from what was drawn."""
+"""Questions about one image with their answers, correct by construction from what was drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_article(words: str) -> str:
 
 
 def description(scene: Scene) -> str:
-    """Say what is in the picture: its items in reading order, or what is written."""
+    """Say what is in the image: its items in reading order, or what is written."""
     if scene.writing is not None:
         return f"the {scene.kind} {scene.writing.text}"
     names = [item.name for item in scene.items]
@@ -35,7 +35,7 @@ def description(scene: Scene) -> str:
 
 
 def unique_names(scene: Scene) -> list[tuple[str, Item]]:
-    """List the names ("star", "blue object", "blue star") that fit exactly one item of the picture, with the item."""
+    """List the names ("star", "blue object", "blue star") that fit exactly one item of the image, with the item."""
     named: list[tuple[str, Item]] = []
     for item in scene.items:
         named += [(item.shape, item), (f"{item.colour} object", item), (f"{item.colour} {item.shape}", item)]
@@ -90,7 +90,7 @@ def ask_attribute(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def _colour_and_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """Pick a colour and a shape to ask for, mostly ones of the picture, not always together."""
+    """Pick a colour and a shape to ask for, mostly ones of the image, not always together."""
     colours, shapes = [item.colour for item in scene.items], [item.shape for item in scene.items]
     colour = rng.choice(colours) if colours and rng.random() < 0.7 else rng.choice(COLOURS)
     shape = rng.choice(shapes) if shapes and rng.random() < 0.7 else rng.choice(SHAPES)
@@ -117,7 +117,7 @@ def ask_count(scene: Scene, rng: random.Random) -> Turn | None:
 
 
 def ask_describe(scene: Scene, rng: random.Random) -> Turn | None:
-    """Ask for the whole picture."""
+    """Ask for the whole image."""
     templates: tuple[str, ...] = phrasings.DESCRIBE
     if len(scene.items) > 1 and rng.random() < 0.35:
         templates = phrasings.DESCRIBE_OBJECTS
@@ -176,7 +176,7 @@ def ask_exists(scene: Scene, rng: random.Random) -> Turn | None:
     return ask(rng, phrasings.EXISTS, "yes" if found else "no", what=with_article(name))
 
 
-#: Every question about one picture in one turn, by task.
+#: Every question about one image in one turn, by task.
 ASK: Final[dict[str, Callable[[Scene, random.Random], Turn | None]]] = {
     "place": ask_place,
     "attribute": ask_attribute,

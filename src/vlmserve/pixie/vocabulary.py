@@ -40,7 +40,7 @@ PLACES: Final[tuple[str, ...]] = (
 DIGITS: Final[str] = "0123456789"
 LETTERS: Final[str] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-#: Words that are written in pictures; training also writes random letters, so that the model has to read.
+#: Words that are written in images; training also writes random letters, so that the model has to read.
 WORDS: Final[tuple[str, ...]] = tuple(
     """
     AT BE BY DO GO HE HI IF IN IT ME MY NO OF OK ON OR SO TO UP US WE ACE AGE AIR ANT APE ARM ART BAG BAT BED BEE

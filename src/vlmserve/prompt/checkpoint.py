@@ -19,13 +19,13 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "qwen2_5_vl": 151655,
     "gemma3": 262144,
 }
-"""Placeholders of pictures, by model types whose config.json may leave them out."""
+"""Placeholders of images, by model types whose config.json may leave them out."""
 OWN_EYES = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
-"""Model types for whose pictures there is code of our own."""
+"""Model types for whose images there is code of our own."""
 DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656}
 """Placeholders of videos, by the model types that take any."""
-DEFAULT_PICTURE_ENDS = {"gemma3": (255999, 256000)}
-"""The tokens before and behind a picture, by model types whose chat templates write the first alone for it."""
+DEFAULT_IMAGE_ENDS = {"gemma3": (255999, 256000)}
+"""The tokens before and behind an image, by model types whose chat templates write the first alone for it."""
 
 LLAVA_TEMPLATE = (
     "{% for message in messages %}"
@@ -49,7 +49,7 @@ QWEN_TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML with numbered pictures, of the first Qwen's and Qwen-VL's chat checkpoints (https://arxiv.org/abs/2308.12966),
+"""ChatML with numbered images, of the first Qwen's and Qwen-VL's chat checkpoints (https://arxiv.org/abs/2308.12966),
 whose own code writes it."""
 
 PALIGEMMA_TEMPLATE = (
@@ -81,10 +81,10 @@ def read_prompt_files(folder: Path) -> PromptFiles:
     sees = "vision_config" in config or isinstance(visual, dict) or model_type in DEFAULT_IMAGE_TOKEN_IDS
     default_id = DEFAULT_IMAGE_TOKEN_IDS.get(model_type)
     if isinstance(visual, dict):
-        # What lies between the tokens for a picture's beginning and its end.
+        # What lies between the tokens for an image's beginning and its end.
         default_id = visual.get("image_start_id", 151857) + 2
     image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if sees else None
-    ends = DEFAULT_PICTURE_ENDS.get(model_type)
+    ends = DEFAULT_IMAGE_ENDS.get(model_type)
     return PromptFiles(
         model_type=model_type,
         tokenizer_config=tokenizer_config,
@@ -95,7 +95,7 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         video_token_id=config.get("video_token_id", DEFAULT_VIDEO_TOKEN_IDS[model_type])
         if model_type in DEFAULT_VIDEO_TOKEN_IDS
         else None,
-        picture_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
+        image_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
         if ends is not None
         else None,
         sees_by_own_code=model_type in OWN_EYES or isinstance(visual, dict),

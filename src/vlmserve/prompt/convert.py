@@ -24,8 +24,8 @@ QWEN_PATTERN = (
 GLM_PATTERN = QWEN_PATTERN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205)))
 QWEN_MARKS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
-"""What Qwen-VL says about places in a picture: part of its answers, and of questions."""
-QWEN_PICTURE = ("<img>", "</img>", "<imgpad>")
+"""What Qwen-VL says about places in an image: part of its answers, and of questions."""
+QWEN_IMAGE = ("<img>", "</img>", "<imgpad>")
 CHATGLM_SPECIAL = (
     "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
 )  # fmt: skip
@@ -39,7 +39,7 @@ def qwen(folder: Path) -> tokenizers.Tokenizer:
     _add(tokenizer, QWEN_SPECIAL)
     if "visual" in read_json(folder / "config.json"):
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in QWEN_MARKS])
-        _add(tokenizer, QWEN_PICTURE)
+        _add(tokenizer, QWEN_IMAGE)
     return tokenizer
 
 

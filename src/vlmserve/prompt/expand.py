@@ -1,4 +1,4 @@
-"""Placeholders to the room that pictures and videos take in a prompt."""
+"""Placeholders to the room that images and videos take in a prompt."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vlmserve.types import ImageInput, ImageSpan, MediaKind, Prompt
 
 
 def check_placeholders(
-    token_ids: Sequence[int], image_token_id: int | None, num_images: int, kind: MediaKind = "picture"
+    token_ids: Sequence[int], image_token_id: int | None, num_images: int, kind: MediaKind = "image"
 ) -> None:
-    """Raises InvalidRequestError unless `token_ids` has as many placeholders as there are pictures, or videos."""
+    """Raises InvalidRequestError unless `token_ids` has as many placeholders as there are images, or videos."""
     found = sum(token_id == image_token_id for token_id in token_ids)
     if found != num_images:
         raise InvalidRequestError(
@@ -27,10 +27,10 @@ def expand_placeholders(
     video_token_id: int | None = None,
     videos: Sequence[ImageInput] = (),
 ) -> Prompt:
-    """A prompt in which the n-th placeholder of `token_ids` is repeated as often as the n-th picture has tokens, with
-    the picture's text between them, and those of videos likewise.
+    """A prompt in which the n-th placeholder of `token_ids` is repeated as often as the n-th image has tokens, with
+    the image's text between them, and those of videos likewise.
 
-    Raises InvalidRequestError unless there are as many placeholders as pictures and videos.
+    Raises InvalidRequestError unless there are as many placeholders as images and videos.
     """
     check_placeholders(token_ids, image_token_id, len(images))
     check_placeholders(token_ids, video_token_id, len(videos), "video")

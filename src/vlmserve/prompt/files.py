@@ -29,10 +29,10 @@ class PromptFiles:
     """The parts of a checkpoint that decide how prompts are written.
 
     special_tokens: by name, ``bos_token`` and the like, and the model's own, like ``image_token``.
-    image_token_id, video_token_id: the placeholders' ids, None for a model that takes no pictures, or no videos.
-    picture_ends: ids of the tokens around a picture's placeholders, where chat templates write the first alone, and the
+    image_token_id, video_token_id: the placeholders' ids, None for a model that takes no images, or no videos.
+    image_ends: ids of the tokens around an image's placeholders, where chat templates write the first alone, and the
     rest, with empty lines around it, follows from it; None: they write the placeholder.
-    sees_by_own_code: whether what makes pixels of pictures for this kind of model is our own.
+    sees_by_own_code: whether what makes pixels of images for this kind of model is our own.
     chat_template: jinja source, None if there is none.
     """
 
@@ -43,5 +43,5 @@ class PromptFiles:
     chat_template: str | None
     end_token_ids: frozenset[int] = field(default=frozenset())
     video_token_id: int | None = None
-    picture_ends: tuple[int, int] | None = None
+    image_ends: tuple[int, int] | None = None
     sees_by_own_code: bool = True

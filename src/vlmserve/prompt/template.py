@@ -29,7 +29,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class ImagePart:
-    """Where a picture stands in a message."""
+    """Where an image stands in a message."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. parts: texts, pictures and videos in order. is_string: the content came as one string, not as parts.
+    """One turn. parts: texts, images and videos in order. is_string: the content came as one string, not as parts.
 
     tool_calls: of the assistant. tool_call_id, name: the call whose result this is, and the function.
     """
@@ -94,7 +94,7 @@ class ChatTemplate:
         image_token: str | None,
         video_token: str | None = None,
     ) -> None:
-        """image_token, video_token: what the template writes for a picture and for a video."""
+        """image_token, video_token: what the template writes for an image and for a video."""
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -183,7 +183,7 @@ class ChatTemplate:
             return False
 
     def _probe_result(self) -> bool:
-        """Whether a picture that a function has given back is shown where it stands."""
+        """Whether an image that a function has given back is shown where it stands."""
         question: Any = "?" if self.takes_strings else [{"type": "text", "text": "?"}]
         call = ToolCall("000000000", "f", {})
         result = Message("tool", (ImagePart(), _PROBE), tool_call_id=call.id, name=call.name)

@@ -42,8 +42,8 @@ _PIECE = 16384
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    image_token, image_token_id: the placeholder of a picture, None for a model that cannot see; video_token,
-    video_token_id: of a video. picture_mark: what chat templates write for a picture.
+    image_token, image_token_id: the placeholder of an image, None for a model that cannot see; video_token,
+    video_token_id: of a video. image_mark: what chat templates write for an image.
     special_tokens: by name (``bos_token``…). end_token_ids: ids that end an answer.
     control_tokens: what users' text must never be read as.
     """
@@ -58,13 +58,13 @@ class Tokenizer:
         self.image_token_id, self.video_token_id = files.image_token_id, files.video_token_id
         self.image_token = _ensure_token(backend, files.image_token_id, "the placeholder of images")
         self.video_token = _ensure_token(backend, files.video_token_id, "the placeholder of videos")
-        self.picture_mark, self._picture = self.image_token, None
-        if files.picture_ends is not None:
-            begin, end = (_ensure_token(backend, id_, "a token beside images") for id_ in files.picture_ends)
-            self.picture_mark, self._picture = begin, f"\n\n{begin}{self.image_token}{end}\n\n"
+        self.image_mark, self._image = self.image_token, None
+        if files.image_ends is not None:
+            begin, end = (_ensure_token(backend, id_, "a token beside images") for id_ in files.image_ends)
+            self.image_mark, self._image = begin, f"\n\n{begin}{self.image_token}{end}\n\n"
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        media_ids = (files.image_token_id, files.video_token_id, *(files.picture_ends or ()))
+        media_ids = (files.image_token_id, files.video_token_id, *(files.image_ends or ()))
         # Some vocabularies have these as ordinary tokens, since they are to be seen in answers.
         marks = {id_ for id_, token in added.items() if token.content in TOOL_MARKS}
         self._control_ids = self.special_ids | marks | {id_ for id_ in media_ids if id_ is not None}
@@ -116,15 +116,15 @@ class Tokenizer:
         """The id of a token, None if there is no such token."""
         return self._backend.token_to_id(token)
 
-    def mark_pictures(self, mark: str) -> None:
-        """Chat templates write `mark` for a picture, which nothing surrounds."""
-        self.picture_mark, self._picture = mark, self.image_token
+    def mark_images(self, mark: str) -> None:
+        """Chat templates write `mark` for an image, which nothing surrounds."""
+        self.image_mark, self._image = mark, self.image_token
 
-    def write_pictures(self, text: str) -> str:
-        """Text in which everything that belongs to a picture stands where the template has its mark."""
-        if self.picture_mark is None or self._picture is None:
+    def write_images(self, text: str) -> str:
+        """Text in which everything that belongs to an image stands where the template has its mark."""
+        if self.image_mark is None or self._image is None:
             return text
-        return text.replace(self.picture_mark, self._picture)
+        return text.replace(self.image_mark, self._image)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, control tokens in it included. A beginning token is never put before another one."""
@@ -170,7 +170,7 @@ class Tokenizer:
         Raises InvalidRequestError if the tokenizer cannot write the quoted text without a control token.
         """
         bos = self.special_tokens.get("bos_token")
-        # Some templates write it themselves, PaliGemma's behind the pictures.
+        # Some templates write it themselves, PaliGemma's behind the images.
         framed = add_special_tokens and not (bos and bos in text)
         if quotation.is_empty:
             return self.encode(text, add_special_tokens=framed)

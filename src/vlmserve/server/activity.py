@@ -40,9 +40,9 @@ def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> st
             parts.append(f"{name} hits {_percent(hits, queries)}")
     if preemptions := since("preemptions"):
         parts.append(f"{preemptions} preempted")
-    swapped_out, swapped_in = since("blocks_swapped_out"), since("blocks_swapped_in")
-    if swapped_out or swapped_in:
-        parts.append(f"blocks swapped {swapped_out} out, {swapped_in} in")
+    offloaded, loaded = since("blocks_offloaded"), since("blocks_loaded")
+    if offloaded or loaded:
+        parts.append(f"blocks: {offloaded} offloaded, {loaded} loaded")
     return " | ".join(parts)
 
 

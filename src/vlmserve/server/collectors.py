@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from vlmserve.media.cache import PictureCacheStats
+from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.gpu import GpuFigures, GpuReader
 from vlmserve.types import EngineStats, ModelInfo
 
@@ -28,12 +28,16 @@ Stats = TypeVar("Stats")
 
 @dataclass(frozen=True, slots=True)
 class Figure(Generic[Stats]):
-    """A number among some statistics. A counter's name goes without its ``_total``."""
+    """A number among some statistics. A counter's name goes without its ``_total``.
+
+    old_name: what it was called in the last release; it is shown under that name as well.
+    """
 
     kind: Literal["gauge", "counter"]
     name: str
     text: str
     value: Callable[[Stats], float]
+    old_name: str | None = None
 
 
 class RunningEngine(NamedTuple):
@@ -72,8 +76,20 @@ ENGINE_FIGURES: tuple[Figure[EngineStats], ...] = (
     ),
     Figure("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
     Figure("gauge", "host_cache_used_blocks", "Host blocks with something in them.", lambda s: s.host_blocks_used),
-    Figure("counter", "blocks_swapped_out", "Blocks copied to host memory.", lambda s: s.blocks_swapped_out),
-    Figure("counter", "blocks_swapped_in", "Blocks copied back from host memory.", lambda s: s.blocks_swapped_in),
+    Figure(
+        "counter",
+        "kv_offload_blocks_saved",
+        "Blocks copied to host memory.",
+        lambda s: s.blocks_offloaded,
+        old_name="blocks_swapped_out",
+    ),
+    Figure(
+        "counter",
+        "kv_offload_blocks_loaded",
+        "Blocks copied back from host memory.",
+        lambda s: s.blocks_loaded,
+        old_name="blocks_swapped_in",
+    ),
     Figure("counter", "num_preemptions", "Running requests that had to give up their blocks.", lambda s: s.preemptions),
     Figure(
         "counter",
@@ -109,16 +125,17 @@ ENGINE_FIGURES: tuple[Figure[EngineStats], ...] = (
     ),
     Figure(
         "gauge",
-        "encoder_cache_pinned_pictures",
+        "encoder_cache_pinned_images",
         "Images whose embeddings a running request needs.",
         lambda s: s.encoder_cache_pinned,
+        old_name="encoder_cache_pinned_pictures",
     ),
     Figure("counter", "images_encoded", "Images that went through the vision tower.", lambda s: s.images_encoded),
     Figure("counter", "steps", "Batches run.", lambda s: s.steps),
     Figure("counter", "step_seconds", "Seconds that the engine spent in steps.", lambda s: s.step_seconds),
     Figure("counter", "vision_seconds", "Seconds of steps that went to the vision tower.", lambda s: s.vision_seconds),
 )
-PICTURE_CACHE_FIGURES: tuple[Figure[PictureCacheStats], ...] = (
+IMAGE_CACHE_FIGURES: tuple[Figure[ImageCacheStats], ...] = (
     Figure("counter", "mm_cache_queries", "Images in requests.", lambda s: s.hits + s.misses),
     Figure(
         "counter",
@@ -126,7 +143,13 @@ PICTURE_CACHE_FIGURES: tuple[Figure[PictureCacheStats], ...] = (
         "Images in requests that were prepared already or about to be.",
         lambda s: s.hits,
     ),
-    Figure("gauge", "mm_cache_pictures", "Prepared images in memory.", lambda s: s.num_pictures),
+    Figure(
+        "gauge",
+        "mm_cache_images",
+        "Prepared images in memory.",
+        lambda s: s.num_images,
+        old_name="mm_cache_pictures",
+    ),
     Figure("gauge", "mm_cache_bytes", "Bytes that prepared images may take.", lambda s: s.capacity_bytes),
     Figure("gauge", "mm_cache_used_bytes", "Bytes that prepared images take.", lambda s: s.used_bytes),
 )
@@ -146,9 +169,12 @@ class Figures(Collector, Generic[Stats]):
             return
         for figure in self._figures:
             make = GaugeMetricFamily if figure.kind == "gauge" else CounterMetricFamily
-            family = make(PREFIX + figure.name, figure.text, labels=("model_name",))
-            family.add_metric((self._model_name,), figure.value(stats))
-            yield family
+            value = figure.value(stats)
+            for name in filter(None, (figure.name, figure.old_name)):
+                text = figure.text if name == figure.name else f"Old name of {PREFIX}{figure.name}."
+                family = make(PREFIX + name, text, labels=("model_name",))
+                family.add_metric((self._model_name,), value)
+                yield family
 
 
 class Distribution(Collector):

@@ -1,6 +1,6 @@
 """``GET /debug/cache``: what the caches hold and where unfinished requests stand, for people who look for a fault.
 
-Only served with ``--enable-debug``. Numbers only: no text and no picture of any request.
+Only served with ``--enable-debug``. Numbers only: no text and no image of any request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import UnavailableError
-from vlmserve.media.cache import PictureCacheStats
+from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.errors import json_response
 from vlmserve.server.service import Service
 from vlmserve.types import EngineSnapshot
@@ -30,11 +30,11 @@ async def show_caches(request: Request) -> Response:
         snapshot = await asyncio.wait_for(client.inspect(), _PATIENCE)
     except TimeoutError:
         raise UnavailableError(f"The engine has been busy with one step for {_PATIENCE:.0f} s; try again") from None
-    return json_response(cache_report(snapshot, service.picture_cache_stats()))
+    return json_response(cache_report(snapshot, service.image_cache_stats()))
 
 
-def cache_report(snapshot: EngineSnapshot, pictures: PictureCacheStats | None) -> dict[str, Any]:
-    """The body. pictures: None where prepared pictures are not cached."""
+def cache_report(snapshot: EngineSnapshot, image_cache: ImageCacheStats | None) -> dict[str, Any]:
+    """The body. image_cache: None where prepared images are not cached."""
     stats = snapshot.stats
     return {
         "kv_blocks": {
@@ -48,25 +48,25 @@ def cache_report(snapshot: EngineSnapshot, pictures: PictureCacheStats | None) -
             "total": stats.host_blocks_total,
             "used": stats.host_blocks_used,
             "free": stats.host_blocks_total - stats.host_blocks_used,
-            "swapped_out": stats.blocks_swapped_out,
-            "swapped_in": stats.blocks_swapped_in,
+            "offloaded": stats.blocks_offloaded,
+            "loaded": stats.blocks_loaded,
         },
         "prefix_cache": {"queried_tokens": stats.prefix_queried_tokens, "cached_tokens": stats.prefix_cached_tokens},
         "encoder_cache": {
             "capacity_bytes": stats.encoder_cache_bytes,
             "used_bytes": stats.encoder_cache_used_bytes,
-            "pinned_pictures": stats.encoder_cache_pinned,
+            "pinned_images": stats.encoder_cache_pinned,
             "queries": stats.encoder_queries,
             "hits": stats.encoder_hits,
         },
-        "picture_cache": None
-        if pictures is None
+        "image_cache": None
+        if image_cache is None
         else {
-            "capacity_bytes": pictures.capacity_bytes,
-            "used_bytes": pictures.used_bytes,
-            "pictures": pictures.num_pictures,
-            "hits": pictures.hits,
-            "misses": pictures.misses,
+            "capacity_bytes": image_cache.capacity_bytes,
+            "used_bytes": image_cache.used_bytes,
+            "images": image_cache.num_images,
+            "hits": image_cache.hits,
+            "misses": image_cache.misses,
         },
         "preemptions": stats.preemptions,
         "requests": [msgspec.structs.asdict(request) for request in snapshot.requests],

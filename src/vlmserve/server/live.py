@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 
 from vlmserve.errors import VLMServeError
-from vlmserve.media.cache import PictureCacheStats
+from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.recent import WINDOWS, Latency, Percentiles
 from vlmserve.server.service import Service
 from vlmserve.types import BlockMap, EngineStats
@@ -34,7 +34,7 @@ class LiveFigures(msgspec.Struct):
     status: str
     model: str
     engine: EngineStats | None
-    pictures: PictureCacheStats | None
+    image_cache: ImageCacheStats | None
     blocks: BlockMap | None
     latencies: dict[str, dict[str, Percentiles]]
 
@@ -61,7 +61,7 @@ class LiveView:
             status=service.phase if alive else "dead",
             model=service.model_name,
             engine=stats,
-            pictures=service.picture_cache_stats(),
+            image_cache=service.image_cache_stats(),
             blocks=None if stats is None else self._blocks,
             latencies={
                 kind: {str(window): recent.percentiles(kind, window) for window in WINDOWS}

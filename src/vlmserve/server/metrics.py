@@ -17,10 +17,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
-from vlmserve.media.cache import PictureCacheStats
+from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.collectors import (
     ENGINE_FIGURES,
-    PICTURE_CACHE_FIGURES,
+    IMAGE_CACHE_FIGURES,
     PREFIX,
     Distribution,
     Figures,
@@ -41,7 +41,7 @@ _ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 class ServerMetrics:
     """All metrics of one server, in a registry of their own. To be used from one thread.
 
-    engine_stats, picture_cache_stats, engine: asked at every scrape; what returns None is left out. cache_config: what
+    engine_stats, image_cache_stats, engine: asked at every scrape; what returns None is left out. cache_config: what
     is set of the KV cache, by names of labels; a `cache_dtype` of "auto" is the model's.
     """
 
@@ -50,7 +50,7 @@ class ServerMetrics:
         model_name: str,
         *,
         engine_stats: Callable[[], EngineStats | None],
-        picture_cache_stats: Callable[[], PictureCacheStats | None],
+        image_cache_stats: Callable[[], ImageCacheStats | None],
         engine: Callable[[], RunningEngine | None],
         cache_config: Mapping[str, object],
     ) -> None:
@@ -58,7 +58,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(Figures(model_name, ENGINE_FIGURES, engine_stats))
         self._registry.register(ModelFacts(model_name, engine, engine_stats, cache_config))
-        self._registry.register(Figures(model_name, PICTURE_CACHE_FIGURES, picture_cache_stats))
+        self._registry.register(Figures(model_name, IMAGE_CACHE_FIGURES, image_cache_stats))
         self._registry.register(Processes(model_name, engine))
         self._restarts = Counter(
             PREFIX + "engine_restarts",

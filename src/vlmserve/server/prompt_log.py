@@ -18,7 +18,7 @@ _LONGEST = 2000
 
 
 def log_prompt(request: Request, body: SamplingRequest) -> None:
-    """One line with what the request says, as JSON. Of pictures and long texts only the beginning."""
+    """One line with what the request says, as JSON. Of images and long texts only the beginning."""
     # What is said before the conversation may be no content: a response shows its instructions again.
     said = body.model_dump(include={*body.content_fields, "instructions"}, exclude_none=True, mode="json")
     shown, request_id = _cut(said), request_id_of(request)
@@ -29,7 +29,7 @@ def log_prompt(request: Request, body: SamplingRequest) -> None:
 def _cut(value: Any) -> Any:
     match value:
         case dict():
-            # Where Anthropic's API has the base64 of a picture.
+            # Where Anthropic's API has the base64 of an image.
             return {key: "..." if key == "data" else _cut(part) for key, part in value.items()}
         case list():
             return [_cut(part) for part in value]

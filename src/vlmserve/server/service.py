@@ -25,7 +25,7 @@ from vlmserve.errors import (
 )
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolForm, ToolUse
-from vlmserve.media.cache import PictureCache, PictureCacheStats
+from vlmserve.media.cache import ImageCache, ImageCacheStats
 from vlmserve.server.accounts import KeyRing
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.collectors import RunningEngine
@@ -62,7 +62,7 @@ class TextStream(Protocol):
 class Preparer(Protocol):
     """Makes prompts; see `vlmserve.frontend.requests.RequestPreparer`. Called from worker threads."""
 
-    picture_cache: PictureCache
+    image_cache: ImageCache
 
     tool_form: ToolForm
 
@@ -155,7 +155,7 @@ class Service:
         self.metrics = ServerMetrics(
             self.model_name,
             engine_stats=self.engine_stats,
-            picture_cache_stats=self.picture_cache_stats,
+            image_cache_stats=self.image_cache_stats,
             engine=self._running_engine,
             cache_config={
                 "block_size": engine.block_size,
@@ -163,10 +163,10 @@ class Service:
                 "enable_prefix_caching": engine.enable_prefix_caching,
             },
         )
-        # A slow picture must not hold up text, nor a slow host the pictures that are here already.
+        # A slow image must not hold up text, nor a slow host the images that are here already.
         self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
         self._text_workers = ThreadPoolExecutor(2, "prepare-text")
-        self._picture_workers = ThreadPoolExecutor(media.threads, "prepare-pictures")
+        self._image_workers = ThreadPoolExecutor(media.threads, "prepare-images")
         self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
@@ -203,7 +203,7 @@ class Service:
 
     def close(self) -> None:
         """Let go of the worker threads, the traces and the history. The client belongs to the caller."""
-        for pool in (self._body_workers, self._text_workers, self._picture_workers, self._fetch_workers):
+        for pool in (self._body_workers, self._text_workers, self._image_workers, self._fetch_workers):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.store is not None:
             self.store.close()
@@ -246,9 +246,9 @@ class Service:
         client = self._client
         return None if client is None else RunningEngine(client.pid, client.info, client.load_seconds, client.silence)
 
-    def picture_cache_stats(self) -> PictureCacheStats | None:
-        """The figures of the picture cache; None while the model is loading."""
-        return None if self._preparer is None else self._preparer.picture_cache.stats()
+    def image_cache_stats(self) -> ImageCacheStats | None:
+        """The figures of the image cache; None while the model is loading."""
+        return None if self._preparer is None else self._preparer.image_cache.stats()
 
     @property
     def phase(self) -> Phase:
@@ -361,7 +361,7 @@ class Service:
         if not urls and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
             return prepare()
         remote = any(not url.startswith("data:") for url in urls)
-        workers = self._fetch_workers if remote else self._picture_workers if urls else self._text_workers
+        workers = self._fetch_workers if remote else self._image_workers if urls else self._text_workers
         try:
             return await run_in_thread(workers, prepare)
         except MemoryError:
@@ -376,14 +376,14 @@ class Service:
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:
-    """Of a message without pictures."""
+    """Of a message without images."""
     content = message["content"]
     said = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
     return said + len(str(message.get("tool_calls", "")))
 
 
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:
-    """Where a part's picture, or the video or its frames, come from."""
+    """Where a part's image, or the video or its frames, come from."""
     kind = part["type"]
     if kind == "text":
         return ()

@@ -20,7 +20,7 @@ _MANY = 500
 
 @dataclass(frozen=True, slots=True)
 class PackedItem:
-    """An item on its way into the database. blobs: its pictures by their digests."""
+    """An item on its way into the database. blobs: its images by their digests."""
 
     id: str
     body: str
@@ -34,7 +34,7 @@ class PackedItem:
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """An item as it lies in the database. blobs: the sizes of its pictures by their digests."""
+    """An item as it lies in the database. blobs: the sizes of its images by their digests."""
 
     id: str
     body: str
@@ -42,7 +42,7 @@ class StoredItem:
 
     @property
     def num_bytes(self) -> int:
-        """Of its JSON with the pictures in it."""
+        """Of its JSON with the images in it."""
         return len(self.body) + sum(size * 4 // 3 for size in self.blobs.values())
 
 
@@ -148,7 +148,7 @@ def with_sizes(connection: Connection, rows: Sequence[tuple[str, str]]) -> list[
 
 
 def unpack_items(connection: Connection, stored: Iterable[StoredItem]) -> Iterator[dict[str, Any]]:
-    """The items as they came. Raises NotFoundError for one whose pictures were deleted meanwhile."""
+    """The items as they came. Raises NotFoundError for one whose images were deleted meanwhile."""
     for item in stored:
         query = select(blobs.c.digest, blobs.c.data).where(blobs.c.digest.in_(list(item.blobs)))
         found = {row.digest: row.data for row in connection.execute(query)} if item.blobs else {}

@@ -39,7 +39,7 @@ class Responses:
         self._max_blob_bytes = max_blob_bytes
 
     def check_room(self, new: Sequence[PackedItem]) -> None:
-        """Raises StorageFullError if the pictures of these items cannot be kept."""
+        """Raises StorageFullError if the images of these items cannot be kept."""
         with self._database.read() as connection:
             sizes = {digest: len(data) for item in new for digest, data in item.blobs.items()}
             check_room(connection, sizes, self._max_blob_bytes)
@@ -158,7 +158,7 @@ class Responses:
             return {item.id: item for item in with_sizes(connection, rows)}
 
     def unpack(self, stored: Sequence[StoredItem]) -> list[dict[str, Any]]:
-        """The items with their pictures. Raises NotFoundError for one that was deleted meanwhile."""
+        """The items with their images. Raises NotFoundError for one that was deleted meanwhile."""
         with self._database.read() as connection:
             return list(unpack_items(connection, stored))
 

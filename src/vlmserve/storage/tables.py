@@ -99,7 +99,7 @@ blobs = Table(
     Column("data", LargeBinary, nullable=False),
     Index("blobs_by_size", "num_bytes"),
 )
-"""The bytes of files and pictures, once each, under the hexadecimal blake3 digest of their content."""
+"""The bytes of files and images, once each, under the hexadecimal blake3 digest of their content."""
 
 item_blobs = Table(
     "item_blobs",

@@ -38,8 +38,8 @@ def test_unknown_weights_are_refused(tmp_path: Path) -> None:
 def test_transformers_and_the_package_read_the_same_prompt_and_pixels(folder: Path) -> None:
     from transformers import AutoProcessor
 
-    pictures = [draw_scene(sample_scene(seed)) for seed in range(2)]
-    content = [{"type": "image", "image": picture} for picture in pictures]
+    images = [draw_scene(sample_scene(seed)) for seed in range(2)]
+    content = [{"type": "image", "image": image} for image in images]
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": "Same colour?"}]}]
     processor = AutoProcessor.from_pretrained(folder)
     expected = processor.apply_chat_template(
@@ -49,8 +49,8 @@ def test_transformers_and_the_package_read_the_same_prompt_and_pixels(folder: Pa
     assert prompt.token_ids == expected["input_ids"][0].tolist()
     assert prompt.token_ids.count(3) == 2 * IMAGE_TOKENS
     assert len(prompt.images) == 2
-    for picture, pixels in zip(pictures, expected["pixel_values"], strict=True):
-        squashed = np.asarray(picture.resize((108, 108), Image.Resampling.BICUBIC), dtype=np.float32)
+    for image, pixels in zip(images, expected["pixel_values"], strict=True):
+        squashed = np.asarray(image.resize((108, 108), Image.Resampling.BICUBIC), dtype=np.float32)
         trained = (squashed / 255 - 0.5) / 0.5
         np.testing.assert_allclose(pixels.numpy(), trained.transpose(2, 0, 1), atol=1e-6)
     for span, pixels in zip(prompt.images, expected["pixel_values"], strict=True):

@@ -65,23 +65,23 @@ def test_branches_of_a_row_see_what_is_common_and_themselves():
 
 
 @pytest.mark.parametrize("mixture", [BROAD, COUNTING, READING])
-def test_rows_come_with_the_pictures_of_their_placeholders(tokenizer, mixture):
+def test_rows_come_with_the_images_of_their_placeholders(tokenizer, mixture):
     maker = RowMaker(tokenizer, mixture)
     for seed in range(40):
         rng = random.Random(seed)
         scenes = maker.scenes(seed, rng)
-        groups, pictures = maker.row(scenes, 0, rng)
+        groups, images = maker.row(scenes, 0, rng)
         count = int((pack(groups)["tokens"] == IMAGE).sum())
         assert count % IMAGE_TOKENS == 0
-        assert count // IMAGE_TOKENS <= len(pictures)
-        assert all(index < len(scenes) for index in pictures)
+        assert count // IMAGE_TOKENS <= len(images)
+        assert all(index < len(scenes) for index in images)
 
 
 def test_the_modules_that_are_trained_compute_what_the_exported_folder_computes(tmp_path, tokenizer):
     torch.manual_seed(0)
     tower, decoder = Tower(), Decoder()
     scene = sample_scene(3, "grid")
-    picture = torch.from_numpy(squash(scene).copy())[None]
+    image = torch.from_numpy(squash(scene).copy())[None]
     with torch.no_grad():
         for parameter in (*tower.parameters(), *decoder.parameters()):
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -97,8 +97,8 @@ def test_the_modules_that_are_trained_compute_what_the_exported_folder_computes(
     zeros = torch.zeros_like(tokens)
     with torch.no_grad():
         everything = torch.ones_like(tokens, dtype=torch.bool)
-        ours = decoder(tokens, torch.arange(length)[None], zeros, zeros, tower(picture), everything)
-        pixels = picture.permute(0, 3, 1, 2).float() / 127.5 - 1
+        ours = decoder(tokens, torch.arange(length)[None], zeros, zeros, tower(image), everything)
+        pixels = image.permute(0, 3, 1, 2).float() / 127.5 - 1
         expected = theirs(input_ids=tokens, pixel_values=pixels).logits[0]
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=1e-3)
 

@@ -1,6 +1,6 @@
 /** Asking: the whole conversation at once, or its latest question where the server keeps the rest. */
 
-import type { Picture, Turn } from "../state/types";
+import type { Attachment, Turn } from "../state/types";
 import type { Sampling } from "../state/settings";
 import { ApiError, brokenOff, events, sendJson } from "./client";
 
@@ -55,7 +55,7 @@ export async function* chat(turns: Turn[], settings: Sampling, signal: AbortSign
   yield { ending };
 }
 
-/** An answer to one question in a conversation that the server keeps. Its pictures are uploaded. Throws ApiError. */
+/** An answer to one question in a conversation that the server keeps. Its images are uploaded. Throws ApiError. */
 export async function* respond(
   conversation: string,
   question: Turn,
@@ -87,29 +87,29 @@ export async function* respond(
 }
 
 export function inputParts(question: Turn): unknown[] {
-  const shown = question.pictures.map((picture) => ({
-    type: picture.kind === "video" ? "input_file" : "input_image",
-    file_id: picture.fileId,
+  const shown = question.attachments.map((attachment) => ({
+    type: attachment.kind === "video" ? "input_file" : "input_image",
+    file_id: attachment.fileId,
   }));
   return question.text ? [...shown, { type: "input_text", text: question.text }] : shown;
 }
 
 async function chatContent(turn: Turn): Promise<unknown> {
-  if (turn.pictures.length === 0) return turn.text;
-  const shown = await Promise.all(turn.pictures.map(picturePart));
+  if (turn.attachments.length === 0) return turn.text;
+  const shown = await Promise.all(turn.attachments.map(attachmentPart));
   return turn.text ? [...shown, { type: "text", text: turn.text }] : shown;
 }
 
-async function picturePart(picture: Picture): Promise<unknown> {
-  const url = await dataUrl(picture.blob!);
-  return picture.kind === "video" ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } };
+async function attachmentPart(attachment: Attachment): Promise<unknown> {
+  const url = await dataUrl(attachment.blob!);
+  return attachment.kind === "video" ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } };
 }
 
 function dataUrl(blob: Blob): Promise<string> {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result as string);
-    reader.onerror = () => reject(reader.error ?? new Error("The picture cannot be read any more"));
+    reader.onerror = () => reject(reader.error ?? new Error("The image cannot be read any more"));
     reader.readAsDataURL(blob);
   });
 }

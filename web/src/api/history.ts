@@ -1,6 +1,6 @@
-/** Conversations and pictures that the server keeps. All of it throws ApiError. */
+/** Conversations and images that the server keeps. All of it throws ApiError. */
 
-import type { Picture, Turn } from "../state/types";
+import type { Attachment, Turn } from "../state/types";
 import { inputParts } from "./answers";
 import { ApiError, getJson, request, sendJson } from "./client";
 
@@ -86,10 +86,10 @@ export async function deleteItem(id: string, itemId: string): Promise<void> {
   }
 }
 
-export async function upload(picture: Picture, signal: AbortSignal): Promise<string> {
+export async function upload(attachment: Attachment, signal: AbortSignal): Promise<string> {
   const form = new FormData();
   form.append("purpose", "vision");
-  form.append("file", picture.blob!, picture.name);
+  form.append("file", attachment.blob!, attachment.name);
   return (await (await request("v1/files", { method: "POST", body: form, signal })).json()).id;
 }
 
@@ -98,12 +98,12 @@ export async function download(fileId: string): Promise<Blob> {
 }
 
 function turnOf(item: Item, role: "user" | "assistant"): Turn {
-  const pictures = item.content
+  const attachments = item.content
     .filter((part) => part.file_id)
-    .map((part): Picture => {
+    .map((part): Attachment => {
       const kind = part.type === "input_file" ? "video" : "image";
-      return { id: part.file_id!, name: kind === "video" ? "Video" : "Picture", kind, fileId: part.file_id };
+      return { id: part.file_id!, name: kind === "video" ? "Video" : "Image", kind, fileId: part.file_id };
     });
   const text = item.content.map((part) => part.text ?? "").join("");
-  return { id: item.id, itemId: item.id, role, text, pictures, ...(role === "assistant" ? { ending: "complete" } : {}) };
+  return { id: item.id, itemId: item.id, role, text, attachments, ...(role === "assistant" ? { ending: "complete" } : {}) };
 }

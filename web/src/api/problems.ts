@@ -24,7 +24,7 @@ export function explain(error: unknown): Problem {
     case 403:
       return { title: "This key may not do that", detail, remedy: "key" };
     case 413:
-      return { title: "That is too large for this server", detail: `${detail}. Use fewer or smaller pictures.`, remedy: "shorten" };
+      return { title: "That is too large for this server", detail: `${detail}. Use fewer or smaller images.`, remedy: "shorten" };
     case 429: {
       const wait = error.retryAfter ? ` It suggests to wait ${error.retryAfter} s.` : "";
       return { title: "The server has too much to do", detail: `${detail}.${wait}` };

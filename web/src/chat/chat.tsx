@@ -6,14 +6,14 @@ import { go } from "../route";
 import { useShortcuts } from "../shortcuts";
 import { readDraft, saveDraft } from "../state/database";
 import { ask, find, isLoaded, load, stop, useSession } from "../state/session";
-import type { Conversation, Picture } from "../state/types";
+import type { Conversation, Attachment } from "../state/types";
 import { Composer } from "./composer";
 import { DrawDialog } from "./draw-dialog";
-import { picturesOf } from "./pictures";
+import { attachmentsOf } from "./attachments";
 import { TurnView } from "./turn";
 import { useDropAndPaste } from "./drop-and-paste";
 
-const NO_PICTURE: Problem = { title: "That is no picture", detail: "Pictures are files like PNG, JPEG, WebP or GIF." };
+const NO_IMAGE: Problem = { title: "That is no image", detail: "Images are files like PNG, JPEG, WebP or GIF." };
 const DRAFT_DELAY = 300;
 /** Pixels from its end within which a conversation follows what comes. */
 const NEAR = 120;
@@ -23,7 +23,7 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
   const { ready, answering, notes } = useSession();
   const conversation = id === undefined ? undefined : find(id);
   const [text, setText] = useDraft(id ?? "new");
-  const [pictures, setPictures] = useState<Picture[]>([]);
+  const [attachments, setAttachments] = useState<Attachment[]>([]);
   const [problem, setProblem] = useState<Problem>();
   const [sending, setSending] = useState(false);
   const [drawing, setDrawing] = useState(false);
@@ -32,9 +32,9 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
   const busy = id !== undefined && answering.has(id);
   useLoad(id, ready, setProblem);
   const dragging = useDropAndPaste((files) => {
-    const dropped = picturesOf(files);
-    setPictures((before) => [...before, ...dropped]);
-    setProblem(dropped.length > 0 ? undefined : NO_PICTURE);
+    const dropped = attachmentsOf(files);
+    setAttachments((before) => [...before, ...dropped]);
+    setProblem(dropped.length > 0 ? undefined : NO_IMAGE);
   });
   const end = useFollow(conversation);
 
@@ -47,14 +47,14 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
     return () => removeEventListener("keydown", press);
   }, [busy, id]);
 
-  async function send(question: string, shown: Picture[]): Promise<void> {
+  async function send(question: string, shown: Attachment[]): Promise<void> {
     if ((!question.trim() && shown.length === 0) || busy || sending) return;
     setSending(true);
     setProblem(undefined);
     try {
       const conversationId = await ask(id, question.trim(), shown);
       setText("");
-      setPictures([]);
+      setAttachments([]);
       if (conversationId !== id) go({ view: "chat", id: conversationId });
     } catch (error) {
       setProblem(explain(error));
@@ -99,13 +99,13 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
         <Composer
           area={area}
           text={text}
-          pictures={pictures}
+          attachments={attachments}
           answering={busy}
           sending={sending}
           onText={setText}
-          onPictures={setPictures}
+          onAttachments={setAttachments}
           onDraw={() => setDrawing(true)}
-          onSend={(question) => void send(question, pictures)}
+          onSend={(question) => void send(question, attachments)}
           onStop={() => stop(id!)}
           onEditLast={() => !busy && setEditing(lastQuestion?.id)}
         />
@@ -113,16 +113,16 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
       {drawing && (
         <DrawDialog
           onClose={() => setDrawing(false)}
-          onAdd={(picture) => {
+          onAdd={(attachment) => {
             flushSync(() => {
-              setPictures([...pictures, picture]);
+              setAttachments([...attachments, attachment]);
               setDrawing(false);
             });
             area.current?.focus();
           }}
-          onAsk={(picture, question) => {
+          onAsk={(attachment, question) => {
             setDrawing(false);
-            void send(question, [...pictures, picture]);
+            void send(question, [...attachments, attachment]);
           }}
         />
       )}
@@ -134,7 +134,7 @@ function Welcome({ known }: { known: boolean }) {
   if (!known) return <p className="hint">This conversation is being fetched from the server.</p>;
   return (
     <div className="welcome">
-      <h2>Ask about a picture</h2>
+      <h2>Ask about an image</h2>
       <ul>
         <li>
           <Brush aria-hidden />
@@ -145,13 +145,13 @@ function Welcome({ known }: { known: boolean }) {
         <li>
           <ImagePlus aria-hidden />
           <span>
-            <strong>Drop, paste or choose</strong> pictures, as many as you like.
+            <strong>Drop, paste or choose</strong> images, as many as you like.
           </span>
         </li>
         <li>
           <MessagesSquare aria-hidden />
           <span>
-            <strong>Go on asking.</strong> A picture is paid for once, and the answers to further questions begin sooner.
+            <strong>Go on asking.</strong> An image is paid for once, and the answers to further questions begin sooner.
           </span>
         </li>
       </ul>

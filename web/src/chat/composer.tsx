@@ -1,30 +1,30 @@
 import { Brush, ImagePlus, SendHorizontal, Square } from "lucide-react";
 import { useEffect, useRef, type RefObject } from "react";
 import { coarse } from "../pointer";
-import type { Picture } from "../state/types";
-import { ACCEPTED, Pictures, picturesOf } from "./pictures";
+import type { Attachment } from "../state/types";
+import { ACCEPTED, Attachments, attachmentsOf } from "./attachments";
 
 interface Props {
   area: RefObject<HTMLTextAreaElement | null>;
   text: string;
-  pictures: Picture[];
+  attachments: Attachment[];
   answering: boolean;
   sending: boolean;
   onText: (text: string) => void;
-  onPictures: (pictures: Picture[]) => void;
+  onAttachments: (attachments: Attachment[]) => void;
   onDraw: () => void;
   onSend: (text: string) => void;
   onStop: () => void;
   onEditLast: () => void;
 }
 
-const SUGGESTIONS = ["What is in the picture?", "How many objects are there?", "Which colours are there?"];
+const SUGGESTIONS = ["What is in the image?", "How many objects are there?", "Which colours are there?"];
 
-/** Where a question is written, and pictures are put beside it. */
+/** Where a question is written, and images are put beside it. */
 export function Composer(props: Props) {
-  const { area, text, pictures, answering, sending, onText, onPictures, onSend } = props;
+  const { area, text, attachments, answering, sending, onText, onAttachments, onSend } = props;
   const files = useRef<HTMLInputElement>(null);
-  const empty = !text.trim() && pictures.length === 0;
+  const empty = !text.trim() && attachments.length === 0;
 
   useEffect(() => {
     if (!coarse.matches) area.current!.focus();
@@ -55,7 +55,7 @@ export function Composer(props: Props) {
         onSend(text);
       }}
     >
-      {pictures.length > 0 && !text && !answering && (
+      {attachments.length > 0 && !text && !answering && (
         <div className="suggestions" role="group" aria-label="Suggested questions">
           {SUGGESTIONS.map((suggestion) => (
             <button key={suggestion} type="button" onClick={() => onSend(suggestion)}>
@@ -65,12 +65,12 @@ export function Composer(props: Props) {
         </div>
       )}
       <div className="box">
-        <Pictures pictures={pictures} onRemove={(id) => onPictures(pictures.filter((picture) => picture.id !== id))} />
+        <Attachments attachments={attachments} onRemove={(id) => onAttachments(attachments.filter((attachment) => attachment.id !== id))} />
         <textarea
           ref={area}
           rows={1}
           aria-label="Question"
-          placeholder="Ask about a picture"
+          placeholder="Ask about an image"
           value={text}
           onChange={(event) => onText(event.target.value)}
           onKeyDown={press}
@@ -82,14 +82,14 @@ export function Composer(props: Props) {
             accept={ACCEPTED}
             multiple
             hidden
-            aria-label="Choose pictures"
+            aria-label="Choose images"
             onChange={(event) => {
-              onPictures([...pictures, ...picturesOf(event.target.files ?? [])]);
+              onAttachments([...attachments, ...attachmentsOf(event.target.files ?? [])]);
               event.target.value = "";
             }}
           />
           <button type="button" className="tool" onClick={() => files.current!.click()}>
-            <ImagePlus aria-hidden /> Pictures
+            <ImagePlus aria-hidden /> Images
           </button>
           <button type="button" className="tool" onClick={props.onDraw}>
             <Brush aria-hidden /> Draw

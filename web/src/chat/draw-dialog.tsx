@@ -1,19 +1,19 @@
 import { Brush, Eraser, Lasso, Undo2 } from "lucide-react";
 import { useEffect, useRef, useState, type ReactNode } from "react";
-import type { Picture } from "../state/types";
+import type { Attachment } from "../state/types";
 import { Dialog } from "./dialog";
 import { COLOURS, describe, outline, paint, placeOf, SHAPES, SIDE, type Colour, type Mark, type Point, type Shape } from "./drawing";
-import { pictureOf } from "./pictures";
+import { attachmentOf } from "./attachments";
 
 type Tool = Shape | "line" | "area";
 
 interface Props {
   onClose: () => void;
-  onAdd: (picture: Picture) => void;
-  onAsk: (picture: Picture, question: string) => void;
+  onAdd: (attachment: Attachment) => void;
+  onAsk: (attachment: Attachment, question: string) => void;
 }
 
-const QUESTIONS = ["What is in the picture?", "How many shapes are there?"];
+const QUESTIONS = ["What is in the image?", "How many shapes are there?"];
 const SIZES = { small: 72, medium: 120, large: 200 } as const;
 const STEP = 24;
 
@@ -29,12 +29,12 @@ export function DrawDialog({ onClose, onAdd, onAsk }: Props) {
 
   useEffect(() => paint(canvas.current!.getContext("2d")!, background, marks), [background, marks]);
 
-  function withPicture(then: (picture: Picture) => void): void {
-    canvas.current!.toBlob((blob) => blob && then(pictureOf(blob, "Drawing.png")), "image/png");
+  function withAttachment(then: (attachment: Attachment) => void): void {
+    canvas.current!.toBlob((blob) => blob && then(attachmentOf(blob, "Drawing.png")), "image/png");
   }
 
   return (
-    <Dialog title="Draw a picture" wide onClose={onClose}>
+    <Dialog title="Draw an image" wide onClose={onClose}>
       <div className="draw">
         <Sheet
           canvas={canvas}
@@ -85,11 +85,11 @@ export function DrawDialog({ onClose, onAdd, onAsk }: Props) {
         </div>
       </div>
       <div className="buttons end" role="group" aria-label="What to do with the drawing">
-        <button type="button" disabled={empty} onClick={() => withPicture(onAdd)}>
+        <button type="button" disabled={empty} onClick={() => withAttachment(onAdd)}>
           Other question
         </button>
         {QUESTIONS.map((question) => (
-          <button key={question} type="button" className="primary" disabled={empty} onClick={() => withPicture((picture) => onAsk(picture, question))}>
+          <button key={question} type="button" className="primary" disabled={empty} onClick={() => withAttachment((attachment) => onAsk(attachment, question))}>
             {question}
           </button>
         ))}

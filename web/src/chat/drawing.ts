@@ -1,4 +1,4 @@
-/** What a drawing is made of, and how it is painted. Lengths are in pixels of the picture. */
+/** What a drawing is made of, and how it is painted. Lengths are in pixels of the image. */
 
 export const SIDE = 432;
 

@@ -1,4 +1,4 @@
-/** Colours for the languages that answers about pictures are likely to hold. */
+/** Colours for the languages that answers about images are likely to hold. */
 
 import bash from "highlight.js/lib/languages/bash";
 import cpp from "highlight.js/lib/languages/cpp";

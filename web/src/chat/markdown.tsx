@@ -15,7 +15,7 @@ const COMPONENTS: Components = {
   // An answer must not make the browser load something from anywhere: whoever wrote it would learn of that.
   img: ({ src, alt }) => (
     <a href={typeof src === "string" ? src : undefined} target="_blank" rel="noreferrer noopener">
-      {alt || "picture"}
+      {alt || "image"}
     </a>
   ),
   table: ({ children }) => (

@@ -110,7 +110,7 @@ function DeleteDialog({ conversation, onClose, onDeleted }: { conversation: Conv
     <Dialog title="Delete this conversation?" onClose={onClose}>
       {problem && <ProblemText problem={problem} />}
       <p>
-        "{conversation.title}" and its pictures are deleted from {place}. This cannot be undone.
+        "{conversation.title}" and its images are deleted from {place}. This cannot be undone.
       </p>
       <div className="buttons">
         <button onClick={onClose} autoFocus>

@@ -7,7 +7,7 @@ import { askAgain } from "../state/session";
 import type { Turn } from "../state/types";
 import { CopyButton } from "./copy-button";
 import { Markdown } from "./markdown";
-import { Pictures } from "./pictures";
+import { Attachments } from "./attachments";
 
 interface Props {
   conversation: string;
@@ -31,7 +31,7 @@ function Question({ conversation, turn, busy, editing, onEdit }: Props) {
   return (
     <li className="turn question">
       <h2 className="visually-hidden">You asked</h2>
-      <Pictures pictures={turn.pictures} />
+      <Attachments attachments={turn.attachments} />
       {turn.text && <p className="text">{turn.text}</p>}
       <div className="actions">
         {turn.text && <CopyButton text={turn.text} what="the question" />}
@@ -47,17 +47,17 @@ function Question({ conversation, turn, busy, editing, onEdit }: Props) {
 
 function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Turn; onEnd: () => void }) {
   const [text, setText] = useState(turn.text);
-  const [pictures, setPictures] = useState(turn.pictures);
+  const [attachments, setAttachments] = useState(turn.attachments);
   const area = useRef<HTMLTextAreaElement>(null);
   useEffect(() => {
     area.current!.focus();
     area.current!.setSelectionRange(turn.text.length, turn.text.length);
   }, [turn.text]);
-  const empty = !text.trim() && pictures.length === 0;
+  const empty = !text.trim() && attachments.length === 0;
   function send(): void {
     if (empty) return;
     onEnd();
-    askAgain(conversation, turn.id, { text: text.trim(), pictures });
+    askAgain(conversation, turn.id, { text: text.trim(), attachments });
   }
   return (
     <li className="turn question">
@@ -68,7 +68,7 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
           send();
         }}
       >
-        <Pictures pictures={pictures} onRemove={(id) => setPictures(pictures.filter((picture) => picture.id !== id))} />
+        <Attachments attachments={attachments} onRemove={(id) => setAttachments(attachments.filter((attachment) => attachment.id !== id))} />
         <textarea
           ref={area}
           aria-label="Changed question"

@@ -2,13 +2,13 @@ import { useEffect, useRef } from "react";
 import { count, percent } from "../format";
 import type { Blocks } from "./figures";
 
-/** Pixels of a cell with the gap beside it: as large as the picture may be high. */
+/** Pixels of a cell with the gap beside it: as large as the image may be high. */
 const CELLS = [10, 26] as const;
 const HEIGHT = 220;
 const GAP = 2;
 const FAINTEST = 0.4;
 
-/** The KV cache as a picture: a square for each block, or for several where there are many. */
+/** The KV cache as an image: a square for each block, or for several where there are many. */
 export function BlockMap({ blocks }: { blocks: Blocks | null }) {
   const place = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);

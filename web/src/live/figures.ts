@@ -44,7 +44,7 @@ export interface Figures {
   status: "asleep" | "loading" | "serving" | "restarting" | "closing" | "dead";
   model: string;
   engine: Engine | null;
-  pictures: { hits: number; misses: number; num_pictures: number; used_bytes: number; capacity_bytes: number } | null;
+  image_cache: { hits: number; misses: number; num_images: number; used_bytes: number; capacity_bytes: number } | null;
   blocks: Blocks | null;
   latencies: Record<Latency, Record<"60" | "300", Percentiles>>;
 }

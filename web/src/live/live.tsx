@@ -65,7 +65,7 @@ export default function Live() {
           <BlockMap blocks={figures.blocks} />
           <div className="columns">
             <Latencies latencies={figures.latencies} />
-            <HitRates engine={engine} pictures={figures.pictures} />
+            <HitRates engine={engine} imageCache={figures.image_cache} />
           </div>
         </>
       )}
@@ -126,13 +126,13 @@ function Latencies({ latencies }: { latencies: Figures["latencies"] }) {
   );
 }
 
-function HitRates({ engine, pictures }: { engine?: Engine | null; pictures: Figures["pictures"] }) {
+function HitRates({ engine, imageCache }: { engine?: Engine | null; imageCache: Figures["image_cache"] }) {
   const rows: [name: string, hits: number, all: number, of: string][] = [];
   if (engine) {
     rows.push(["Prefix cache", engine.prefix_cached_tokens, engine.prefix_queried_tokens, "prompt tokens found"]);
-    rows.push(["Encoder cache", engine.encoder_hits, engine.encoder_queries, "pictures already encoded"]);
+    rows.push(["Encoder cache", engine.encoder_hits, engine.encoder_queries, "images already encoded"]);
   }
-  if (pictures) rows.push(["Picture cache", pictures.hits, pictures.hits + pictures.misses, "pictures already prepared"]);
+  if (imageCache) rows.push(["Image cache", imageCache.hits, imageCache.hits + imageCache.misses, "images already prepared"]);
   return (
     <section className="panel">
       <h2>Found in caches</h2>

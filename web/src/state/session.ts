@@ -7,7 +7,7 @@ import * as history from "../api/history";
 import { explain } from "../api/problems";
 import * as database from "./database";
 import { getSettings } from "./settings";
-import { newId, seen, type Conversation, type Ending, type Picture, type Place, type Turn } from "./types";
+import { newId, seen, type Conversation, type Ending, type Attachment, type Place, type Turn } from "./types";
 
 export interface State {
   /** False until the browser's database has been read. */
@@ -117,9 +117,9 @@ export function isLoaded(id: string): boolean {
 }
 
 /** Ask something, in a new conversation if there is no `id`. Returns its id. Throws ApiError if it cannot be begun. */
-export async function ask(id: string | undefined, text: string, pictures: Picture[]): Promise<string> {
+export async function ask(id: string | undefined, text: string, attachments: Attachment[]): Promise<string> {
   const conversation = id ?? (await create(text, getSettings().place));
-  const question: Turn = { id: newId(), role: "user", text, pictures };
+  const question: Turn = { id: newId(), role: "user", text, attachments };
   append(conversation, question);
   void run(conversation);
   return conversation;
@@ -127,7 +127,7 @@ export async function ask(id: string | undefined, text: string, pictures: Pictur
 
 async function create(text: string, place: Place): Promise<string> {
   const line = text.trim().split("\n")[0] ?? "";
-  const title = (line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH - 1)}…` : line) || "Picture";
+  const title = (line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH - 1)}…` : line) || "Image";
   const id = place === "server" ? await history.createConversation(title) : newId();
   loaded.add(id);
   change({ conversations: [{ id, title, place, updated: Date.now(), turns: [] }, ...state.conversations] });
@@ -135,7 +135,7 @@ async function create(text: string, place: Place): Promise<string> {
 }
 
 function append(id: string, question: Turn): void {
-  const answer: Turn = { id: newId(), role: "assistant", text: "", pictures: [] };
+  const answer: Turn = { id: newId(), role: "assistant", text: "", attachments: [] };
   update(id, (conversation) => ({
     ...conversation,
     updated: Date.now(),
@@ -146,7 +146,7 @@ function append(id: string, question: Turn): void {
 }
 
 /** Answer a question anew, `change`d or as it was. What followed it is gone. */
-export function askAgain(id: string, questionId: string, changed: Partial<Pick<Turn, "text" | "pictures">> = {}): void {
+export function askAgain(id: string, questionId: string, changed: Partial<Pick<Turn, "text" | "attachments">> = {}): void {
   const conversation = find(id);
   const index = conversation?.turns.findIndex((turn) => turn.id === questionId) ?? -1;
   if (!conversation || index < 0 || state.answering.has(id)) return;
@@ -174,7 +174,7 @@ export async function remove(id: string): Promise<void> {
   if (conversation?.place === "server") {
     try {
       const turns = loaded.has(id) ? conversation.turns : await history.loadTurns(id);
-      const fileIds = turns.flatMap((turn) => turn.pictures.flatMap((picture) => picture.fileId ?? []));
+      const fileIds = turns.flatMap((turn) => turn.attachments.flatMap((attachment) => attachment.fileId ?? []));
       await history.deleteConversation(id, fileIds);
     } catch (error) {
       if (!(error instanceof ApiError && error.status === 404)) throw error;
@@ -207,7 +207,7 @@ async function run(id: string): Promise<void> {
   await save(id);
 }
 
-/** Bring the server's side up to date: what was cut off is deleted there, and new pictures are uploaded. */
+/** Bring the server's side up to date: what was cut off is deleted there, and new images are uploaded. */
 async function prepare(id: string, question: Turn, signal: AbortSignal): Promise<void> {
   const conversation = find(id)!;
   if (conversation.place !== "server") return;
@@ -215,11 +215,11 @@ async function prepare(id: string, question: Turn, signal: AbortSignal): Promise
     await history.deleteItem(id, itemId);
     update(id, (one) => ({ ...one, obsolete: one.obsolete?.filter((other) => other !== itemId) }));
   }
-  const pictures: Picture[] = [];
-  for (const picture of question.pictures) {
-    pictures.push(picture.fileId ? picture : { ...picture, fileId: await history.upload(picture, signal) });
+  const attachments: Attachment[] = [];
+  for (const attachment of question.attachments) {
+    attachments.push(attachment.fileId ? attachment : { ...attachment, fileId: await history.upload(attachment, signal) });
   }
-  updateTurn(id, question.id, { pictures });
+  updateTurn(id, question.id, { attachments });
 }
 
 /** The answer, asked for again as long as the server says that it will soon be ready. */

@@ -2,7 +2,7 @@
 
 import type { Problem } from "../api/problems";
 
-export interface Picture {
+export interface Attachment {
   id: string;
   name: string;
   kind: "image" | "video";
@@ -27,7 +27,7 @@ export interface Turn {
   id: string;
   role: "user" | "assistant";
   text: string;
-  pictures: Picture[];
+  attachments: Attachment[];
   /** How an answer ended; none while it comes. */
   ending?: Ending;
   problem?: Problem;

@@ -100,7 +100,7 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
             async with limit_preparation(service.config.max_wait):
                 beginning = _begin(service, client, dialect, body, arrived, trace)
                 generation = await unless_disconnected(request, beginning)
-            body = body.without_content()  # its pictures are prepared, and an answer may take long
+            body = body.without_content()  # its images are prepared, and an answer may take long
         stack.callback(_tell, request, dialect, generation, trace)
         stack.callback(generation.close)
         if account is not None:

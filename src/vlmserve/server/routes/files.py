@@ -1,4 +1,4 @@
-"""``/v1/files``: pictures and videos that requests may show by their ids."""
+"""``/v1/files``: images and videos that requests may show by their ids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COPIES = 3
 
 
 async def upload_file(request: Request) -> Response:
-    """Keep a picture or a video."""
+    """Keep an image or a video."""
     service: Service = request.app.state.service
     store, owner = needed_store(service), owner_of(request)
     with service.bodies.share() as share:

@@ -54,7 +54,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
         cache_salt = body.cache_salt or ""
         self._chat = body.chat()
         prompt = await service.prepare(self._chat.messages, cache_salt, tools=tools)
-        self._chat.messages.clear()  # their pictures are prepared, and an answer may take long
+        self._chat.messages.clear()  # their images are prepared, and an answer may take long
         return Question([prompt], params, 1, cache_salt, tools=tools)
 
     def reword(self, error: InvalidRequestError) -> None:
@@ -179,7 +179,7 @@ async def messages(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation's prompt would have, pictures and tools included."""
+    """How many tokens a conversation's prompt would have, images and tools included."""
     service: Service = request.app.state.service
     async with read(request, CountRequest) as body:
         service.check_model(body.model)

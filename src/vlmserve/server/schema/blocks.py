@@ -45,7 +45,7 @@ class TextBlock(Block):
 
 
 class Base64Source(RequestModel):
-    """A picture's file."""
+    """An image's file."""
 
     type: Literal["base64"]
     media_type: str
@@ -53,14 +53,14 @@ class Base64Source(RequestModel):
 
 
 class URLSource(RequestModel):
-    """Where a picture's file is."""
+    """Where an image's file is."""
 
     type: Literal["url"]
     url: str
 
 
 class ImageBlock(Block):
-    """A picture."""
+    """An image."""
 
     type: Literal["image"]
     source: Annotated[

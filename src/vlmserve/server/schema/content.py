@@ -1,4 +1,4 @@
-"""Messages and their parts: text, pictures, videos."""
+"""Messages and their parts: text, images, videos."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TextPart(ChatPart):
 
 
 class ImageURL(RequestModel):
-    """Where a picture is: a data URL or an http(s) URL. detail: with "low", models that cut pictures see it as one, and
+    """Where an image is: a data URL or an http(s) URL. detail: with "low", models that cut images see it as one, and
     models of any size see it small; others see it as always."""
 
     url: str
@@ -61,14 +61,14 @@ Pixels = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class MediumPart(RequestModel):
-    """What pictures and videos have in common: bounds of their area once resized, for models that take any size."""
+    """What images and videos have in common: bounds of their area once resized, for models that take any size."""
 
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
 
 
 class ImagePart(ChatPart, MediumPart):
-    """A picture."""
+    """An image."""
 
     type: Literal["image_url"]
     image_url: Annotated[ImageURL, BeforeValidator(_as_url)]
@@ -104,7 +104,7 @@ class FileRef(RequestModel):
 
 
 class FilePart(ChatPart, MediumPart):
-    """A picture or a video that was uploaded."""
+    """An image or a video that was uploaded."""
 
     type: Literal["file"]
     file: FileRef

@@ -28,7 +28,7 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What may be included in items: pictures, which always are, and parts of items that no response has here."""
+"""What may be included in items: images, which always are, and parts of items that no response has here."""
 
 
 class InputText(RequestModel):
@@ -39,7 +39,7 @@ class InputText(RequestModel):
 
 
 class InputImage(MediumPart):
-    """A picture: a data URL, an http(s) URL or a file that was uploaded. detail: as in chat completions."""
+    """An image: a data URL, an http(s) URL or a file that was uploaded. detail: as in chat completions."""
 
     type: Literal["input_image"]
     image_url: str | None = None
@@ -54,7 +54,7 @@ class InputImage(MediumPart):
 
 
 class InputFile(RequestModel):
-    """A picture or a video that was uploaded."""
+    """An image or a video that was uploaded."""
 
     type: Literal["input_file"]
     file_id: str

@@ -7,7 +7,7 @@ import msgspec
 
 class PromptTokensDetails(msgspec.Struct):
     """What the prompt cost. cached_tokens: those of the prompt that were found in the prefix cache. Beyond OpenAI's
-    fields, images: pictures in the prompt; images_encoded: those that went through the vision tower.
+    fields, images: images in the prompt; images_encoded: those that went through the vision tower.
     """
 
     cached_tokens: int

@@ -10,23 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.media.pictures_for_tests import encoded, exif_rotated, noise, png_header
+from tests.media.images_for_tests import encoded, exif_rotated, noise, png_header
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
-from vlmserve.media.pictures import FORMATS, decode_data_url, decode_picture
+from vlmserve.media.images import FORMATS, decode_data_url, decode_image
 
 LIMITS = MediaConfig()
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_is_read(format: str) -> None:
-    picture = decode_picture(encoded(noise(40, 30), format), LIMITS)
-    assert picture.size == (40, 30)
+    image = decode_image(encoded(noise(40, 30), format), LIMITS)
+    assert image.size == (40, 30)
 
 
-def test_other_formats_are_not_pictures() -> None:
+def test_other_formats_are_not_images() -> None:
     with pytest.raises(InvalidImageError, match="not an image in a supported format"):
-        decode_picture(encoded(noise(4, 4), "PPM"), LIMITS)
+        decode_image(encoded(noise(4, 4), "PPM"), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_pages_and_frames_behind_the_first_are_not_left_out_silently(format: str
     frames = [noise(40, 30, seed=seed) for seed in range(3)]
     data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
     with pytest.raises(InvalidImageError, match=message):
-        decode_picture(data, LIMITS)
+        decode_image(data, LIMITS)
 
 
 def test_a_smaller_version_behind_a_page_is_no_page() -> None:
@@ -52,7 +52,7 @@ def test_a_smaller_version_behind_a_page_is_no_page() -> None:
     with Image.open(io.BytesIO(data)) as written:
         written.seek(1)
         assert written.tag_v2[254] == 1
-    assert decode_picture(data, LIMITS).image.tobytes() == page.tobytes()
+    assert decode_image(data, LIMITS).image.tobytes() == page.tobytes()
 
 
 def test_a_broken_page_behind_the_first_is_no_page() -> None:
@@ -61,52 +61,52 @@ def test_a_broken_page_behind_the_first_is_no_page() -> None:
     start = int.from_bytes(data[4:8], "little")
     following = start + 2 + 12 * int.from_bytes(data[start : start + 2], "little")
     data[following : following + 4] = (len(data) - 3).to_bytes(4, "little")
-    assert decode_picture(bytes(data), LIMITS).image.tobytes() == page.tobytes()
+    assert decode_image(bytes(data), LIMITS).image.tobytes() == page.tobytes()
 
 
-def test_pictures_are_turned_upright() -> None:
-    assert decode_picture(exif_rotated(40, 20, 6), LIMITS).size == (20, 40)
+def test_images_are_turned_upright() -> None:
+    assert decode_image(exif_rotated(40, 20, 6), LIMITS).size == (20, 40)
 
 
-def test_broken_exif_data_does_not_hide_a_picture() -> None:
+def test_broken_exif_data_does_not_hide_an_image() -> None:
     data = encoded(noise(40, 20), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff broken")
-    assert decode_picture(data, LIMITS).size == (40, 20)
+    assert decode_image(data, LIMITS).size == (40, 20)
 
 
 def test_an_empty_file_is_refused() -> None:
     with pytest.raises(InvalidImageError, match="empty"):
-        decode_picture(b"", LIMITS)
+        decode_image(b"", LIMITS)
 
 
-@pytest.mark.parametrize("data", [b"this is a text file called picture.png", b"<svg/>", b"%PDF-1.4", b"\0" * 100])
-def test_what_is_no_picture_is_refused(data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"this is a text file called image.png", b"<svg/>", b"%PDF-1.4", b"\0" * 100])
+def test_what_is_no_image_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidImageError, match="not an image"):
-        decode_picture(data, LIMITS)
+        decode_image(data, LIMITS)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.95])
-def test_a_truncated_picture_is_refused(format: str, share: float) -> None:
+def test_a_truncated_image_is_refused(format: str, share: float) -> None:
     data = encoded(noise(120, 90), format)
     with pytest.raises(InvalidImageError, match=r"truncated|broken"):
-        decode_picture(data[: int(len(data) * share)], LIMITS)
+        decode_image(data[: int(len(data) * share)], LIMITS)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG"])
-def test_a_picture_cut_in_half_is_called_truncated(format: str) -> None:
+def test_an_image_cut_in_half_is_called_truncated(format: str) -> None:
     data = encoded(noise(120, 90), format)
     with pytest.raises(InvalidImageError, match="truncated"):
-        decode_picture(data[: len(data) // 2], LIMITS)
+        decode_image(data[: len(data) // 2], LIMITS)
 
 
 @settings(max_examples=150, deadline=None)
 @given(format=st.sampled_from(FORMATS), position=st.floats(0, 1), garbage=st.binary(min_size=1, max_size=12))
-def test_garbage_inside_a_file_is_either_a_picture_or_refused(format: str, position: float, garbage: bytes) -> None:
+def test_garbage_inside_a_file_is_either_an_image_or_refused(format: str, position: float, garbage: bytes) -> None:
     data = bytearray(encoded(noise(24, 18), format))
     start = int(position * (len(data) - 1))
     data[start : start + len(garbage)] = garbage
     try:
-        decode_picture(bytes(data), LIMITS)
+        decode_image(bytes(data), LIMITS)
     except (InvalidImageError, ImageTooLargeError):
         return
 
@@ -115,7 +115,7 @@ def test_garbage_inside_a_file_is_either_a_picture_or_refused(format: str, posit
 def test_a_bomb_is_refused_from_its_header(width: int, height: int) -> None:
     tracemalloc.start()
     with pytest.raises(ImageTooLargeError, match="pixels"):
-        decode_picture(png_header(width, height), LIMITS)
+        decode_image(png_header(width, height), LIMITS)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 5_000_000
@@ -123,16 +123,16 @@ def test_a_bomb_is_refused_from_its_header(width: int, height: int) -> None:
 
 def test_an_operator_may_allow_more_pixels_than_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    assert decode_picture(encoded(noise(40, 30)), MediaConfig(max_image_pixels=1200)).size == (40, 30)
+    assert decode_image(encoded(noise(40, 30)), MediaConfig(max_image_pixels=1200)).size == (40, 30)
     with pytest.raises(ImageTooLargeError, match="1,199"):
-        decode_picture(encoded(noise(40, 30)), MediaConfig(max_image_pixels=1199))
+        decode_image(encoded(noise(40, 30)), MediaConfig(max_image_pixels=1199))
 
 
 def test_a_file_over_the_limit_is_refused() -> None:
     data = encoded(noise(40, 30))
-    assert decode_picture(data, MediaConfig(max_image_bytes=len(data))).size == (40, 30)
+    assert decode_image(data, MediaConfig(max_image_bytes=len(data))).size == (40, 30)
     with pytest.raises(ImageTooLargeError, match="bytes"):
-        decode_picture(data, MediaConfig(max_image_bytes=len(data) - 1))
+        decode_image(data, MediaConfig(max_image_bytes=len(data) - 1))
 
 
 def _data_url(data: bytes, header: str = "data:image/png;base64,") -> str:
@@ -181,6 +181,6 @@ def test_the_limit_of_a_data_url_is_that_of_its_content(data: bytes) -> None:
 
 
 def test_pixels_survive_the_way_through_a_data_url() -> None:
-    picture = noise(17, 11)
-    decoded = decode_picture(decode_data_url(_data_url(encoded(picture)), LIMITS), LIMITS)
-    np.testing.assert_array_equal(np.asarray(decoded.image), np.asarray(picture))
+    image = noise(17, 11)
+    decoded = decode_image(decode_data_url(_data_url(encoded(image)), LIMITS), LIMITS)
+    np.testing.assert_array_equal(np.asarray(decoded.image), np.asarray(image))

@@ -1,4 +1,4 @@
-"""Random pictures, the same for the same seed, about as hard to compress as photographs."""
+"""Random images, the same for the same seed, about as hard to compress as photographs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DETAIL = ((8, 90.0), (48, 30.0), (256, 10.0))
 """Cells along each side and the strength of noise in them: large shapes, and finer and weaker ones above them."""
 
 
-def parse_picture_size(text: str) -> tuple[int, int]:
+def parse_image_size(text: str) -> tuple[int, int]:
     """Width and height in pixels. Raises ConfigurationError for text that is no size."""
     match = re.fullmatch(r"\s*(\d+)\s*[x*,]\s*(\d+)\s*", text)
     if match is None or not all(0 < int(side) <= MAX_SIDE for side in match.groups()):
@@ -25,7 +25,7 @@ def parse_picture_size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def random_picture(draw: np.random.Generator, size: tuple[int, int], kind: Literal["jpeg", "png"]) -> bytes:
+def random_image(draw: np.random.Generator, size: tuple[int, int], kind: Literal["jpeg", "png"]) -> bytes:
     """A file of random colours. size: width and height in pixels."""
     pixels = np.full((size[1], size[0], 3), 128.0, np.float32)
     for cells, strength in _DETAIL:
@@ -39,5 +39,5 @@ def random_picture(draw: np.random.Generator, size: tuple[int, int], kind: Liter
 
 
 def data_url(file: bytes, kind: str) -> str:
-    """A picture's file as it travels inside a request."""
+    """An image's file as it travels inside a request."""
     return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"

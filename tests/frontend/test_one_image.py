@@ -1,4 +1,4 @@
-"""Prompts of models that take one picture and one text."""
+"""Prompts of models that take one image and one text."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from transformers import BertTokenizerFast
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 from tests.blip import BEGIN, CLASSES, FEATURES, make_blip
-from tests.media.pictures_for_tests import noise
+from tests.media.images_for_tests import noise
 from tests.moondream import SETTINGS, TOKENS, make_moondream
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.media.crops import CropProcessor
-from vlmserve.media.pictures import Picture
-from vlmserve.prompt.one_picture import one_picture_prompts
+from vlmserve.media.images import DecodedImage
+from vlmserve.prompt.one_image import one_image_prompts
 
-PICTURE = noise(40, 30)
-TEXTS = ["What is in the picture?", "hello world", "a [SEP] b [CLS][MASK]", "[SEP]", "naïve ##café"]
+IMAGE = noise(40, 30)
+TEXTS = ["What is in the image?", "hello world", "a [SEP] b [CLS][MASK]", "[SEP]", "naïve ##café"]
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -43,7 +43,7 @@ def user(*parts: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_and_pixels_are_those_of_transformers(blip: tuple[str, Path], preparer: RequestPreparer, text: str) -> None:
     kind, folder = blip
-    prompt = preparer.chat(user(PICTURE, text), allow_local=True)
+    prompt = preparer.chat(user(IMAGE, text), allow_local=True)
     # What a user writes is never a control token; transformers' tokenizer is told so with this option.
     tokenizer = BertTokenizerFast.from_pretrained(folder, split_special_tokens=True)
     cls, *ids, sep = tokenizer(text)["input_ids"]
@@ -53,15 +53,15 @@ def test_ids_and_pixels_are_those_of_transformers(blip: tuple[str, Path], prepar
     else:
         assert (prompt.token_ids, prompt.cross.token_ids) == ([BEGIN], [cls, *ids, sep])
     size = {"height": 24, "width": 24}
-    pixels = BlipImageProcessorPil(size=size)(images=PICTURE, return_tensors="np")["pixel_values"]
+    pixels = BlipImageProcessorPil(size=size)(images=IMAGE, return_tensors="np")["pixel_values"]
     np.testing.assert_allclose(prompt.cross.image.pixels, pixels, rtol=0, atol=1e-6)
     assert (prompt.cross.image.num_tokens, prompt.num_images) == (FEATURES, 1)
-    assert preparer.text(text, [PICTURE], allow_local=True).token_ids == prompt.token_ids
+    assert preparer.text(text, [IMAGE], allow_local=True).token_ids == prompt.token_ids
 
 
-def test_without_a_text_a_picture_is_described(blip: tuple[str, Path], preparer: RequestPreparer) -> None:
+def test_without_a_text_an_image_is_described(blip: tuple[str, Path], preparer: RequestPreparer) -> None:
     kind, _ = blip
-    for messages in (user(PICTURE), user(PICTURE, ""), user("  ", PICTURE)):
+    for messages in (user(IMAGE), user(IMAGE, ""), user("  ", IMAGE)):
         if kind == "caption":
             assert preparer.chat(messages, allow_local=True).token_ids == [BEGIN]
         else:
@@ -73,8 +73,8 @@ def test_other_conversations_are_refused(preparer: RequestPreparer) -> None:
     assert preparer.sees_images
     answer = {"role": "assistant", "content": "A dog."}
     for messages in (
-        [{"role": "system", "content": "Be brief."}, *user(PICTURE, "What?")],
-        [*user(PICTURE, "What?"), answer, *user("And?")],
+        [{"role": "system", "content": "Be brief."}, *user(IMAGE, "What?")],
+        [*user(IMAGE, "What?"), answer, *user("And?")],
         [answer],
     ):
         with pytest.raises(InvalidRequestError, match="no conversations"):
@@ -82,15 +82,15 @@ def test_other_conversations_are_refused(preparer: RequestPreparer) -> None:
     with pytest.raises(InvalidRequestError, match="one image with each request, not 0"):
         preparer.chat(user("What?"), allow_local=True)
     with pytest.raises(TooManyImagesError, match="not 2"):
-        preparer.chat(user(PICTURE, PICTURE, "What?"), allow_local=True)
+        preparer.chat(user(IMAGE, IMAGE, "What?"), allow_local=True)
     with pytest.raises(InvalidRequestError, match="not 0"):
         preparer.text("What?")
 
 
-def test_tenants_pictures_have_keys_of_their_own(preparer: RequestPreparer) -> None:
+def test_tenants_images_have_keys_of_their_own(preparer: RequestPreparer) -> None:
     keys = set()
     for salt in ("", "a", "b"):
-        prompt = preparer.chat(user(PICTURE, "What?"), allow_local=True, cache_salt=salt)
+        prompt = preparer.chat(user(IMAGE, "What?"), allow_local=True, cache_salt=salt)
         assert prompt.cross is not None
         keys.add(prompt.cross.image.key)
     assert len(keys) == 3
@@ -101,9 +101,9 @@ def moondream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_moondream(tmp_path_factory.mktemp("moondream"))[0]
 
 
-@pytest.mark.parametrize("text", ["What is in the picture?", " two\n\nlines ", "<|endoftext|> and <|endof", "naïve 😀"])
-def test_moondream_puts_the_picture_before_a_question_in_its_own_words(moondream: Path, text: str) -> None:
-    prompt = RequestPreparer(moondream, MediaConfig()).chat(user(text, PICTURE), allow_local=True)
+@pytest.mark.parametrize("text", ["What is in the image?", " two\n\nlines ", "<|endoftext|> and <|endof", "naïve 😀"])
+def test_moondream_puts_the_image_before_a_question_in_its_own_words(moondream: Path, text: str) -> None:
+    prompt = RequestPreparer(moondream, MediaConfig()).chat(user(text, IMAGE), allow_local=True)
     plain = Tokenizer.from_file(str(moondream / "tokenizer.json"))
     plain.encode_special_tokens = True  # what a user writes is never a control token
     pieces = ["\n\nQuestion:", f" {text.strip()}", "\n\nAnswer:"]
@@ -113,15 +113,15 @@ def test_moondream_puts_the_picture_before_a_question_in_its_own_words(moondream
     assert (span.start, span.end) == (1, 1 + TOKENS)
     assert prompt.cross is None
     np.testing.assert_array_equal(
-        span.image.pixels, CropProcessor({"config": SETTINGS}).process(Picture.whole(PICTURE))
+        span.image.pixels, CropProcessor({"config": SETTINGS}).process(DecodedImage.whole(IMAGE))
     )
 
 
-def test_moondream_describes_a_picture_without_a_question(moondream: Path) -> None:
+def test_moondream_describes_an_image_without_a_question(moondream: Path) -> None:
     preparer = RequestPreparer(moondream, MediaConfig())
     plain = Tokenizer.from_file(str(moondream / "tokenizer.json"))
     asked = plain.encode("\n\nCaption:", add_special_tokens=False).ids
-    for messages in (user(PICTURE), user(PICTURE, "")):
+    for messages in (user(IMAGE), user(IMAGE, "")):
         assert preparer.chat(messages, allow_local=True).token_ids[1 + TOKENS :] == asked
     with pytest.raises(InvalidRequestError, match="not 0"):
         preparer.chat(user("What?"), allow_local=True)
@@ -129,7 +129,7 @@ def test_moondream_describes_a_picture_without_a_question(moondream: Path) -> No
 
 def test_the_first_token_is_the_configs(tmp_path: Path) -> None:
     def first(config: dict[str, Any]) -> int:
-        prompts = one_picture_prompts({"model_type": "blip", **config})
+        prompts = one_image_prompts({"model_type": "blip", **config})
         assert prompts is not None
         return prompts.begin
 
@@ -139,4 +139,4 @@ def test_the_first_token_is_the_configs(tmp_path: Path) -> None:
         first({"text_config": {"bos_token_id": [7]}})
     assert first({"model_type": "moondream1"}) == 50256
     assert first({"model_type": "moondream1", "config": {"tokenizer": {"bos_id": 7}}}) == 7
-    assert one_picture_prompts({"model_type": "llava"}) is None
+    assert one_image_prompts({"model_type": "llava"}) is None

@@ -1,4 +1,4 @@
-"""Bytes to pictures, refusing what is too large before it is decoded."""
+"""Bytes to images, refusing what is too large before it is decoded."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ _TURNS = {
     7: _Turn(Image.Transpose.TRANSVERSE, True, True, True),
     8: _Turn(Image.Transpose.ROTATE_90, True, False, True),
 }
-"""What stands a picture of each EXIF orientation upright."""
+"""What stands an image of each EXIF orientation upright."""
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, upper, right and lower edge in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A decoded picture, upright. size: width and height in full.
+class DecodedImage:
+    """A decoded image, upright. size: width and height in full.
 
     image: at a half, a quarter or an eighth of that where it was decoded so. box: the part of `image` that is the
-    picture: where a fraction of its size is no whole number, the last column or row of `image` is only partly in it.
+    image: where a fraction of its size is no whole number, the last column or row of `image` is only partly in it.
     """
 
     image: Image.Image
@@ -76,8 +76,8 @@ class Picture:
     box: Box
 
     @classmethod
-    def whole(cls, image: Image.Image) -> Picture:
-        """A picture of which `image` is every pixel."""
+    def whole(cls, image: Image.Image) -> DecodedImage:
+        """An image of which `image` is every pixel."""
         return cls(image, image.size, (0, 0, *image.size))
 
     @property
@@ -86,14 +86,14 @@ class Picture:
         return self.box != (0, 0, *self.size)
 
 
-def decode_picture(
+def decode_image(
     data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float] | None = None
-) -> Picture:
-    """The picture in a PNG, JPEG, WebP, GIF, BMP or TIFF file, upright as its EXIF orientation says.
+) -> DecodedImage:
+    """The image in a PNG, JPEG, WebP, GIF, BMP or TIFF file, upright as its EXIF orientation says.
 
-    reduction: how many pixels of a picture of that width and height become one. A JPEG of which few are left is
+    reduction: how many pixels of an image of that width and height become one. A JPEG of which few are left is
     decoded at a fraction of its size, which takes a fraction of the time; without it every pixel is decoded.
-    Raises InvalidImageError if `data` is empty, broken, truncated or no picture, has several pages or is an animation,
+    Raises InvalidImageError if `data` is empty, broken, truncated or no image, has several pages or is an animation,
     or takes too long to decode;
     ImageTooLargeError if it has more bytes, pixels or scans than allowed, which is looked at before anything is
     decoded; CancelledWorkError.
@@ -103,16 +103,16 @@ def decode_picture(
 
 def decode_opened(
     image: Image.Image, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float] | None = None
-) -> Picture:
-    """The same of a picture that `open_header` has opened."""
+) -> DecodedImage:
+    """The same of an image that `open_header` has opened."""
     size = image.size
     box = (0, 0, *size) if reduction is None else _draft(image, reduction)
-    load_picture(image, limits)
-    return _upright(Picture(image, size, box))
+    load_image(image, limits)
+    return _upright(DecodedImage(image, size, box))
 
 
 def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
-    """A picture of which nothing but the header is read. Raises as `decode_picture` does."""
+    """An image of which nothing but the header is read. Raises as `decode_image` does."""
     check_num_bytes(len(data), limits)
     if not data:
         raise InvalidImageError("the image is empty (0 bytes)")
@@ -134,8 +134,8 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     return image
 
 
-def load_picture(image: Image.Image, limits: MediaConfig) -> None:
-    """Decode an opened picture. Raises as `decode_picture` does."""
+def load_image(image: Image.Image, limits: MediaConfig) -> None:
+    """Decode an opened image. Raises as `decode_image` does."""
     check_num_pixels(image, limits)
     if isinstance(file := getattr(image, "fp", None), LimitedFile):
         file.restart()
@@ -148,13 +148,13 @@ def load_picture(image: Image.Image, limits: MediaConfig) -> None:
         raise InvalidImageError(f"the image is {kind}: {error}") from error
 
 
-def upright(image: Image.Image) -> Picture:
-    """A decoded picture, turned as its EXIF orientation says."""
-    return _upright(Picture.whole(image))
+def upright(image: Image.Image) -> DecodedImage:
+    """A decoded image, turned as its EXIF orientation says."""
+    return _upright(DecodedImage.whole(image))
 
 
 def check_num_pixels(image: Image.Image, limits: MediaConfig) -> None:
-    """Raises ImageTooLargeError if an opened picture is over the limit, InvalidImageError if it has no pixels."""
+    """Raises ImageTooLargeError if an opened image is over the limit, InvalidImageError if it has no pixels."""
     width, height = image.size
     if width * height > limits.max_image_pixels:
         raise ImageTooLargeError(
@@ -165,10 +165,10 @@ def check_num_pixels(image: Image.Image, limits: MediaConfig) -> None:
 
 
 def orientation(image: Image.Image) -> int:
-    """How the camera was held, from 1 to 8 as in EXIF; 1 if the picture does not say."""
+    """How the camera was held, from 1 to 8 as in EXIF; 1 if the image does not say."""
     try:
         found = image.getexif().get(_ORIENTATION)
-    except Exception:  # broken EXIF data says nothing about how the picture stands
+    except Exception:  # broken EXIF data says nothing about how the image stands
         return 1
     return found if found in _TURNS else 1
 
@@ -183,27 +183,27 @@ def _draft(image: Image.Image, reduction: Callable[[tuple[int, int]], float]) ->
     return (0, 0, width, height) if draft is None else draft[1]
 
 
-def _upright(picture: Picture) -> Picture:
-    turn = _TURNS.get(orientation(picture.image))
+def _upright(decoded: DecodedImage) -> DecodedImage:
+    turn = _TURNS.get(orientation(decoded.image))
     if turn is None:
-        return picture
-    (width, height), (_, _, right, lower) = picture.size, picture.box
-    image = picture.image.transpose(turn.method)
+        return decoded
+    (width, height), (_, _, right, lower) = decoded.size, decoded.box
+    image = decoded.image.transpose(turn.method)
     if turn.swaps:
         width, height, right, lower = height, width, lower, right
     left = image.width - right if turn.mirrors_x else 0
     upper = image.height - lower if turn.mirrors_y else 0
-    return Picture(image, (width, height), (left, upper, left + right, upper + lower))
+    return DecodedImage(image, (width, height), (left, upper, left + right, upper + lower))
 
 
-def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "picture") -> bytes:
+def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """The bytes in ``data:image/png;base64,…``.
 
     Raises InvalidImageError or InvalidVideoError unless it is strict base64 of a type of that kind, ImageTooLargeError
     or VideoTooLargeError over the limit.
     """
-    invalid = InvalidImageError if kind == "picture" else InvalidVideoError
-    example, family = ("data:image/png", "image/") if kind == "picture" else ("data:video/mp4", "video/")
+    invalid = InvalidImageError if kind == "image" else InvalidVideoError
+    example, family = ("data:image/png", "image/") if kind == "image" else ("data:video/mp4", "video/")
     header = _DATA_URL.match(url[:256])
     if header is None:
         raise invalid(f"the data URL is malformed; write {example};base64, and the encoded {kind}")
@@ -221,11 +221,11 @@ def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "picture") 
         raise invalid("the data URL is not valid base64") from None
 
 
-def check_num_bytes(size: int, limits: MediaConfig, kind: MediaKind = "picture") -> None:
+def check_num_bytes(size: int, limits: MediaConfig, kind: MediaKind = "image") -> None:
     """Raises ImageTooLargeError or VideoTooLargeError if a file of `size` bytes is over the limit."""
-    most = limits.max_image_bytes if kind == "picture" else limits.max_video_bytes
+    most = limits.max_image_bytes if kind == "image" else limits.max_video_bytes
     if size > most:
-        error = ImageTooLargeError if kind == "picture" else VideoTooLargeError
+        error = ImageTooLargeError if kind == "image" else VideoTooLargeError
         raise error(f"the {kind}'s file has {size:,} bytes; at most {most:,} are allowed")
 
 

@@ -1,4 +1,4 @@
-"""Prompts of models that know no conversation: a request is one picture and one text, which may be empty for some."""
+"""Prompts of models that know no conversation: a request is one image and one text, which may be empty for some."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Encode = Callable[[str, bool], list[int]]
 """From a text, and whether it stands between the tokenizer's own beginning and end tokens, to token ids."""
 
 
-class OnePicturePrompts(Protocol):
+class OneImagePrompts(Protocol):
     """How one family writes its prompts."""
 
     @property
     def describes(self) -> bool:
-        """Whether it takes a picture without a text."""
+        """Whether it takes an image without a text."""
         ...
 
     def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
-        """The prompt of a picture and a text."""
+        """The prompt of an image and a text."""
         ...
 
 
 @dataclass(frozen=True)
 class CaptionPrompts:
-    """The decoder looks at the picture and goes on with the text, or begins by itself. begin: its first token."""
+    """The decoder looks at the image and goes on with the text, or begins by itself. begin: its first token."""
 
     begin: int
     describes: bool = True
@@ -40,7 +40,7 @@ class CaptionPrompts:
 
 @dataclass(frozen=True)
 class QuestionPrompts:
-    """An encoder reads the text along with the picture, and the decoder looks at what came of it. begin: as above."""
+    """An encoder reads the text along with the image, and the decoder looks at what came of it. begin: as above."""
 
     begin: int
     describes: bool = False
@@ -51,7 +51,7 @@ class QuestionPrompts:
 
 @dataclass(frozen=True)
 class MoondreamPrompts:
-    """The picture comes first, behind the token `begin`, then the question between the words that the model knows."""
+    """The image comes first, behind the token `begin`, then the question between the words that the model knows."""
 
     begin: int
     describes: bool = True
@@ -59,11 +59,11 @@ class MoondreamPrompts:
     def prompt(self, image: ImageInput, text: str, encode: Encode) -> Prompt:
         pieces = ["\n\nQuestion:", f" {text}", "\n\nAnswer:"] if text else ["\n\nCaption:"]
         asked = [token_id for piece in pieces for token_id in encode(piece, False)]
-        # No token stands for pictures; the span says whose places these are.
+        # No token stands for images; the span says whose places these are.
         return Prompt([self.begin] * (1 + image.num_tokens) + asked, (ImageSpan(image, 1),))
 
 
-def one_picture_prompts(config: Mapping[str, Any]) -> OnePicturePrompts | None:
+def one_image_prompts(config: Mapping[str, Any]) -> OneImagePrompts | None:
     """How the model of a config.json is prompted, None for one that holds conversations.
 
     Raises ModelLoadError for a config whose first token is none.
@@ -91,7 +91,7 @@ def _token_id(config: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def only_text(messages: Sequence[Message]) -> str:
-    """The text that comes with the picture. Raises InvalidRequestError for what is more than one turn of the user."""
+    """The text that comes with the image. Raises InvalidRequestError for what is more than one turn of the user."""
     if [message.role for message in messages] != ["user"]:
         raise InvalidRequestError(
             "this model holds no conversations: send one message of the user, with an image and a text",

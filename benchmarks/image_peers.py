@@ -1,8 +1,8 @@
-"""Questions about pictures: vlmserve beside its peers on the same LLaVA, taking turns in one run.
+"""Questions about images: vlmserve beside its peers on the same LLaVA, taking turns in one run.
 
-    python -m benchmarks.picture_peers --model DIR --openvino DIR2
+    python -m benchmarks.image_peers --model DIR --openvino DIR2
 
-20 requests, 4 at a time, each with a picture of 480 x 480 as a PNG file and answers of 32 tokens; six of the pictures
+20 requests, 4 at a time, each with an image of 480 x 480 as a PNG file and answers of 32 tokens; six of the images
 came in the request before. Each set is sent once, which is at first sight, and then the very same again. Without
 --model it is CLIP ViT-L/14-336 before SmolLM2-135M's shape, with random weights. OpenVINO reads a form of its own,
 which is made in an environment with `optimum-intel` and `openvino-tokenizers`:
@@ -35,7 +35,7 @@ REQUESTS, AT_A_TIME, REPEATED, ANSWER_LEN, SIDE = 20, 4, 0.3, 32, 480
 
 
 Question = tuple[bytes, str]
-"""A picture's file and what is asked about it."""
+"""An image's file and what is asked about it."""
 
 
 class System(Protocol):
@@ -75,10 +75,10 @@ class Vlmserve:
             [
                 {
                     "role": "user",
-                    "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}],
+                    "content": [{"type": "image", "image": image}, {"type": "text", "text": text}],
                 }
             ]
-            for picture, text in questions
+            for image, text in questions
         ]
         results = self._llm.chat(conversations, params, use_tqdm=False)
         assert all(len(result.outputs[0].token_ids) == ANSWER_LEN for result in results)
@@ -100,8 +100,8 @@ class OpenVino:
         config.max_new_tokens = config.min_new_tokens = ANSWER_LEN
         config.ignore_eos = True
         config.do_sample = False
-        pictures = [Image.open(io.BytesIO(picture)).convert("RGB") for picture, _ in questions]
-        tensors = [[openvino.Tensor(np.asarray(picture)[None])] for picture in pictures]
+        images = [Image.open(io.BytesIO(image)).convert("RGB") for image, _ in questions]
+        tensors = [[openvino.Tensor(np.asarray(image)[None])] for image in images]
         texts = [text for _, text in questions]
         results = self._pipeline.generate(texts, images=tensors, generation_config=[config] * len(questions))
         # What it counts is the whole batch's.
@@ -119,14 +119,14 @@ class Transformers:
         from vlmserve.frontend.requests import RequestPreparer
 
         # Its own processor needs torchvision, which this machine may lack; the same pixels come from ours.
-        self._preparer = RequestPreparer(folder, MediaConfig(picture_cache_memory=0))
+        self._preparer = RequestPreparer(folder, MediaConfig(image_cache_memory=0))
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
     def answer(self, questions: Sequence[Question]) -> None:
         import torch
 
-        for picture, text in questions:
-            parts = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+        for image, text in questions:
+            parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
             prompt = self._preparer.chat([{"role": "user", "content": parts}], allow_local=True)
             ids = torch.tensor([prompt.token_ids])
             pixels = torch.tensor(prompt.images[0].image.pixels).bfloat16()
@@ -147,7 +147,7 @@ SYSTEMS: dict[str, Callable[[], System]] = {
 
 
 def questions_of(seed: int, count: int) -> list[Question]:
-    """Questions about pictures that are new for every seed; a share has the picture of the one before."""
+    """Questions about images that are new for every seed; a share has the image of the one before."""
     return [conversation.turns[0] for conversation in reuse_workload(count, REPEATED, SIDE, seed)]
 
 
@@ -193,11 +193,11 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.picture_peers", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m benchmarks.image_peers", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--model", type=Path, help="folder of a LLaVA; default: one with random weights")
     parser.add_argument("--openvino", type=Path, help="folder of the same in OpenVINO's form")
-    parser.add_argument("--out", type=Path, default=Path("build/picture_peers"), help="for logs and the default model")
+    parser.add_argument("--out", type=Path, default=Path("build/image_peers"), help="for logs and the default model")
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, help="default: all that can run")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--repeats", type=int, default=3)
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         versions[package] = version(package)
         arguments_of[name] = ["--serve", name, "--model", str(folder)]
     with (
-        start_workers("benchmarks.picture_peers", arguments_of, options.out, console) as workers,
+        start_workers("benchmarks.image_peers", arguments_of, options.out, console) as workers,
         console.status("") as status,
     ):
         figures = measure(workers, options.repeats, options.requests, status.update)

@@ -1,4 +1,4 @@
-"""Pictures of every kind that people send, made on the spot."""
+"""Images of every kind that people send, made on the spot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def photo(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Im
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
-    """The picture as a file."""
+    """The image as a file."""
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
@@ -56,7 +56,7 @@ def palette_with_transparency() -> bytes:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A few bytes that claim to be a large picture."""
+    """A few bytes that claim to be a large image."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
