@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache, WideRows
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BidirectionalRows, LayerCache
 
 Chunk = tuple[int, int]  # tokens in the cache before this step, new tokens
 
-Wide = tuple[int, int, int]  # first and last row of a chunk that see so many positions
+Bidirectional = tuple[int, int, int]  # first and last row of a chunk that see so many positions
 
 CPU = torch.device("cpu")
 CHUNKS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12) | st.just(1)), min_size=1, max_size=8)
 
 
 def naive_attention(
-    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, wide: Sequence[Wide] = ()
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, bidirectional: Sequence[Bidirectional] = ()
 ) -> Tensor:
     """One sequence, ``[new, heads, head_size]`` over ``[context, kv_heads, head_size]``, in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
@@ -31,7 +31,7 @@ def naive_attention(
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     age = torch.arange(context - new, context)[:, None] - torch.arange(context)
     hidden = age < 0 if spec.window is None else (age < 0) | (age >= spec.window)
-    for first, last, reach in wide:
+    for first, last, reach in bidirectional:
         too_old = torch.zeros_like(age) if spec.window is None else age >= spec.window
         hidden[first:last] = (torch.arange(context) >= reach) | too_old[first:last]
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
@@ -57,12 +57,13 @@ def attend(
     spread: float = 1.0,
     junk: float = 1e4,
     seed: int = 0,
-    wide: Sequence[Sequence[Wide]] | None = None,
+    bidirectional: Sequence[Sequence[Bidirectional]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The backend's output for a batch and the naive one, each ``[tokens, heads * head_size]``.
 
-    wide: of each chunk, those of one token first. All that the cache holds beyond the sequences' own tokens is `junk`,
-    so reading it shows; of a quantized one, its scales are. The naive one sees keys and values as they are stored.
+    bidirectional: of each chunk, those of one token first. All that the cache holds beyond the sequences' own tokens is
+    `junk`, so reading it shows; of a quantized one, its scales are. The naive one sees keys and values as they are
+    stored.
     """
     torch.manual_seed(seed)
     chunks = sorted(chunks, key=lambda chunk: chunk[1] > 1)
@@ -89,10 +90,12 @@ def attend(
         if not parts:
             continue
         metadata = blocks.metadata(parts)
-        if new and wide is not None:
+        if new and bidirectional is not None:
             starts = metadata.query_starts.tolist()
-            rows_of = [(i, starts[i] + first, starts[i] + last, r) for i, w in enumerate(wide) for first, last, r in w]
-            metadata = replace(metadata, wide=[WideRows(*rows) for rows in rows_of])
+            rows_of = [
+                (i, starts[i] + first, starts[i] + last, r) for i, w in enumerate(bidirectional) for first, last, r in w
+            ]
+            metadata = replace(metadata, bidirectional=[BidirectionalRows(*rows) for rows in rows_of])
 
         def rows(tensors: list[Tensor], parts: list[tuple[int, int, int]] = parts) -> Tensor:
             return torch.cat([tensors[i][before : before + count] for i, before, count in parts])
@@ -101,7 +104,9 @@ def attend(
         output = backend.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
     expected = [
         naive_attention(q[before:], as_stored(k, cache), as_stored(v, cache), spec, seen)
-        for (before, _), q, k, v, seen in zip(chunks, queries, keys, values, wide or [()] * len(chunks), strict=True)
+        for (before, _), q, k, v, seen in zip(
+            chunks, queries, keys, values, bidirectional or [()] * len(chunks), strict=True
+        )
     ]
     return output, torch.cat(expected)
 

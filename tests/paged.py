@@ -59,14 +59,15 @@ class PagedRun:
         sequences: Sequence[Tensor],
         block_size: int = 4,
         seed: int = 0,
-        looked_at: Sequence[Tensor] = (),
+        cross_states: Sequence[Tensor] = (),
     ) -> None:
-        """sequences: ``[length, hidden_size]`` each. looked_at: `CrossRows.states` of each, if they look at any."""
+        """sequences: ``[length, hidden_size]`` each. cross_states: `CrossRows.states` of each, if they attend to
+        any."""
         self.model = model
         self.sequences = sequences
         self.blocks = BlockTables([len(sequence) for sequence in sequences], block_size, seed)
         self.caches: list[LayerCache] = model.allocate_cache(self.blocks.num_blocks, block_size)
-        self.looked_at = looked_at
+        self.cross_states = cross_states
         self.done = [0] * len(sequences)
         self.logits: list[list[Tensor]] = [[] for _ in sequences]
 
@@ -84,9 +85,9 @@ class PagedRun:
         positions = torch.cat([torch.arange(before, before + new) for _, before, new in chunks])
         ends = list(accumulate(new for _, _, new in chunks))
         cross = [
-            CrossRows(end - new, end, self.looked_at[i])
+            CrossRows(end - new, end, self.cross_states[i])
             for (i, _, new), end in zip(chunks, ends, strict=True)
-            if self.looked_at
+            if self.cross_states
         ]
         hidden = self.model.forward(embeddings, positions, self.blocks.metadata(chunks), self.caches, cross)
         for (i, _, new), rows in zip(chunks, hidden.split([new for _, _, new in chunks]), strict=True):

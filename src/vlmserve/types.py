@@ -22,8 +22,9 @@ from vlmserve.sampling_params import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MediaKind = Literal["image", "video"]
-SeesAhead = Literal["pictures", "prefix", "prompt"]
-"""Which tokens of a prompt see each other: those of each picture, all up to the end of the first one, or just all."""
+Bidirectional = Literal["images", "prefix", "prompt"]
+"""Which tokens of a prompt attend to each other in both directions: those of each image, all up to the end of the first
+one (prefix-LM), or all."""
 Pixels = npt.NDArray[np.float32]
 
 KEY_BYTES = 32
@@ -162,15 +163,15 @@ class CrossInput(msgspec.Struct, frozen=True, eq=False):
         return len(self.token_ids) or self.image.num_embeddings
 
 
-def whole_ranges(
-    images: Sequence[ImagePlacement], num_tokens: int, sees_ahead: SeesAhead | None
+def bidirectional_spans(
+    images: Sequence[ImagePlacement], num_tokens: int, bidirectional: Bidirectional | None
 ) -> tuple[tuple[int, int], ...]:
     """Tokens ``first <= i < last`` of a prompt with these images that attend to each other in both directions."""
-    if sees_ahead == "pictures":
+    if bidirectional == "images":
         return tuple(image.shown for image in images)
-    if sees_ahead == "prefix":
+    if bidirectional == "prefix":
         return tuple((0, image.end) for image in images[:1])
-    return () if sees_ahead is None else ((0, num_tokens),)
+    return () if bidirectional is None else ((0, num_tokens),)
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):

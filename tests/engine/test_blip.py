@@ -48,9 +48,7 @@ def test_preempted_requests_give_the_same(oracle: BlipOracle, prompts: list[Prom
     assert tight.stats().preemptions > 0
 
 
-def test_what_is_looked_at_may_come_and_go(
-    oracle: BlipOracle, prompts: list[Prompt], expected: list[list[int]]
-) -> None:
+def test_cross_states_may_come_and_go(oracle: BlipOracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     probe = engine_for(oracle)
     largest = max(
         prompt.cross.num_states * probe._state_bytes + prompt.cross.image.num_tokens * probe._image_token_bytes
@@ -74,7 +72,7 @@ def test_a_picture_is_encoded_once_whatever_is_asked_about_it(oracle: BlipOracle
     assert (engine.stats().encoder_queries, engine.stats().encoder_hits) == (4, 3)
 
 
-def test_the_prefix_cache_tells_apart_what_is_looked_at(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_prefix_cache_tells_cross_states_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Token ids are equal, and so would blocks be whose keys knew nothing else."""
     oracle = BlipOracle.make(tmp_path_factory.mktemp("caption"), "caption")
     engine = engine_for(oracle, block_size=4)
@@ -143,7 +141,7 @@ def test_what_does_not_fit_is_refused(oracle: BlipOracle) -> None:
     few = ImageInput(good.cross.image.key, good.cross.image.pixels, 9)
     refuse(Prompt([5], cross=CrossInput(few, good.cross.token_ids)), InvalidImageError, "10 features")
     if oracle.kind == "caption":
-        refuse(Prompt([5], cross=CrossInput(good.cross.image, [5])), InvalidRequestError, "images alone")
+        refuse(Prompt([5], cross=CrossInput(good.cross.image, [5])), InvalidRequestError, "no question")
     else:
         refuse(Prompt([5], cross=CrossInput(good.cross.image)), InvalidRequestError, "ask one")
         refuse(Prompt([5], cross=CrossInput(good.cross.image, [5] * 97)), PromptTooLongError, "97 tokens")

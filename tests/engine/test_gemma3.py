@@ -191,13 +191,15 @@ def test_a_picture_may_end_a_prompt(oracle: Oracle) -> None:
         assert generate(llm.engine, [cut]) == [answer]  # type: ignore[arg-type]
 
 
-def test_without_sight_of_itself_a_picture_means_something_else(
+def test_without_bidirectional_attention_an_image_means_something_else(
     oracle: Oracle, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = oracle.llm()
-    monkeypatch.setattr("vlmserve.runner.batch.BatchMetadata", lambda **fields: BatchMetadata(**{**fields, "wide": ()}))
+    monkeypatch.setattr(
+        "vlmserve.runner.batch.BatchMetadata", lambda **fields: BatchMetadata(**{**fields, "bidirectional": ()})
+    )
     changed = tokens(llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False))
-    assert changed[3] == expected[3], "without a picture nothing differs"
+    assert changed[3] == expected[3], "without an image nothing differs"
     assert changed != expected
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.attending import CHUNKS, CPU, Chunk, Wide, attend, attention_specs, naive_attention
+from tests.attending import CHUNKS, CPU, Bidirectional, Chunk, attend, attention_specs, naive_attention
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention, unserved
@@ -48,15 +48,15 @@ def test_any_batch_equals_naive_attention(
 
 
 @st.composite
-def chunks_with_wide_rows(draw: st.DrawFn) -> tuple[list[Chunk], list[list[Wide]]]:
+def chunks_with_wide_rows(draw: st.DrawFn) -> tuple[list[Chunk], list[list[Bidirectional]]]:
     """Chunks, those of one token first, with up to two ranges of rows that see to the end of theirs or further."""
     chunks = sorted(draw(CHUNKS), key=lambda chunk: chunk[1] > 1)
-    wide: list[list[Wide]] = []
+    bidirectional: list[list[Bidirectional]] = []
     for before, new in chunks:
         edges = sorted(draw(st.sets(st.integers(0, new), max_size=4))) if new > 1 else []
         pairs = list(zip(edges[::2], edges[1::2], strict=False))
-        wide.append([(first, last, draw(st.integers(before + last, before + new))) for first, last in pairs])
-    return chunks, wide
+        bidirectional.append([(first, last, draw(st.integers(before + last, before + new))) for first, last in pairs])
+    return chunks, bidirectional
 
 
 @every_backend
@@ -66,21 +66,21 @@ def chunks_with_wide_rows(draw: st.DrawFn) -> tuple[list[Chunk], list[list[Wide]
 @example(drawn=([(7, 1), (5, 9)], [[], [(0, 3, 8)]]), spec=PLAIN, block_size=4)
 def test_rows_that_see_what_comes_after_them_equal_naive_attention(
     kind: Kind,
-    drawn: tuple[list[Chunk], list[list[Wide]]],
+    drawn: tuple[list[Chunk], list[list[Bidirectional]]],
     spec: AttentionSpec,
     block_size: int,
 ) -> None:
-    chunks, wide = drawn
-    if unserved(spec, torch.float32, CPU, sees_ahead=True) is not None and kind is CpuAttention:
+    chunks, bidirectional = drawn
+    if unserved(spec, torch.float32, CPU, bidirectional=True) is not None and kind is CpuAttention:
         spec = replace(spec, window=None)
-    output, expected = attend(kind(), chunks, spec, block_size, wide=wide)
+    output, expected = attend(kind(), chunks, spec, block_size, bidirectional=bidirectional)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @every_backend
 def test_many_rows_that_see_what_comes_after_them_equal_naive_attention(kind: Kind) -> None:
     output, expected = attend(
-        kind(), [(3, 1), (0, 700), (300, 330)], PLAIN, 16, wide=[[], [(0, 601, 602)], [(0, 5, 305)]]
+        kind(), [(3, 1), (0, 700), (300, 330)], PLAIN, 16, bidirectional=[[], [(0, 601, 602)], [(0, 5, 305)]]
     )
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 

@@ -32,7 +32,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @torch.inference_mode()
-def test_pictures_and_what_is_looked_at_equal_transformers(oracle: BlipOracle) -> None:
+def test_images_and_cross_states_equal_transformers(oracle: BlipOracle) -> None:
     ours, theirs = load(oracle.folder), oracle.model
     assert ours.vision is not None
     assert ours.cross is not None
@@ -55,7 +55,7 @@ def test_pictures_and_what_is_looked_at_equal_transformers(oracle: BlipOracle) -
 
 @torch.inference_mode()
 def test_logits_equal_those_of_transformers(oracle: BlipOracle) -> None:
-    """Of several sequences that look at different things, in one batch and in chunks."""
+    """Of several sequences that attend to different states, in one batch and in chunks."""
     ours, theirs = load(oracle.folder), oracle.model
     assert ours.vision is not None
     assert ours.cross is not None
@@ -64,7 +64,7 @@ def test_logits_equal_those_of_transformers(oracle: BlipOracle) -> None:
     texts = [[], [], []] if oracle.kind == "caption" else [[2, 40, 50, 3], [2, 9, 3], [2, 9, 41, 42, 43, 8, 9, 3]]
     states = ours.cross.encode(features, texts)
     sequences = [torch.randint(5, TEXT["vocab_size"], (length,)) for length in (21, 4, 13)]
-    run = PagedRun(decoder, [decoder.embed(ids) for ids in sequences], looked_at=states)
+    run = PagedRun(decoder, [decoder.embed(ids) for ids in sequences], cross_states=states)
     logits = run.finish([5, 1, 4])
     for seed, (text, ids, actual) in enumerate(zip(texts, sequences, logits, strict=True)):
         seen = theirs.vision_model(torch.from_numpy(oracle.picture(seed).pixels)).last_hidden_state

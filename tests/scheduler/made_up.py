@@ -29,7 +29,7 @@ def cross_input(number: int, num_tokens: int, text: int = 0) -> CrossInput:
 
 
 def request(
-    name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), cross=None, sees_ahead=None,
+    name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), cross=None, bidirectional=None,
     max_short_len=None, **params,
 ) -> Request:  # fmt: skip
     spans = tuple(ImageSpan(one, start) for one, start in images)
@@ -41,7 +41,7 @@ def request(
         max_len=capacity,
         end_token_ids=frozenset({END}),
         max_short_len=max_short_len,
-        sees_ahead=sees_ahead,
+        bidirectional=bidirectional,
     )
 
 
@@ -63,9 +63,11 @@ def scheduler(
     )
 
 
-def request_states(*, sees_ahead=None, max_short_len=None) -> RequestStates:
+def request_states(*, bidirectional=None, max_short_len=None) -> RequestStates:
     """What a runner keeps of requests, for a model without grammars."""
-    model = SimpleNamespace(sees_ahead=sees_ahead, max_short_len=max_short_len, first_position=lambda prompt_len: 0)
+    model = SimpleNamespace(
+        bidirectional=bidirectional, max_short_len=max_short_len, first_position=lambda prompt_len: 0
+    )
     return RequestStates(model, make_matcher=lambda grammar: 1 / 0)
 
 

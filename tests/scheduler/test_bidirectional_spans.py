@@ -8,7 +8,7 @@ from tests.scheduler.made_up import finish, image, plan, request, run, scheduler
 
 def prefixed(name: str, length: int, number: int = 1, size: int = 10, **options):
     """A prompt with an image behind one token."""
-    return request(name, length, images=[(image(number, size), 1)], sees_ahead="prefix", **options)
+    return request(name, length, images=[(image(number, size), 1)], bidirectional="prefix", **options)
 
 
 def test_a_prefix_goes_over_the_budget_and_nothing_comes_beside_it():
@@ -29,7 +29,7 @@ def test_a_prefix_goes_on_with_the_prompt_as_far_as_the_budget_reaches():
 
 def test_a_prompt_without_an_image_is_cut_anywhere():
     s = scheduler(budget=5)
-    s.add(request("a", 14, sees_ahead="prefix"))
+    s.add(request("a", 14, bidirectional="prefix"))
     assert plan(run(s)[0]) == [("a", 5)]
 
 
@@ -61,21 +61,21 @@ def test_what_is_left_of_a_known_prefix_is_computed_in_one_step():
 
 def test_the_key_of_a_prefixs_first_block_depends_on_all_of_it():
     images = [(image(1, 10), 5), (image(2, 10), 5), (image(1, 9), 5)]
-    for sees_ahead, kinds in (("prefix", 3), ("pictures", 1), (None, 1)):
-        requests = [request("a", 20, images=[one], sees_ahead=sees_ahead) for one in images]
+    for bidirectional, kinds in (("prefix", 3), ("images", 1), (None, 1)):
+        requests = [request("a", 20, images=[one], bidirectional=bidirectional) for one in images]
         assert len({one.keys_of_full_blocks(1, 4)[0] for one in requests}) == kinds
 
 
 def test_a_chunk_ends_before_an_image_that_does_not_fit_and_takes_one_that_it_begins_with():
     s = scheduler(budget=5)
-    s.add(request("a", 20, images=[(image(1, 6), 2), (image(2, 4), 11)], sees_ahead="pictures"))
+    s.add(request("a", 20, images=[(image(1, 6), 2), (image(2, 4), 11)], bidirectional="images"))
     assert [plan(run(s)[0]) for _ in range(5)] == [[("a", count)] for count in (2, 6, 3, 5, 4)]
 
 
 def test_what_is_left_of_a_known_image_is_computed_in_one_step():
     """Blocks of 4 hold 6 of its 9 tokens behind 6 of text."""
     s = scheduler(budget=2, prefix_caching=True)
-    one, other = (request(name, 20, images=[(image(1, 9), 6)], sees_ahead="pictures") for name in ("a", "b"))
+    one, other = (request(name, 20, images=[(image(1, 9), 6)], bidirectional="images") for name in ("a", "b"))
     other.token_ids[15:] = [9] * 5
     s.add(one)
     finish(s)
@@ -86,7 +86,7 @@ def test_what_is_left_of_a_known_image_is_computed_in_one_step():
 
 def test_the_key_of_a_tail_depends_on_what_its_tokens_see():
     """A prompt that ends with what sees itself leaves all but its last token behind."""
-    one, other = (request("a", 7, images=[(image(1, 3), 4)], sees_ahead="prefix") for _ in range(2))
+    one, other = (request("a", 7, images=[(image(1, 3), 4)], bidirectional="prefix") for _ in range(2))
     other.token_ids[6] = 9
     assert one.tail_key(6, 8) != other.tail_key(6, 8)
     assert one.tail_key(6, 8) != request("a", 7, images=[(image(1, 3), 4)]).tail_key(6, 8)

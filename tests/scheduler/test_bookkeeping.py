@@ -105,19 +105,19 @@ def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:
         st.sampled_from([None, None, 1, 5, 8, 30]),
     ),
     OPERATIONS,
-    st.sampled_from([None, None, "pictures", "prefix"]),
+    st.sampled_from([None, None, "images", "prefix"]),
     st.sampled_from([None, 3, 9, 20]),
     st.sampled_from([None, [], [7], [7, 7, 7], [8, 8, 7, 8, 8, 8], [7] * 9]),
 )
 def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends(
-    sizes, operations, sees_ahead, max_short_len, drafts
+    sizes, operations, bidirectional, max_short_len, drafts
 ):
-    if sees_ahead is not None:
+    if bidirectional is not None:
         sizes = (*sizes[:-1], None)
     num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, window = sizes
     s = scheduler(*sizes)
     s.propose_drafts = None if drafts is None else lambda request: drafts[request.num_prompt_tokens % 2 :]
-    states = request_states(sees_ahead=sees_ahead, max_short_len=max_short_len)
+    states = request_states(bidirectional=bidirectional, max_short_len=max_short_len)
     contents = Contents()
     capacity = num_blocks * BLOCK
     open_requests: set[str] = set()
@@ -127,7 +127,7 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
     def step(token):
         planned = s.schedule()
         counts = [scheduled.num_tokens for scheduled in planned.requests]
-        assert sum(counts) <= budget or (sees_ahead is not None and sum(counts) - max(counts) < budget)
+        assert sum(counts) <= budget or (bidirectional is not None and sum(counts) - max(counts) < budget)
         assert len(planned.images_to_encode) <= max_images
         assert len(s.running) <= seqs
         embeddings.difference_update(planned.embeddings_to_evict)
@@ -175,7 +175,7 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
             length, max_tokens, images, cross, salt = argument
             if length < capacity:
                 name = f"request {added}"
-                given = {"images": images, "cross": cross, "salt": salt, "sees_ahead": sees_ahead}
+                given = {"images": images, "cross": cross, "salt": salt, "bidirectional": bidirectional}
                 given |= {"max_tokens": max_tokens, "max_short_len": max_short_len}
                 s.add(request(name, length, capacity=capacity, **given))
                 open_requests.add(name)

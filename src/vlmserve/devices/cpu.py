@@ -152,7 +152,7 @@ class NativeCpuDevice(CpuDevice):
         quantized_cache: bool = False,
     ) -> AttentionBackend:
         """See `Device.attention`. The native backend where it serves all layers."""
-        asked = partial(unserved, sees_ahead=bidirectional, quantized_cache=quantized_cache)
+        asked = partial(unserved, bidirectional=bidirectional, quantized_cache=quantized_cache)
         reasons = (asked(spec, dtype, self.torch_device) for spec in layers)
         if (reason := next(filter(None, reasons), None)) is not None:
             logger.info("attention: torch (%s)", reason)

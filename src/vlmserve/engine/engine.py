@@ -103,7 +103,7 @@ class Engine(BaseEngine):
         self._max_len = min(max_model_len, num_blocks * config.block_size)
         self._max_short_len = language_model.max_short_len
         self._first_position = language_model.first_position
-        self._sees_ahead = language_model.sees_ahead
+        self._bidirectional = language_model.bidirectional
         cross = model.cross
         self._image_token_bytes = (cross.feature_size if cross else language_model.hidden_size) * model.dtype.itemsize
         self._state_bytes = cross.state_size * model.dtype.itemsize if cross else 0
@@ -167,7 +167,7 @@ class Engine(BaseEngine):
             max_len=self._max_len,
             end_token_ids=self._end_token_ids,
             max_short_len=self._max_short_len,
-            sees_ahead=self._sees_ahead,
+            bidirectional=self._bidirectional,
         )
         queued.arrived, queued.arrived_at = time.perf_counter(), time.time()
         self._scheduler.add(queued)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 
-class WideRows(NamedTuple):
-    """Query rows ``first <= row < last`` of a batch, all of one sequence, see its positions before `reach`, which are
-    more than those up to their own; a window bounds only how far back they see. All of these positions are in the cache
-    or in this batch."""
+class BidirectionalRows(NamedTuple):
+    """Query rows ``first <= row < last`` of a batch, all of one sequence, attend to its positions before `reach`, which
+    are more than those up to their own; a window bounds only how far back they attend. All of these positions are in
+    the cache or in this batch."""
 
     sequence: int
     first: int
@@ -32,11 +32,11 @@ class BatchMetadata:
     """Where each token of a flat batch belongs. Sequences with one new token (decodes) come first.
 
     query_starts: int32 ``[sequences + 1]``. context_lens: int32 ``[sequences]``, tokens in the cache after this step.
-    block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``.
-    All on the model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody
-    needs to synchronize with the device to know them. num_decodes: how many leading sequences have one query row.
-    wide: rows that see what comes after them, in order. num_positions: one more than the highest one, where positions
-    do not count tokens.
+    block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``. All on the
+    model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody needs to
+    synchronize with the device to know them. num_decodes: how many leading sequences have one query row. bidirectional:
+    rows that attend to later ones, in order. num_positions: one more than the highest one, where positions do not count
+    tokens.
     """
 
     query_starts: Tensor
@@ -46,7 +46,7 @@ class BatchMetadata:
     query_lens: list[int]
     host_context_lens: list[int]
     num_decodes: int
-    wide: Sequence[WideRows] = ()
+    bidirectional: Sequence[BidirectionalRows] = ()
     num_positions: int = 0
 
 
@@ -86,7 +86,7 @@ class LayerCache:
 
 
 class RotaryRows(NamedTuple):
-    """How tokens turn.
+    """How queries and keys are rotated (RoPE).
 
     cos, sin: float32 ``[rows, size / 2]``. positions: int64 ``[tokens]``, the row of each token; None: its own number.
     """
@@ -97,7 +97,7 @@ class RotaryRows(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Paged attention over a flat batch, causal but for its wide rows."""
+    """Paged attention over a flat batch, causal but for bidirectional rows."""
 
     name: str
 
@@ -150,7 +150,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class RotatingBackend(AttentionBackend, Protocol):
-    """A backend that turns queries and keys by their positions on the way."""
+    """A backend that rotates queries and keys by their positions on the way."""
 
     def attend_rotated(
         self,
@@ -162,8 +162,9 @@ class RotatingBackend(AttentionBackend, Protocol):
         plan: object,
     ) -> Tensor:
         """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
-        queries and keys are still to be turned.
+        queries and keys are still to be rotated.
 
-        Element ``i`` of a head pairs with ``i + size / 2`` of those that turn; what lies behind them stays as it is.
+        Element ``i`` of a head pairs with ``i + size / 2`` of those that are rotated; what lies behind them stays as it
+        is.
         """
         ...

@@ -1,4 +1,4 @@
-"""Paged attention by the native kernels for a CPU: an `AttentionBackend` that also turns queries and keys.
+"""Paged attention by the native kernels for a CPU: an `AttentionBackend` that also rotates queries and keys.
 
 A layer is one call, which writes the new keys and values and attends straight over the block table. How the cache lies
 in memory is told in csrc/attention.h.
@@ -26,10 +26,11 @@ def unserved(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    sees_ahead: bool = False,
+    bidirectional: bool = False,
     quantized_cache: bool = False,
 ) -> str | None:
-    """Why the native kernels cannot serve a layer, None if they can. sees_ahead: of batches that have wide rows."""
+    """Why the native kernels cannot serve a layer, None if they can. bidirectional: of batches with bidirectional
+    rows."""
     if not supported_isas():
         return "the native kernels were not built"
     if device.type != "cpu":
@@ -40,8 +41,8 @@ def unserved(
         return f"a head of {spec.head_size} elements is not made of pairs"
     if spec.head_size > MAX_HEAD_SIZE:
         return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
-    if sees_ahead and spec.window is not None:
-        return "beside a window they let no token see what comes after it"
+    if bidirectional and spec.window is not None:
+        return "beside a window they let no token attend to later ones"
     if spec.sinks is not None:
         return "they know no attention sinks"
     if spec.num_heads % spec.num_kv_heads:
@@ -94,7 +95,7 @@ class CpuAttention:
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> CpuPlan:
         """Addresses and sizes of the batch."""
-        starts_of, contexts_of, tables = _without_wide_rows(metadata)
+        starts_of, contexts_of, tables = _without_bidirectional_rows(metadata)
         tables = tables.to(torch.int32)
         tensors = (
             starts_of.to(torch.int32).contiguous(),
@@ -187,13 +188,13 @@ class CpuAttention:
         return output
 
 
-def _without_wide_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:
+def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:
     """Query starts, context lengths and block tables of a batch in which no row sees what comes after it.
 
-    A wide row becomes a sequence of its own that ends where the row's reach does. All keys and values are written
-    before any are read, so that it does not matter who writes them.
+    A bidirectional row becomes a sequence of its own that ends where the row's reach does. All keys and values are
+    written before any are read, so that it does not matter who writes them.
     """
-    if not metadata.wide:
+    if not metadata.bidirectional:
         return metadata.query_starts, metadata.context_lens, metadata.block_tables
     starts, contexts, owners = [0], [], []
 
@@ -206,7 +207,7 @@ def _without_wide_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]
     end = 0
     for sequence, (length, context) in enumerate(zip(metadata.query_lens, metadata.host_context_lens, strict=True)):
         end += length
-        for _, first, last, reach in (rows for rows in metadata.wide if rows.sequence == sequence):
+        for _, first, last, reach in (rows for rows in metadata.bidirectional if rows.sequence == sequence):
             add(sequence, first, context - (end - first))
             for row in range(first, last):
                 add(sequence, row + 1, reach)

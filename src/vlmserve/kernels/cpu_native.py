@@ -232,20 +232,20 @@ class NativeNorm:
 
 
 def encoder_attention(qkv: Tensor, num_heads: int) -> Tensor:
-    """Full attention within each picture: ``[pictures, tokens, 3 * size]``, queries before keys before values, to
-    ``[pictures, tokens, size]``. The size of a head must be one that `can_pack` takes."""
-    pictures, length, width = qkv.shape
+    """Full attention within each image: ``[images, tokens, 3 * size]``, queries before keys before values, to
+    ``[images, tokens, size]``. The size of a head must be one that `can_pack` takes."""
+    images, length, width = qkv.shape
     size = width // 3
     head_size = size // num_heads
     if 3 * num_heads * head_size != width or not can_pack(head_size, qkv.dtype):
         raise ValueError(f"{num_heads} heads of {qkv.dtype} cannot share {width} features")
     qkv = qkv.contiguous()
-    output = torch.empty(pictures, length, size, dtype=qkv.dtype)
+    output = torch.empty(images, length, size, dtype=qkv.dtype)
     if output.numel():
         extension().encoder_attention(
             qkv.data_ptr(),
             output.data_ptr(),
-            pictures,
+            images,
             length,
             num_heads,
             head_size,

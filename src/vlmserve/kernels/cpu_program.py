@@ -80,7 +80,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRope:
-    """Cosines and sines that a program will get. size: elements of a head that turn."""
+    """Cosines and sines that a program will get. size: elements of a head that are rotated."""
 
     number: int
     size: int

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, WideRows
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 from vlmserve.kernels.torch_cache import cache_rows, gather, write
 from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, DecodePlan, attend_decodes, plan_decodes
@@ -30,7 +30,8 @@ class PromptChunk:
 
     start, end: its query rows. gather: cache rows of its blocks, None if all its context is in this step.
     key_start: position of the first gathered token. context: tokens in the cache after this step.
-    masked: whether a row sees anything else than all rows up to its own. wide: those of its rows that see more.
+    masked: whether a row attends to anything else than all rows up to its own. bidirectional: those of its rows that
+    attend to more.
     """
 
     start: int
@@ -39,7 +40,7 @@ class PromptChunk:
     key_start: int
     context: int
     masked: bool
-    wide: tuple[WideRows, ...] = ()
+    bidirectional: tuple[BidirectionalRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +163,8 @@ def _attend_chunk(
         return
     attention = _attention_by_scores if needs_scores(spec) else _dot_product_attention
     for group in _row_groups(chunk, spec.window):
-        if group.wide:
-            bias = _wide_mask(chunk, group, spec, query)
+        if group.bidirectional:
+            bias = _bidirectional_mask(chunk, group, spec, query)
         else:
             assert layer.mask is not None
             bias = layer.mask[-(group.last - group.first) :, layer.mask.shape[1] - (group.high - group.low) :]
@@ -174,35 +175,35 @@ def _attend_chunk(
 class RowGroup(NamedTuple):
     """Query rows ``first <= row < last`` of a chunk with the positions ``low <= key < high`` that they can see.
 
-    wide: each sees all of them that its window reaches, none just those up to its own.
+    bidirectional: each attends to all of them that its window reaches, not just to those up to its own.
     """
 
     first: int
     last: int
     low: int
     high: int
-    wide: bool
+    bidirectional: bool
 
 
 def _row_groups(chunk: PromptChunk, window: int | None) -> Iterator[RowGroup]:
     """All rows of a chunk, in order."""
     pieces: list[tuple[int, int, int | None]] = []
     done = chunk.start
-    for _, first, last, reach in chunk.wide:
+    for _, first, last, reach in chunk.bidirectional:
         pieces += [(done, first, None), (first, last, reach)]
         done = last
     pieces.append((done, chunk.end, None))
     before = chunk.context - (chunk.end - chunk.start)
-    for begin, end, wide_reach in pieces:
+    for begin, end, reach_ahead in pieces:
         for first in range(begin - chunk.start, end - chunk.start, ROWS_PER_MASK):
             last = min(first + ROWS_PER_MASK, end - chunk.start)
             low = 0 if window is None else max(0, before + first - window + 1)
-            high = before + last if wide_reach is None else wide_reach
-            yield RowGroup(first, last, low, high, wide_reach is not None)
+            high = before + last if reach_ahead is None else reach_ahead
+            yield RowGroup(first, last, low, high, reach_ahead is not None)
 
 
-def _wide_mask(chunk: PromptChunk, group: RowGroup, spec: AttentionSpec, query: Tensor) -> Tensor:
-    """``[rows, positions]``, additive, for a group of wide rows: what its window does not reach is hidden."""
+def _bidirectional_mask(chunk: PromptChunk, group: RowGroup, spec: AttentionSpec, query: Tensor) -> Tensor:
+    """``[rows, positions]``, additive, for a group of bidirectional rows: what its window does not reach is hidden."""
     before = chunk.context - (chunk.end - chunk.start)
     shape = group.last - group.first, group.high - group.low
     if spec.window is None or before + group.last - group.low <= spec.window:
@@ -267,10 +268,10 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) 
             key_start = oldest // block_size * block_size
             blocks = metadata.block_tables[sequence, key_start // block_size : -(-context // block_size)]
             gather = cache_rows(blocks.long()[None], spec.num_kv_heads)
-        wide = tuple(rows for rows in metadata.wide if rows.sequence == sequence)
+        ahead = tuple(rows for rows in metadata.bidirectional if rows.sequence == sequence)
         past_window = spec.window is not None and context > spec.window
-        masked = gather is not None or needs_scores(spec) or past_window or bool(wide)
-        chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked, wide))
+        masked = gather is not None or needs_scores(spec) or past_window or bool(ahead)
+        chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked, ahead))
         start += length
     return chunks
 
@@ -283,7 +284,7 @@ def _chunk_mask(
     if not masked:
         return None
     rows = min(ROWS_PER_MASK, max(chunk.end - chunk.start for chunk in masked))
-    groups = (group for chunk in masked for group in _row_groups(chunk, spec.window) if not group.wide)
+    groups = (group for chunk in masked for group in _row_groups(chunk, spec.window) if not group.bidirectional)
     width = max((group.high - group.low for group in groups), default=0)
     age_of_query = torch.arange(rows - 1, -1, -1, device=device)[:, None]
     age_of_key = torch.arange(width - 1, -1, -1, device=device)

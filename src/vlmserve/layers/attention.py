@@ -19,7 +19,7 @@ HeadNorm = Callable[[int], nn.Module]
 
 
 class CrossRows(NamedTuple):
-    """Rows ``first <= row < last`` of a batch look at these keys and values of all layers, ``[layers, 2, kv_heads,
+    """Rows ``first <= row < last`` of a batch attend to these keys and values of all layers, ``[layers, 2, kv_heads,
     states, head_size]``."""
 
     first: int
@@ -29,9 +29,9 @@ class CrossRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers of one step share. ropes: the ways in which layers turn. plan: the backend's. query_scale:
-    ``[tokens, 1]``, what queries are multiplied with; None: all with 1. cross: what the batch's sequences look at, none
-    of them left out."""
+    """What all layers of one step share. ropes: the rotations that layers use. plan: the backend's. query_scale:
+    ``[tokens, 1]``, what queries are multiplied with; None: all with 1. cross: what the batch's sequences attend to by
+    cross-attention, none of them left out."""
 
     metadata: BatchMetadata
     ropes: Sequence[RopeTables]
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         device: torch.device,
         head_norm: HeadNorm | None = None,
     ) -> None:
-        """rope: which of a step's ways queries and keys turn in; None: they do not. head_norm: norms them before."""
+        """rope: which of a step's rotations queries and keys get; None: none. head_norm: norms them before."""
         super().__init__()
         self.spec = spec
         self.backend = backend
@@ -100,7 +100,7 @@ class Attention(nn.Module):
     def _attend(self, qkv: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         spec = self.spec
         qkv = qkv.view(qkv.shape[0], -1, spec.head_size)
-        # Queries and keys lie side by side and turn together.
+        # Queries and keys lie side by side and are rotated together.
         both = qkv[:, : spec.num_heads + spec.num_kv_heads]
         if self._rope is not None:
             both = apply_rope(both, step.ropes[self._rope])
@@ -110,8 +110,8 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """``[tokens, hidden_size]`` to the same: each sequence looks at all of its own `CrossRows.states`, and they do not
-    change while it grows."""
+    """``[tokens, hidden_size]`` to the same: each sequence attends to all of its own `CrossRows.states`, and they do
+    not change while it grows."""
 
     def __init__(
         self, hidden_size: int, spec: AttentionSpec, layer: int, *, dtype: torch.dtype, device: torch.device

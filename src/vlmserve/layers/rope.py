@@ -19,9 +19,9 @@ FIRST_POSITIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """How positions turn queries and keys.
+    """How positions rotate queries and keys.
 
-    size: elements of a head that turn, from its first on. theta: the base of the wavelengths. scaling: one of
+    size: elements of a head that are rotated, from its first on. theta: the base of the wavelengths. scaling: one of
     `SCALINGS`, with its parameters as config.json names them. interleaved: a checkpoint's element ``2 i`` pairs with
     ``2 i + 1``, not ``i`` with ``i + size / 2``.
     """
@@ -46,8 +46,8 @@ class RopeSpec:
     ) -> RopeSpec:
         """From ``rope_scaling`` (older checkpoints) or ``rope_parameters`` (transformers 5) of a config.json.
 
-        part: of a head that turns, unless the parameters say. Raises UnsupportedModelError for a scaling that is not
-        implemented, ModelLoadError for one that is incomplete.
+        part: of a head that is rotated, unless the parameters say. Raises UnsupportedModelError for a scaling that is
+        not implemented, ModelLoadError for one that is incomplete.
         """
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
@@ -71,7 +71,7 @@ class RopeSpec:
         return SCALINGS[self.scaling](self, (self.theta * stretch) ** exponents, long)
 
     def stages(self, device: torch.device) -> list[tuple[int, Tensor]]:
-        """From which row of the tables on by which frequencies: each of the ways to turn has rows of its own."""
+        """From which row of the tables on by which frequencies: each stage has rows of its own."""
         stages = [(0, self.frequencies(device))]
         if self.switch is not None:
             stages.append((self.switch, self.frequencies(device, long=True)))
@@ -82,7 +82,7 @@ class RopeSpec:
 
     @property
     def levels(self) -> int:
-        """In how many ways sequences turn by the length of their prompts."""
+        """How many sets of frequencies there are, by the length of prompts."""
         return self.level(self.max_position) + 1
 
     def level(self, prompt_len: int) -> int:
@@ -99,7 +99,7 @@ class RopeSpec:
 
     @property
     def switch(self) -> int | None:
-        """Sequences of more tokens than this turn by other frequencies than shorter ones; None: all by the same."""
+        """Sequences of more tokens than this have other frequencies than shorter ones; None: all have the same."""
         return self.original_context if self.scaling == "longrope" else None
 
     @property
@@ -148,14 +148,14 @@ def _llama3(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
-    """https://arxiv.org/abs/2309.00071: pairs that turn often within the original context are kept, those that turn
-    less than once are stretched, others are blended."""
+    """https://arxiv.org/abs/2309.00071: pairs that rotate often within the original context are kept, those that
+    rotate less than once are stretched, others are blended."""
 
-    def pair_that_turns(times: float) -> float:
+    def pair_that_rotates(times: float) -> float:
         return spec.size * math.log(spec.original_context / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     often, seldom = spec.parameters.get("beta_fast") or 32, spec.parameters.get("beta_slow") or 1
-    low, high = pair_that_turns(often), pair_that_turns(seldom)
+    low, high = pair_that_rotates(often), pair_that_rotates(seldom)
     if spec.parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.size - 1)
@@ -197,7 +197,7 @@ SCALINGS: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
 class Rope:
     """Cosines and sines of all positions so far, float32 ``[rows, size / 2]``, made as they are asked for.
 
-    A sequence's row of a position is the position itself, unless it turns by other frequencies than most: then those of
+    A sequence's row of a position is the position itself, unless it has other frequencies than most: then those of
     its stage, again from position 0 on.
     """
 
@@ -210,7 +210,7 @@ class Rope:
         sections: Sequence[int] = (),
     ) -> None:
         """frequencies: float32 ``[size / 2]``. stages: as `RopeSpec.stages`, without the first. sections: how many of
-        them turn by frames, rows and columns."""
+        them rotate by frames, rows and columns."""
         self.frequencies = frequencies
         self._attention_factor = attention_factor
         self._stages = list(stages)
@@ -230,7 +230,7 @@ class Rope:
 
     @property
     def size(self) -> int:
-        """Elements of a head that turn."""
+        """Elements of a head that are rotated."""
         return 2 * len(self.frequencies)
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
@@ -253,7 +253,7 @@ class RopeTables:
     """A step's positions and what belongs to them, for all layers; each form is made when it is first asked for."""
 
     def __init__(self, rope: Rope, positions: Tensor, length: int, dtype: torch.dtype) -> None:
-        """positions: int64 ``[tokens]``, rows of the tables, or ``[3, tokens]``: frames, rows and columns of pictures;
+        """positions: int64 ``[tokens]``, rows of the tables, or ``[3, tokens]``: frames, rows and columns of images;
         length: of the longest sequence. dtype: of `signed`."""
         self._rope = rope
         self._positions = positions
@@ -262,7 +262,7 @@ class RopeTables:
 
     @property
     def size(self) -> int:
-        """Elements of a head that turn."""
+        """Elements of a head that are rotated."""
         return self._rope.size
 
     @cached_property
@@ -290,9 +290,9 @@ class RopeTables:
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
-    """Turn the first `size` elements of heads ``[tokens, heads, head_size]``; element ``i`` pairs with
+    """Rotate the first `size` elements of heads ``[tokens, heads, head_size]``; element ``i`` pairs with
     ``i + size / 2``."""
     cos, sin = tables.signed
-    turning, kept = x[..., : tables.size], x[..., tables.size :]
-    turned = torch.addcmul(turning * cos, turning.roll(tables.size // 2, -1), sin)
-    return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
+    plain, kept = x[..., : tables.size], x[..., tables.size :]
+    rotated = torch.addcmul(plain * cos, plain.roll(tables.size // 2, -1), sin)
+    return torch.cat((rotated, kept), -1) if kept.shape[-1] else rotated

@@ -1,4 +1,4 @@
-"""What a decoder's cross attention looks at: a picture's features, or a question that was read in their light."""
+"""The states that a decoder's cross-attention reads: an image's features, or a question's, encoded beside the image."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ from vlmserve.models.spec import ArchSpec
 from vlmserve.types import CrossInput
 
 
-def text_reader(spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """An encoder of questions of the decoder's own shape, in which every word sees all others and the picture.
+def make_text_encoder(spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """An encoder of questions, of the decoder's own shape, with bidirectional attention and cross-attention to the
+    image.
 
-    Raises ModelLoadError if what it makes of them is not what the decoder looks at.
+    Raises ModelLoadError if its states do not have the size that the decoder attends to.
     """
     if spec.cross_size != spec.hidden_size:
         raise ModelLoadError(
-            f"config.json: the decoder looks at states of {spec.cross_size} elements, and questions become ones of "
+            f"config.json: the decoder attends to states of {spec.cross_size} elements, and questions become ones of "
             f"{spec.hidden_size}"
         )
     headless = replace(spec, tied_embeddings=True, head_bias=False, head_transform=False)
     return Decoder(headless, FullAttention(), dtype=dtype, device=device)
 
 
-class PictureReader:
-    """Makes `CrossRows.states` of pictures, or of questions about them. A `CrossEncoder`."""
+class CrossStateEncoder:
+    """Makes `CrossRows.states` of images, or of questions about them. A `CrossEncoder`."""
 
-    def __init__(self, decoder: Decoder, reader: Decoder | None) -> None:
-        """reader: of the texts that come with pictures; None: there are none, and the decoder looks at the picture."""
+    def __init__(self, decoder: Decoder, text_encoder: Decoder | None) -> None:
+        """text_encoder: of the questions that come with images; None: there are none, and the decoder attends to the
+        image itself."""
         attention = decoder.spec.attention[0]
         self._decoder = decoder
-        self._reader = reader
+        self._text_encoder = text_encoder
         self.feature_size = decoder.spec.cross_size
         self.state_size = 2 * len(decoder.layers) * attention.num_kv_heads * attention.head_size
 
     def check(self, cross: CrossInput) -> None:
         """Raises InvalidRequestError for an input that lacks a text or has one too many, or one too long, or with token
         ids that there are not."""
-        if self._reader is None and cross.token_ids:
-            raise InvalidRequestError("this model looks at images alone, not at questions as well", param="messages")
-        if self._reader is None:
+        if self._text_encoder is None and cross.token_ids:
+            raise InvalidRequestError("this model takes an image and no question", param="messages")
+        if self._text_encoder is None:
             return
-        spec = self._reader.spec
+        spec = self._text_encoder.spec
         if not cross.token_ids:
             raise InvalidRequestError("this model answers questions: ask one about the image", param="messages")
         if len(cross.token_ids) > spec.max_position:
@@ -60,25 +62,29 @@ class PictureReader:
             raise InvalidRequestError(f"a token id is not in the vocabulary of {spec.vocab_size}", param="prompt")
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """What the decoder looks at for each input, from the features of its picture and the token ids of its text."""
+        """The states of each input, from the features of its image and the token ids of its text."""
         if not features:
             return []
-        states = list(features) if self._reader is None else self._read(self._reader, features, texts)
-        return [self._decoder.look_at(rows) for rows in states]
+        states = (
+            list(features) if self._text_encoder is None else self._encode_texts(self._text_encoder, features, texts)
+        )
+        return [self._decoder.compute_cross_states(rows) for rows in states]
 
-    def _read(self, reader: Decoder, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    def _encode_texts(
+        self, text_encoder: Decoder, features: Sequence[Tensor], texts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
         lengths = [len(text) for text in texts]
         ends = torch.tensor(lengths).cumsum(0).tolist()
         cross = [
-            CrossRows(end - length, end, reader.look_at(rows))
+            CrossRows(end - length, end, text_encoder.compute_cross_states(rows))
             for length, end, rows in zip(lengths, ends, features, strict=True)
         ]
-        device = reader.device
+        device = text_encoder.device
         token_ids = torch.tensor([token_id for text in texts for token_id in text], device=device)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])
         metadata = _without_cache(lengths, device)
-        caches = reader.allocate_cache(0, 1)
-        hidden = reader.forward(reader.embed(token_ids), positions, metadata, caches, cross)
+        caches = text_encoder.allocate_cache(0, 1)
+        hidden = text_encoder.forward(text_encoder.embed(token_ids), positions, metadata, caches, cross)
         return [hidden[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 

@@ -17,7 +17,7 @@ from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedL
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
 from vlmserve.models.spec import ArchSpec, NormSpec
-from vlmserve.types import SeesAhead
+from vlmserve.types import Bidirectional
 
 
 class MLP(nn.Module):
@@ -55,14 +55,14 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """rope: which of the decoder's ways to turn is this layer's."""
+        """rope: which of the decoder's rotations is this layer's; None: none."""
         super().__init__()
         norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
-        before, after = spec.norms in ("before", "around"), spec.norms in ("after", "around", "sums")
-        self.attention_norm = norm() if before else None
-        self.attention_output_norm = norm() if after else None
-        self.mlp_norm = norm() if before and not spec.parallel else None
-        self.mlp_output_norm = norm() if after else None
+        of_inputs, of_outputs = spec.norms in ("pre", "sandwich"), spec.norms != "pre"
+        self.attention_norm = norm() if of_inputs else None
+        self.attention_output_norm = norm() if of_outputs else None
+        self.mlp_norm = norm() if of_inputs and not spec.parallel else None
+        self.mlp_output_norm = norm() if of_outputs else None
         self.self_attn = Attention(
             spec.hidden_size,
             spec.attention[index],
@@ -74,8 +74,8 @@ class DecoderLayer(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.cross_norm = norm() if before and spec.cross_size else None
-        self.cross_output_norm = norm() if after and spec.cross_size else None
+        self.cross_norm = norm() if of_inputs and spec.cross_size else None
+        self.cross_output_norm = norm() if of_outputs and spec.cross_size else None
         self.cross_attn = (
             CrossAttention(spec.hidden_size, spec.attention[index], index, dtype=dtype, device=device)
             if spec.cross_size
@@ -83,15 +83,15 @@ class DecoderLayer(nn.Module):
         )
         self.mlp = MLP(spec, dtype=dtype, device=device)
         self._parallel = spec.parallel
-        self._norms_sums = spec.norms == "sums"
+        self._post_norm = spec.norms == "post"
 
     def forward(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         normed = x if self.attention_norm is None else self.attention_norm(x)
         attend = partial(self.self_attn, normed, cache=cache, step=step)
         x = self._added(x, attend, self.attention_output_norm)
         if self.cross_attn is not None:
-            looking = x if self.cross_norm is None else self.cross_norm(x)
-            x = self._added(x, partial(self.cross_attn, looking, cross=step.cross), self.cross_output_norm)
+            cross_input = x if self.cross_norm is None else self.cross_norm(x)
+            x = self._added(x, partial(self.cross_attn, cross_input, cross=step.cross), self.cross_output_norm)
         if not self._parallel:
             normed = x if self.mlp_norm is None else self.mlp_norm(x)
         return self._added(x, partial(self.mlp, normed), self.mlp_output_norm)
@@ -100,7 +100,7 @@ class DecoderLayer(nn.Module):
         """x and what a block makes of it, which takes the residual that it is to add."""
         if norm is None:
             return block(residual=x)
-        output: Tensor = norm(block(residual=x)) if self._norms_sums else x + norm(block(residual=None))
+        output: Tensor = norm(block(residual=x)) if self._post_norm else x + norm(block(residual=None))
         return output
 
 
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
             for index, rope in enumerate(spec.ropes)
         )
         self.cross_states = self._cross_states(dtype, device) if spec.cross_size else None
-        self.norm = None if spec.norms == "sums" else norm()
+        self.norm = None if spec.norms == "post" else norm()
         self.head_transform = HeadTransform(spec, dtype=dtype, device=device) if spec.head_transform else None
         self.lm_head: OutputLinear | Bias | None
         if not spec.tied_embeddings:
@@ -193,7 +193,7 @@ class Decoder(nn.Module):
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def _cross_states(self, dtype: torch.dtype, device: torch.device) -> MergedLinear:
-        """What all layers look at is made in one product."""
+        """The keys and values of all layers' cross-attention come from one product."""
         parts = {
             f"layers.{index}.cross_attn.{part}": attention.num_kv_heads * attention.head_size
             for index, attention in enumerate(self.spec.attention)
@@ -209,8 +209,8 @@ class Decoder(nn.Module):
             order[: rope.size] = order[: rope.size].view(-1, 2).T.flatten()
             heads = spec.num_heads + spec.num_kv_heads
             rows = torch.arange((heads + spec.num_kv_heads) * spec.head_size)
-            turning = rows[: heads * spec.head_size].view(heads, -1)
-            turning.copy_(turning[:, order].clone())
+            rotated = rows[: heads * spec.head_size].view(heads, -1)
+            rotated.copy_(rotated[:, order].clone())
             layer.self_attn.qkv_proj.reorder(rows.to(self.device))
 
     def interleaved(self) -> list[nn.Module]:
@@ -239,14 +239,14 @@ class Decoder(nn.Module):
     def window(self) -> int | None:
         """How many positions a token sees at most, itself included; None if a layer sees all of them, or if tokens see
         each other, which needs room for all of these."""
-        if self.spec.sees_ahead is not None:
+        if self.spec.bidirectional is not None:
             return None
         windows = [attention.window for attention in self.spec.attention if attention.window is not None]
         return max(windows) if len(windows) == len(self.spec.attention) else None
 
     @property
     def max_short_len(self) -> int | None:
-        """Sequences of more tokens turn by other frequencies; None: all by the same."""
+        """Sequences of more tokens are rotated by other frequencies; None: all by the same."""
         return next((rope.switch for rope in self.spec.ropes if rope is not None), None)
 
     def first_position(self, prompt_len: int) -> int:
@@ -254,9 +254,9 @@ class Decoder(nn.Module):
         return next((rope.level(prompt_len) * rope.max_position for rope in self.spec.ropes if rope is not None), 0)
 
     @property
-    def sees_ahead(self) -> SeesAhead | None:
+    def bidirectional(self) -> Bidirectional | None:
         """Which tokens of a prompt see each other, so that they must be computed in the same step; None: none."""
-        return self.spec.sees_ahead
+        return self.spec.bidirectional
 
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
         """What one block costs over all layers, keys and values together."""
         return sum(self.backend.block_bytes(block_size, attention, self.dtype) for attention in self.spec.attention)
 
-    def look_at(self, states: Tensor) -> Tensor:
+    def compute_cross_states(self, states: Tensor) -> Tensor:
         """``[states, cross_size]`` to what `CrossRows.states` are."""
         assert self.cross_states is not None
         attention = self.spec.attention[0]
@@ -288,7 +288,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
-        cross: what each sequence looks at, where layers have cross attention.
+        cross: what each sequence attends to, where layers have cross-attention.
         """
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)

@@ -184,7 +184,7 @@ def glm(family: str, config: Config) -> ArchSpec:
         rope_part=0.5,
         interleaved=True,
         qkv_bias=config["attention_bias"],
-        norms="around" if family == "glm4" else "before",
+        norms="sandwich" if family == "glm4" else "pre",
     )
 
 
@@ -276,7 +276,7 @@ def gemma2(family: str, config: Config) -> ArchSpec:
         scale=config["query_pre_attn_scalar"] ** -0.5,
         soft_cap=config["attn_logit_softcapping"],
         logit_cap=config["final_logit_softcapping"],
-        norms="around",
+        norms="sandwich",
     )
 
 
@@ -292,7 +292,7 @@ def gemma3(family: str, config: Config) -> ArchSpec:
         scale=config["query_pre_attn_scalar"] ** -0.5,
         soft_cap=config["attn_logit_softcapping"],
         logit_cap=config["final_logit_softcapping"],
-        norms="around",
+        norms="sandwich",
     )
 
 
@@ -309,7 +309,7 @@ def _gemma_traits(config: Config) -> dict[str, Any]:
 
 
 def _gemma3_ropes(config: Config, windows: Sequence[int | None]) -> list[RopeSpec]:
-    """Layers with a window turn by a shorter wavelength than those that see all, and are not stretched."""
+    """Layers with a window are rotated by a shorter wavelength than those without, and are not stretched."""
     by_kind = config.get("rope_parameters") or {}
     everywhere = by_kind.get("full_attention") or {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
     nearby = by_kind.get("sliding_attention") or {"rope_theta": config["rope_local_base_freq"]}
@@ -321,16 +321,16 @@ def _gemma3_ropes(config: Config, windows: Sequence[int | None]) -> list[RopeSpe
 def smollm3(family: str, config: Config) -> ArchSpec:
     layers = config["num_hidden_layers"]
     interval = config["no_rope_layer_interval"]
-    turns = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(layers)]
+    rotated = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(layers)]
     rope = _rope(config, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"], {})
     windows: list[int | None] = [None] * layers
     if config["use_sliding_window"]:
-        windows = _windows(config, lambda layer: not turns[layer])
+        windows = _windows(config, lambda layer: not rotated[layer])
     return _decoder(
         family,
         config,
         windows=windows,
-        ropes=[rope if turn else None for turn in turns],
+        ropes=[rope if rotates else None for rotates in rotated],
         qkv_bias=config["attention_bias"],
         output_bias=config["attention_bias"],
         mlp_bias=config["mlp_bias"],
@@ -341,7 +341,7 @@ def olmo2(family: str, config: Config) -> ArchSpec:
     return _decoder(
         family,
         config,
-        norms="after",
+        norms="output",
         head_norm=HeadNormSpec("row", NormSpec(config["rms_norm_eps"])),
         qkv_bias=config["attention_bias"],
         output_bias=config["attention_bias"],
@@ -366,7 +366,7 @@ def bert_decoder(family: str, config: Config) -> ArchSpec:
         family,
         config,
         norm=NormSpec(config["layer_norm_eps"], layer=True),
-        norms="sums",
+        norms="post",
         ropes=[None] * layers,
         learned_positions=positions,
         embedding_norm=True,

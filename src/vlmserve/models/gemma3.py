@@ -22,7 +22,7 @@ TOKENS_PER_IMAGE = 256
 
 
 class Gemma3Projector(nn.Module):
-    """``[pictures, patches, vision width]`` to ``[pictures, embeddings, hidden_size]``, the averages of squares."""
+    """``[images, patches, vision width]`` to ``[images, embeddings, hidden_size]``, the averages of squares."""
 
     def __init__(
         self, spec: ClipSpec, hidden_size: int, num_tokens: int, *, dtype: torch.dtype, device: torch.device
@@ -40,8 +40,8 @@ class Gemma3Projector(nn.Module):
         self.mm_soft_emb_norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=1.0, dtype=dtype, device=device)
 
     def forward(self, patches: Tensor) -> Tensor:
-        pictures, _, width = patches.shape
-        planes = patches.transpose(1, 2).reshape(pictures, width, self._side, self._side)
+        images, _, width = patches.shape
+        planes = patches.transpose(1, 2).reshape(images, width, self._side, self._side)
         averaged = F.avg_pool2d(planes, self._square).flatten(2).transpose(1, 2)
         output: Tensor = self.mm_soft_emb_norm(averaged) @ self.mm_input_projection_weight
         return output
@@ -74,10 +74,10 @@ class Gemma3Vision(nn.Module):
             raise InvalidImageError(f"the image makes {self.num_tokens} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of pictures, in one call.
+        """Embeddings of images, in one call.
 
-        pixels: one float tensor ``[1, channels, height, width]`` a picture, on the model's device.
-        Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
+        pixels: one float tensor ``[1, channels, height, width]`` an image, on the model's device.
+        Returns one ``[num_tokens, hidden_size]`` tensor an image, ready to replace its placeholders' embeddings.
         """
         if not pixels:
             return []

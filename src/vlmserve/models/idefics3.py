@@ -18,7 +18,7 @@ from vlmserve.types import TowerInputs
 
 IMAGE_TOKEN_ID = 128257
 TILES_AT_ONCE = 16
-"""A picture may have many tiles, and some pictures are encoded together; this bounds the memory that takes."""
+"""An image may have many tiles, and some images are encoded together; this bounds the memory that takes."""
 
 
 class Connector(nn.Module):
@@ -69,14 +69,14 @@ class Idefics3Vision(nn.Module):
             raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of pictures.
+        """Embeddings of images.
 
-        pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
-        Returns one ``[num_tokens, hidden_size]`` tensor a picture, tile by tile, row by row.
+        pixels: one float tensor ``[tiles, channels, height, width]`` an image, on the model's device.
+        Returns one ``[num_tokens, hidden_size]`` tensor an image, tile by tile, row by row.
         """
         return [
             torch.cat(
-                [self.connector(self.vision_model(tiles)) for tiles in torch.split(picture, TILES_AT_ONCE)]
+                [self.connector(self.vision_model(tiles)) for tiles in torch.split(image, TILES_AT_ONCE)]
             ).flatten(0, 1)
-            for picture in (picture.to(self.dtype) for picture in pixels)
+            for image in (image.to(self.dtype) for image in pixels)
         ]

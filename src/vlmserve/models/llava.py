@@ -1,6 +1,6 @@
 """LLaVA (https://arxiv.org/abs/2304.08485, https://arxiv.org/abs/2310.03744): a vision tower whose features a small
 network projects into the language model's embedding space. LLaVA-NeXT (https://arxiv.org/abs/2407.07895) puts those of
-a picture's tiles together. Both implement `VisionEncoder`."""
+an image's tiles together. Both implement `VisionEncoder`."""
 
 from __future__ import annotations
 
@@ -91,15 +91,15 @@ class LlavaVision(nn.Module):
             raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of pictures, in one call.
+        """Embeddings of images, in one call.
 
-        pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
-        Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
+        pixels: one float tensor ``[tiles, channels, height, width]`` an image, on the model's device.
+        Returns one ``[num_tokens, hidden_size]`` tensor an image, ready to replace its placeholders' embeddings.
         """
         return [tiles.flatten(0, 1) for tiles in self._encode_tiles(pixels)]
 
     def _encode_tiles(self, pixels: list[Tensor]) -> list[Tensor]:
-        """``[tiles, embeddings of each, hidden_size]`` a picture."""
+        """``[tiles, embeddings of each, hidden_size]`` an image."""
         if not pixels:
             return []
         features = self.vision_tower(torch.cat(pixels).to(self.dtype))[:, self.skipped_tokens :]
@@ -111,7 +111,7 @@ class LlavaVision(nn.Module):
 
 
 class Newline(nn.Module):
-    """The embedding that ends each row of a picture."""
+    """The embedding that ends each row of an image."""
 
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -119,8 +119,8 @@ class Newline(nn.Module):
 
 
 class LlavaNextVision(LlavaVision):
-    """LLaVA-NeXT's: first the embeddings of the whole picture, small, then those of its tiles as they lie beside each
-    other, without padding, a newline behind each row. A picture that was not cut has no tiling, and one newline.
+    """LLaVA-NeXT's: first the embeddings of the whole image, small, then those of its tiles as they lie beside each
+    other, without padding, a newline behind each row. An image that was not cut has no tiling, and one newline.
 
     Raises UnsupportedModelError as `LlavaVision` does, and for features from which tiles cannot be put together.
     """
@@ -139,8 +139,8 @@ class LlavaNextVision(LlavaVision):
         self._side = spec.image_size // spec.patch_size
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """As `LlavaVision.encode`; every picture that was cut needs its tiling."""
-        return [self._arrange(*picture) for picture in zip(self._encode_tiles(pixels), tilings, strict=True)]
+        """As `LlavaVision.encode`; every image that was cut needs its tiling."""
+        return [self._arrange(*image) for image in zip(self._encode_tiles(pixels), tilings, strict=True)]
 
     def _arrange(self, tiles: Tensor, tiling: TowerInputs | None) -> Tensor:
         if tiling is None:

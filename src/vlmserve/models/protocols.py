@@ -12,7 +12,7 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layers.attention import CrossRows
-from vlmserve.types import CrossInput, SeesAhead, TowerInputs
+from vlmserve.types import Bidirectional, CrossInput, TowerInputs
 
 
 class VisionEncoder(Protocol):
@@ -26,19 +26,20 @@ class VisionEncoder(Protocol):
         ...
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of pictures, in one call.
+        """Embeddings of images, in one call.
 
-        pixels: one float tensor ``[tiles, channels, height, width]`` a picture, on the model's device.
+        pixels: one float tensor ``[tiles, channels, height, width]`` an image, on the model's device.
         tilings: how the tiles of each lie, for a model that puts their embeddings in order, or whatever else it needs.
-        Returns one ``[num_tokens, hidden_size]`` tensor a picture, ready to replace its placeholders' embeddings.
+        Returns one ``[num_tokens, hidden_size]`` tensor an image, ready to replace its placeholders' embeddings.
         """
         ...
 
 
 class CrossEncoder(Protocol):
-    """Makes what a decoder's cross attention looks at.
+    """Makes the states that a decoder's cross-attention reads.
 
-    feature_size: elements of one of a picture's features. state_size: of what the decoder keeps of one state.
+    feature_size: elements of one of an image's features. state_size: of the keys and values that the decoder's layers
+    make of one state.
     """
 
     feature_size: int
@@ -49,7 +50,7 @@ class CrossEncoder(Protocol):
         ...
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """`CrossRows.states` of each input, from what a `VisionEncoder` made of its picture and its text's ids."""
+        """`CrossRows.states` of each input, from what a `VisionEncoder` made of its image and its text's ids."""
         ...
 
 
@@ -82,7 +83,7 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def sees_ahead(self) -> SeesAhead | None:
+    def bidirectional(self) -> Bidirectional | None:
         """Which tokens of a prompt see each other, so that they must be computed in the same step; None: none."""
         ...
 
@@ -105,7 +106,7 @@ class LanguageModel(Protocol):
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
         Positions of sequences of more than `max_short_len` tokens begin there, all others at `first_position`.
-        cross: what each sequence looks at, where the model has a `CrossEncoder`.
+        cross: what each sequence attends to, where the model has a `CrossEncoder`.
         """
         ...
 

@@ -24,7 +24,7 @@ from vlmserve.devices.device import LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.layers.operations import arrange_layers
-from vlmserve.models.cross import PictureReader, text_reader
+from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
 from vlmserve.models.gguf.config import read_config
@@ -108,7 +108,7 @@ def _load(
         layouts = stored_layouts(packed) if packed else []
         stated = dtype or _stated_dtype(config, text_config) or checkpoint.dtype()
         on, wanted = open_device(device, kernels, stated, automatic=dtype is None)
-        bidirectional = spec.sees_ahead is not None
+        bidirectional = spec.bidirectional is not None
         backend = on.attention(spec.attention, wanted, bidirectional=bidirectional, quantized_cache=quantized_cache)
         model, decoder, vision, cross = description.build(spec, backend, on.executor(), dtype=wanted, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -212,7 +212,7 @@ class Description:
             tied = self.config.get("tie_word_embeddings", family is not None and family.tied)
             spec = replace(spec, tied_embeddings=bool(tied))
         if family is not None:
-            spec = replace(spec, sees_ahead=family.sees_ahead)
+            spec = replace(spec, bidirectional=family.bidirectional)
         return _tie_as_stored(spec, self.text_config, checkpoint)
 
     def build(
@@ -235,10 +235,10 @@ class Description:
             modules.add_module(name, module)
         if not spec.cross_size:
             return Parts(modules, decoder, vision.encoder, None)
-        reader = None
+        text_encoder = None
         if family.reads:
-            modules.text_encoder = reader = text_reader(spec, dtype=dtype, device=device)
-        return Parts(modules, decoder, vision.encoder, PictureReader(decoder, reader))
+            modules.text_encoder = text_encoder = make_text_encoder(spec, dtype=dtype, device=device)
+        return Parts(modules, decoder, vision.encoder, CrossStateEncoder(decoder, text_encoder))
 
 
 def vision_family(architecture: str, config: Mapping[str, Any]) -> VisionFamily | None:
@@ -269,7 +269,7 @@ def _load_with_transformers(
     model = TransformersModel(theirs, choose, sample)
     if quantized_cache:
         # Not sooner: its logits were compared with transformers' own.
-        model.backend = choose(model.attention, bidirectional=model.sees_ahead is not None, quantized_cache=True)
+        model.backend = choose(model.attention, bidirectional=model.bidirectional is not None, quantized_cache=True)
     logger.info("%s runs by transformers' implementation, which is slower than our own", type(theirs).__name__)
     return LoadedModel(
         architecture=type(theirs).__name__,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.layers.rope import RopeSpec
-from vlmserve.types import SeesAhead
+from vlmserve.types import Bidirectional
 
 Config = Mapping[str, Any]
 
@@ -24,8 +24,8 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeadNormSpec:
-    """How queries and keys are normed before they turn: over each head by weights that all heads share ("head"), over
-    each by its own ("each head"), or over all heads of a token together ("row"). bias: whether there is one."""
+    """How queries and keys are normed before they are rotated: over each head by weights that all heads share ("head"),
+    over each by its own ("each head"), or over all heads of a token together ("row"). bias: whether there is one."""
 
     over: Literal["head", "each head", "row"]
     norm: NormSpec
@@ -36,16 +36,16 @@ class HeadNormSpec:
 class ArchSpec:
     """The shape of one decoder. Sizes in elements; `attention` and `ropes` have one entry a layer.
 
-    ropes: how a layer's queries and keys turn; None: not at all. learned_positions: vectors that are added to
-    embeddings by their positions; 0: none. norms: "before" attention and MLP, "after" them, "around" them, or of the
-    "sums" of their outputs and inputs, with none behind the last layer. parallel: both read the same normed input.
-    gated: the MLP multiplies its activation by a second projection. cross_size: width of the states, no part of the
-    sequence, that every layer looks at between attention and MLP; 0: none. sees_ahead: which tokens of a prompt see
-    each other; None: none see what comes after them. log_context: from so many positions on, queries are multiplied
-    with the logarithm of their position to this base; None: none are. embedding_scale: what embeddings of tokens are
-    multiplied with. embedding_norm: whether they are normed once positions are added. head_transform: whether a dense
-    layer, the activation and a norm come before the output head. logit_cap: bounds logits as `AttentionSpec.soft_cap`
-    does scores; None: off.
+    ropes: how a layer's queries and keys are rotated; None: not at all. learned_positions: vectors that are added to
+    embeddings by their positions; 0: none. norms: where they stand. "pre": before attention and MLP; "output": of what
+    these return, before it is added; "sandwich": both; "post": of the sums, with none behind the last layer. parallel:
+    attention and MLP read the same normed input. gated: the MLP multiplies its activation by a second projection.
+    cross_size: width of the states that every layer attends to by cross-attention, between attention and MLP; 0: none.
+    bidirectional: which tokens of a prompt attend to each other in both directions; None: none. log_context: from so
+    many positions on, queries are multiplied with the logarithm of their position to this base; None: none are.
+    embedding_scale: what embeddings of tokens are multiplied with. embedding_norm: whether they are normed once
+    positions are added. head_transform: whether a dense layer, the activation and a norm come before the output head.
+    logit_cap: bounds logits as `AttentionSpec.soft_cap` does scores; None: off.
     """
 
     family: str
@@ -58,7 +58,7 @@ class ArchSpec:
     activation: str
     tied_embeddings: bool
     max_position: int
-    norms: Literal["before", "after", "around", "sums"] = "before"
+    norms: Literal["pre", "output", "sandwich", "post"] = "pre"
     head_norm: HeadNormSpec | None = None
     parallel: bool = False
     gated: bool = True
@@ -68,7 +68,7 @@ class ArchSpec:
     head_bias: bool = False
     head_transform: bool = False
     cross_size: int = 0
-    sees_ahead: SeesAhead | None = None
+    bidirectional: Bidirectional | None = None
     learned_positions: int = 0
     log_context: int | None = None
     embedding_norm: bool = False

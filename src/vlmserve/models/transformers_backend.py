@@ -25,21 +25,21 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, WideRows
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.layers.attention import CrossRows
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.models.expert_choices import ExpertChoices
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.transformers_vision import TransformersVision
-from vlmserve.types import KEY_BYTES, ImageInput, ImageSpan, SeesAhead, whole_ranges
+from vlmserve.types import KEY_BYTES, Bidirectional, ImageInput, ImageSpan, bidirectional_spans
 
 logger = logging.getLogger(__name__)
 
 NAME = "vlmserve"
 """Of our attention among transformers' implementations."""
 SAMPLE_SIZE = (60, 90)
-"""Height and width of the picture that is tried before anything is served."""
+"""Height and width of the image that is tried before anything is served."""
 NO_INTERFACE = "its layers do not attend by transformers' attention interface"
 CHECKED_LENS = (9, 24)
 """Tokens of the sequences that are compared before anything is served."""
@@ -52,7 +52,7 @@ EXTENDING_ROPES = ("dynamic", "longrope")
 _MISFITS = (ValueError, TypeError, AttributeError, LookupError)
 """What code raises that is run on what it was not written for."""
 
-WAYS_TO_SEE: tuple[SeesAhead | None, ...] = (None, "pictures", "prefix", "prompt")
+BIDIRECTIONAL_SCOPES: tuple[Bidirectional | None, ...] = (None, "images", "prefix", "prompt")
 """Which tokens of a prompt may see each other, in the order in which they are tried."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Callable[[], AttentionSpec]], Tensor]
@@ -147,7 +147,7 @@ class TransformersModel:
     """A `LanguageModel` made of one of transformers'.
 
     backend: chooses what attends. Raises UnsupportedModelError for a model whose layers do not
-    attend as they should, or that has other logits here than by itself. sample: a picture for a model that sees.
+    attend as they should, or that has other logits here than by itself. sample: an image for a model that sees.
     """
 
     def __init__(self, model: Any, backend: ChooseBackend, sample: Sample | None = None) -> None:
@@ -166,7 +166,7 @@ class TransformersModel:
         self._body = model.get_decoder()
         self._embeddings = model.get_input_embeddings()
         self.hidden_size = self._width = int(self._embeddings.weight.shape[1])
-        self.sees_ahead: SeesAhead | None = None
+        self.bidirectional: Bidirectional | None = None
         self.attention = self._find_attention()
         self._choose_backend = backend
         self.backend = backend(self.attention, bidirectional=False)
@@ -208,7 +208,7 @@ class TransformersModel:
     def longest_context(self, max_position: int) -> int:
         """The longest that is computed as by transformers, where prompts that see ahead look past windows."""
         windows = [spec.window for spec in self.attention if spec.window is not None]
-        return min([max_position, *windows]) if self.sees_ahead == "prompt" else max_position
+        return min([max_position, *windows]) if self.bidirectional == "prompt" else max_position
 
     @property
     def max_short_len(self) -> int | None:
@@ -219,7 +219,7 @@ class TransformersModel:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` int64 to ``[tokens, hidden_size]``, not yet scaled where the model scales them; zeros where
-        pictures have something for its layers."""
+        images have something for its layers."""
         embeddings: Tensor = self._embeddings(token_ids)
         rest = self.hidden_size - self._width
         return nn.functional.pad(embeddings, (0, rest)) if rest else embeddings
@@ -258,7 +258,7 @@ class TransformersModel:
         further: dict[str, Any] = {}
         if of_layers:
             further["deepstack_visual_embeds"] = of_layers
-            # What is added is zero where there is no picture.
+            # What is added is zero where there is no image.
             further["visual_pos_masks"] = torch.ones(1, len(first), dtype=torch.bool, device=first.device)
         output = self._body(inputs_embeds=first[None], position_ids=positions.unsqueeze(-2), use_cache=False, **further)
         hidden: Tensor = output.last_hidden_state[0]
@@ -283,17 +283,17 @@ class TransformersModel:
             choices = ExpertChoices()
             expected = torch.cat([self._their_logits(sequence, choices) for sequence in sequences])
             actual = torch.cat(self._our_logits(sequences, choices))
-        self._compare(actual, expected, "its layers keep or look at more than keys and values")
+        self._compare(actual, expected, "its layers keep or attend to more than keys and values")
 
     @torch.inference_mode()
     def _see(self, sample: Sample) -> None:
-        """Find out which tokens see each other in a prompt with a picture.
+        """Find out which tokens see each other in a prompt with an image.
 
         Raises UnsupportedModelError if its logits are other than by transformers' own whichever they are.
         """
         device, image = self._model.device, sample.image
         pixels = torch.tensor(image.pixels, device=device, dtype=self._model.dtype)
-        [picture] = sample.vision.encode([pixels], [image.tiling])
+        [image_embeddings] = sample.vision.encode([pixels], [image.tiling])
         self.hidden_size = sample.vision.width
         text = [token for token in range(self.vocab_size) if token != sample.image_token_id][:8]
         shown = [sample.image_token_id] * image.num_tokens
@@ -308,17 +308,20 @@ class TransformersModel:
         span = ImageSpan(image, 5).placement
         places = np.arange(len(ids))
         positions = torch.from_numpy(places if image.grid is None else grid_positions([span], places)).to(device)
-        for ahead in WAYS_TO_SEE:
+        for ahead in BIDIRECTIONAL_SCOPES:
             embeddings = self.embed(ids.to(device))
-            embeddings[placeholders] = picture
-            wide = [WideRows(0, first, last - 1, last) for first, last in whole_ranges([span], len(ids), ahead)]
+            embeddings[placeholders] = image_embeddings
+            rows = [
+                BidirectionalRows(0, first, last - 1, last)
+                for first, last in bidirectional_spans([span], len(ids), ahead)
+            ]
             self.backend = self._choose_backend(self.attention, bidirectional=ahead is not None)
-            metadata, _ = _metadata([(0, len(ids))], len(ids), device, wide)
+            metadata, _ = _metadata([(0, len(ids))], len(ids), device, rows)
             with choices.follow([(0, len(ids))]):
                 hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)))
             actual = self.logits(hidden)
             if self._agree(actual, expected):
-                self.sees_ahead = ahead
+                self.bidirectional = ahead
                 return
         self._compare(actual, expected, "its images are more to it than embeddings in a row")
 
@@ -333,10 +336,10 @@ class TransformersModel:
                 f"over a paged cache its logits differ from transformers' own by {error:.2g} of their spread: {reason}"
             )
 
-    def _their_logits(self, sequence: Tensor, choices: ExpertChoices, **pictures: Tensor) -> Tensor:
+    def _their_logits(self, sequence: Tensor, choices: ExpertChoices, **image_inputs: Tensor) -> Tensor:
         self._model.set_attn_implementation("eager")
         try:
-            inputs = {"input_ids": sequence[None].to(self._model.device), **pictures}
+            inputs = {"input_ids": sequence[None].to(self._model.device), **image_inputs}
             with choices.note():
                 logits: Tensor = self._model(**inputs, use_cache=False).logits
         finally:
@@ -372,7 +375,7 @@ def _ours_in(config: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture as the model's processor leaves it, to try a model with. token_types: of its placeholders, by the names
+    """An image as the model's processor leaves it, to try a model with. token_types: of its placeholders, by the names
     of the model's inputs."""
 
     image: ImageInput
@@ -382,7 +385,10 @@ class Sample:
 
 
 def _metadata(
-    spans: Sequence[tuple[int, int]], block_size: int, device: torch.device, wide: Sequence[WideRows] = ()
+    spans: Sequence[tuple[int, int]],
+    block_size: int,
+    device: torch.device,
+    bidirectional: Sequence[BidirectionalRows] = (),
 ) -> tuple[BatchMetadata, Tensor]:
     """A batch of the tokens from `first` to `last` of each sequence, whose only block has its number; and positions."""
     lens = [last - first for first, last in spans]
@@ -396,7 +402,7 @@ def _metadata(
         query_lens=lens,
         host_context_lens=[last for _, last in spans],
         num_decodes=len(spans) if max(lens) == 1 else 0,
-        wide=wide,
+        bidirectional=bidirectional,
     )
     return metadata, positions.to(device)
 
@@ -450,7 +456,7 @@ class TransformersCheckpoint:
         return found
 
     def sample(self, model: Any) -> Sample | None:
-        """A picture to try the model with, if it sees."""
+        """An image to try the model with, if it sees."""
         if self.image_token_id is None:
             return None
         noise = np.random.default_rng(0).integers(0, 256, (*SAMPLE_SIZE, 3), np.uint8)

@@ -25,10 +25,10 @@ class TransformersVision:
         self._named = inspect.signature(model.get_image_features).parameters.keys()
         self.width: int = model.get_input_embeddings().weight.shape[1]
         """Of embeddings: several side by side for a model that adds one to what each of its first layers makes of a
-        picture's token."""
+        image's token."""
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Only the model itself knows what becomes of pixels; pictures must have been made for it."""
+        """Only the model itself knows what becomes of pixels; images must have been made for it."""
         if not isinstance(tiling, FurtherInputs) or tiling.num_embeddings != num_tokens:
             raise InvalidImageError(
                 "this model runs by transformers' code, for which its own processor must prepare images: "
@@ -36,8 +36,8 @@ class TransformersVision:
             )
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """One picture after the other, since models differ in how they take several. NaN for one that fails."""
-        return [self._encode(*picture) for picture in zip(pixels, tilings, strict=True)]
+        """One image after the other, since models differ in how they take several. NaN for one that fails."""
+        return [self._encode(*image) for image in zip(pixels, tilings, strict=True)]
 
     def _encode(self, pixels: Tensor, further: TowerInputs | None) -> Tensor:
         assert isinstance(further, FurtherInputs), "`check` lets no other pass"
@@ -53,14 +53,14 @@ class TransformersVision:
             if len(embeddings) != further.num_embeddings:
                 raise ValueError(f"{len(embeddings)} embeddings, where the processor left room for others")
         except (ValueError, TypeError, RuntimeError, LookupError):
-            # Somebody else's code and one odd picture must not end everybody's requests; these logits end its own.
+            # Somebody else's code and one odd image must not end everybody's requests; these logits end its own.
             logger.exception("no embeddings of an image of %s", tuple(pixels.shape))
             return pixels.new_full((further.num_embeddings, self.width), float("nan"))
         return embeddings
 
     @staticmethod
     def further(inputs: TowerInputs | None, device: torch.device) -> dict[str, Tensor]:
-        """What a picture has beside pixels, by name."""
+        """What an image has beside pixels, by name."""
         assert isinstance(inputs, FurtherInputs)
         arrays = {
             array.name: np.frombuffer(array.data, array.dtype).reshape(array.shape).copy() for array in inputs.arrays

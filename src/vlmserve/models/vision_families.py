@@ -1,4 +1,4 @@
-"""The vision-language families: where each one's config has its parts, and what encodes its pictures."""
+"""The vision-language families: where each one's config has its parts, and what encodes its images."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from vlmserve.models.vision.blip import BlipTower, blip_vision_spec
 from vlmserve.models.vision.moondream import MoondreamSpec, MoondreamTower
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
 from vlmserve.models.vision.resampled import ResampledSpec, ResampledVision
-from vlmserve.types import SeesAhead
+from vlmserve.types import Bidirectional
 
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """What encodes pictures, and its modules under the names that weights have."""
+    """What encodes images, and its modules under the names that weights have."""
 
     encoder: VisionEncoder
     modules: Mapping[str, nn.Module]
@@ -40,12 +40,12 @@ class VisionFamily:
 
     architecture: as config.json names it. text_type: the model type of a language model whose config does not name its
     own. build: from the whole config and the decoder's width. image_token_id: the placeholder of a config that names
-    none; None: no token stands for a picture. names: regular expressions for tensors' names in the files and what to
-    put in their place. text_fields: what a config says of the language model elsewhere than in its part. reads: whether
-    an encoder reads a question along with the picture. section: of the config, without which a checkpoint of the
-    architecture does not see. tied: whether embeddings are tied where the config does not say. sees_ahead: which tokens
-    of a prompt see each other; None: none see what comes after them. models: what people know of it. videos: whether it
-    takes them, too.
+    none; None: no token stands for an image. names: regular expressions for tensors' names in the files and what to put
+    in their place. text_fields: what a config says of the language model elsewhere than in its part. reads: whether an
+    encoder reads a question along with the image. section: of the config, without which a checkpoint of the
+    architecture does not see. tied: whether embeddings are tied where the config does not say. bidirectional: which
+    tokens of a prompt see each other; None: none see what comes after them. models: what people know of it. videos:
+    whether it takes them, too.
     """
 
     architecture: str
@@ -57,7 +57,7 @@ class VisionFamily:
     reads: bool = False
     section: str | None = None
     tied: bool = False
-    sees_ahead: SeesAhead | None = None
+    bidirectional: Bidirectional | None = None
     models: str = ""
     videos: bool = False
 
@@ -72,12 +72,12 @@ class VisionFamily:
         return {**nested, **self.text_fields(config), "model_type": own_type or self.text_type}
 
     def placeholder(self, config: Config) -> int | None:
-        """The token that stands for a picture, if one does. Raises ModelLoadError for one that is none."""
+        """The token that stands for an image, if one does. Raises ModelLoadError for one that is none."""
         if self.image_token_id is None:
             return None
         token_id = config.get("image_token_index", config.get("image_token_id", self.image_token_id))
         if self.section == "visual" and "image_start_id" in config["visual"]:
-            # What lies between the tokens for a picture's beginning and its end.
+            # What lies between the tokens for an image's beginning and its end.
             token_id = config["visual"]["image_start_id"] + 2
         if not isinstance(token_id, int):
             raise ModelLoadError(f"config.json: image_token_index is {token_id!r}, not a token id")
@@ -190,7 +190,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         _gemma3,
         GEMMA3_IMAGE_TOKEN_ID,
         tied=True,
-        sees_ahead="pictures",
+        bidirectional="images",
         models="Gemma 3 4B and larger",
     ),
     "qwen2_vl": VisionFamily(
@@ -206,7 +206,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         None,
         _MOONDREAM_NAMES,
         _moondream_text,
-        sees_ahead="prefix",
+        bidirectional="prefix",
         models="Moondream 2 of early 2025",
     ),
     "blip": VisionFamily(

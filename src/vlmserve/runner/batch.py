@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata, WideRows
+from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.runner.requests import RequestState, ScheduledRequest
 
@@ -94,7 +94,7 @@ class BatchBuilder:
             query_lens=counts,
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
-            wide=_wide_rows(scheduled, ends),
+            bidirectional=_bidirectional_rows(scheduled, ends),
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
         )
         return Batch(
@@ -161,17 +161,17 @@ def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
 
 
-def _wide_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[WideRows]:
+def _bidirectional_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[BidirectionalRows]:
     """Rows of bidirectional spans, but for the last of each span, which sees all of it anyway."""
-    wide = []
+    rows = []
     for number, (request, end) in enumerate(zip(scheduled, ends.tolist(), strict=True)):
         start, count = request.start, request.num_tokens
         row = end - count - start
         for first, last in request.state.bidirectional_spans:
             begin, stop = max(first, start), min(last - 1, start + count)
             if begin < stop:
-                wide.append(WideRows(number, row + begin, row + stop, last))
-    return wide
+                rows.append(BidirectionalRows(number, row + begin, row + stop, last))
+    return rows
 
 
 def _has_grid(state: RequestState) -> bool:

@@ -12,7 +12,7 @@ from vlmserve.sampling.grammar import Matcher
 from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.sampling.sampler import SamplingRow
 from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
-from vlmserve.types import Grammar, ImagePlacement, whole_ranges
+from vlmserve.types import Grammar, ImagePlacement, bidirectional_spans
 
 MakeMatcher = Callable[[Grammar], Matcher]
 
@@ -58,7 +58,7 @@ class RequestState:
         self.end_token_ids = frozenset(request.end_token_ids)
         self.images = request.images
         self.cross_key = request.cross_key
-        self.bidirectional_spans = whole_ranges(request.images, self.num_prompt_tokens, model.sees_ahead)
+        self.bidirectional_spans = bidirectional_spans(request.images, self.num_prompt_tokens, model.bidirectional)
         scores_prompt = self.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
         self.num_scored = 1 if scores_prompt else None
         self.matcher = None if self.params.grammar is None else make_matcher(self.params.grammar)

@@ -8,7 +8,15 @@ import msgspec
 
 from vlmserve.cache.keys import block_key, cross_key, looking_root, touched_images
 from vlmserve.steps import CachedRequest, NewRequest
-from vlmserve.types import EngineRequest, ImageInput, ImageSpan, SamplingParams, SeesAhead, TokenLogprobs, whole_ranges
+from vlmserve.types import (
+    Bidirectional,
+    EngineRequest,
+    ImageInput,
+    ImageSpan,
+    SamplingParams,
+    TokenLogprobs,
+    bidirectional_spans,
+)
 
 
 class Request:
@@ -71,7 +79,7 @@ class Request:
         max_len: int,
         end_token_ids: frozenset[int],
         max_short_len: int | None = None,
-        sees_ahead: SeesAhead | None = None,
+        bidirectional: Bidirectional | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.params = request.params
@@ -97,7 +105,7 @@ class Request:
             self.cross_key = cross_key(self.cross.image.key, self.cross.token_ids)
             root_key = looking_root(root_key, self.cross_key)
         placements = [span.placement for span in self.image_spans]
-        self.bidirectional_spans = whole_ranges(placements, self.num_prompt_tokens, sees_ahead)
+        self.bidirectional_spans = bidirectional_spans(placements, self.num_prompt_tokens, bidirectional)
         self._long_root_key = block_key(root_key, (), ())
         self.max_short_len = max_short_len
         self.block_keys = [self._long_root_key if self.is_long else root_key]

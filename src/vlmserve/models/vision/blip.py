@@ -32,7 +32,7 @@ def blip_vision_spec(config: Mapping[str, Any]) -> ClipSpec:
 
 
 class BlipEmbeddings(nn.Module):
-    """Pictures to tokens: the class token, then the patches row by row, each with its position."""
+    """Images to tokens: the class token, then the patches row by row, each with its position."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class BlipEmbeddings(nn.Module):
 
 
 class BlipTower(nn.Module):
-    """Pictures to what a decoder looks at: the class token and the patches, normed. A `VisionEncoder` whose embeddings
-    stand in no prompt."""
+    """Images to the states that a decoder attends to: the class token and the patches, normed. A `VisionEncoder` whose
+    embeddings stand in no prompt."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -67,10 +67,10 @@ class BlipTower(nn.Module):
             raise InvalidImageError(f"the image makes {self.spec.num_patches + 1} features, not {num_tokens}")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Features of pictures, in one call.
+        """Features of images, in one call.
 
-        pixels: one float tensor ``[1, 3, height, width]`` a picture, on the model's device.
-        Returns one ``[1 + patches, hidden_size]`` tensor a picture.
+        pixels: one float tensor ``[1, 3, height, width]`` an image, on the model's device.
+        Returns one ``[1 + patches, hidden_size]`` tensor an image.
         """
         if not pixels:
             return []

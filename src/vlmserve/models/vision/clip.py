@@ -78,7 +78,7 @@ class ClipSpec:
 
 
 class PatchEmbedding(Linear):
-    """``[pictures, channels, height, width]`` to ``[pictures, patches, hidden_size]``, row by row.
+    """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``, row by row.
 
     A convolution whose windows do not overlap, as the matrix product that it is. `weight` has a convolution's shape
     until packed. Pixels at the right and lower edge that make no whole patch are left out.
@@ -101,16 +101,16 @@ class PatchEmbedding(Linear):
         self.patch_size = spec.patch_size
 
     def forward(self, pixels: Tensor, residual: Tensor | None = None) -> Tensor:
-        pictures, channels, height, width = pixels.shape
+        images, channels, height, width = pixels.shape
         size = self.patch_size
         down, across = height // size, width // size
-        pixels = pixels[:, :, : down * size, : across * size].reshape(pictures, channels, down, size, across, size)
-        patches = pixels.permute(0, 2, 4, 1, 3, 5).reshape(pictures, down * across, channels * size * size)
+        pixels = pixels[:, :, : down * size, : across * size].reshape(images, channels, down, size, across, size)
+        patches = pixels.permute(0, 2, 4, 1, 3, 5).reshape(images, down * across, channels * size * size)
         return super().forward(patches, residual)
 
 
 class ClipEmbeddings(nn.Module):
-    """Pictures to tokens: the class token, then the patches row by row, each with its position."""
+    """Images to tokens: the class token, then the patches row by row, each with its position."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class ClipEmbeddings(nn.Module):
 
 
 class ClipAttention(nn.Module):
-    """Full self-attention within each picture."""
+    """Full self-attention within each image."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class ClipAttention(nn.Module):
         self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual: ``[pictures, tokens, hidden_size]``; the second is added to the output."""
+        """x, residual: ``[images, tokens, hidden_size]``; the second is added to the output."""
         output: Tensor = self.out_proj(self.attention(self.qkv_proj(x)), residual)
         return output
 
@@ -149,7 +149,7 @@ class ClipMLP(nn.Module):
         self.fc2 = Linear(spec.intermediate_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual: ``[pictures, tokens, hidden_size]``; the second is added to the output."""
+        """x, residual: ``[images, tokens, hidden_size]``; the second is added to the output."""
         output: Tensor = self.fc2(self.fc1(x), residual)
         return output
 
@@ -169,7 +169,7 @@ class ClipLayer(nn.Module):
 
 
 class ClipTower(nn.Module):
-    """Pictures to the hidden states of chosen layers.
+    """Images to the hidden states of chosen layers.
 
     feature_layers: indices into the hidden states, of which the first is the embeddings and number i is the output of
     layer i; negative ones count from the end. Layers above the highest chosen one are neither allocated nor computed.
@@ -195,7 +195,7 @@ class ClipTower(nn.Module):
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """``[pictures, channels, height, width]`` to ``[pictures, 1 + patches, hidden_size * feature layers]``."""
+        """``[images, channels, height, width]`` to ``[images, 1 + patches, hidden_size * feature layers]``."""
         x = self.pre_layrnorm(self.embeddings(pixels))
         states = [x]
         for layer in self.encoder["layers"].children():

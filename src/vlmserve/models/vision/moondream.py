@@ -1,7 +1,7 @@
 """The vision tower of Moondream 2 (https://huggingface.co/vikhyatk/moondream2, revisions 2025-01-09 to 2025-04-14).
 
-CLIP's layers see the whole picture and overlapping crops of it. The crops' features are put together again, averaged
-down to the grid of the whole picture's, and projected beside these.
+CLIP's layers see the whole image and overlapping crops of it. The crops' features are put together again, averaged
+down to the grid of the whole image's, and projected beside these.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ACTIVATION = "gelu_pytorch_tanh"
 @dataclass(frozen=True, slots=True)
 class MoondreamSpec:
     """layers: the tower's shape over one crop. margin: patches along each side of a crop that its neighbours have, too.
-    max_crops: of one picture, the whole one not counted. inner_size, out_size: of the projector."""
+    max_crops: of one image, the whole one not counted. inner_size, out_size: of the projector."""
 
     layers: ClipSpec
     margin: int
@@ -96,7 +96,7 @@ class MoondreamSpec:
 
 
 class MoondreamTower(nn.Module):
-    """A `VisionEncoder`. Pixels of a picture are one plane: the whole picture at a crop's size in the upper left
+    """A `VisionEncoder`. Pixels of an image are one plane: the whole image at a crop's size in the upper left
     corner, and below it the one that crops are cut from."""
 
     def __init__(self, spec: MoondreamSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -133,10 +133,10 @@ class MoondreamTower(nn.Module):
             )
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of pictures, one after the other.
+        """Embeddings of images, one after the other.
 
-        pixels: one float tensor ``[1, 3, height, width]`` a picture, on the model's device.
-        Returns one ``[side * side, out_size]`` tensor a picture.
+        pixels: one float tensor ``[1, 3, height, width]`` an image, on the model's device.
+        Returns one ``[side * side, out_size]`` tensor an image.
         """
         return [self._encode(plane[0].to(self.dtype), self._layout(plane.shape)) for plane in pixels]
 

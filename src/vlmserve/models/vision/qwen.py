@@ -1,5 +1,6 @@
 """The vision transformers of Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL
-(https://arxiv.org/abs/2502.13923): pictures of any size, patches that turn by row and column, merged four to one."""
+(https://arxiv.org/abs/2502.13923): images of any size, patches that are rotated by row and column, merged four to
+one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ NORM_EPS = 1e-6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec:
     """The shape of a tower. patch_size: pixels; merge: patches along each side that become one embedding; frames: that
-    a patch is deep. window: pixels along each side within which patches see each other; None: all of the picture.
+    a patch is deep. window: pixels along each side within which patches see each other; None: all of the image.
     full_layers: those without windows all the same. gated: an MLP with gates and norms without means, as of 2.5.
     """
 
@@ -85,10 +86,10 @@ class QwenVisionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the patches of a picture are, in the order in which a tower keeps them: merged ones side by side.
+    """Where the patches of an image are, in the order in which a tower keeps them: merged ones side by side.
 
     cos, sin: float32 ``[patches, 1, head_size / 2]``. windows: how many patches lie in each window, one behind the
-    other; frames: likewise, in each frame. back: int64 ``[embeddings]``, where each merged patch of the picture, row by
+    other; frames: likewise, in each frame. back: int64 ``[embeddings]``, where each merged patch of the image, row by
     row, is among those of the windows.
     """
 
@@ -110,7 +111,7 @@ class PatchEmbedding(Linear):
 
 
 class VisionAttention(nn.Module):
-    """Self-attention within windows or frames, patches turned by where they are."""
+    """Self-attention within windows or frames, patches rotated by where they are."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -125,10 +126,10 @@ class VisionAttention(nn.Module):
         other."""
         qkv = self.qkv(x)
         heads = qkv.view(len(x), 3, self._num_heads, -1)
-        turning = heads[:, :2].flatten(1, 2).float()
-        first, second = turning.chunk(2, -1)
-        turned = torch.cat((first * layout.cos - second * layout.sin, second * layout.cos + first * layout.sin), -1)
-        heads[:, :2] = turned.view_as(heads[:, :2]).to(qkv.dtype)
+        plain = heads[:, :2].flatten(1, 2).float()
+        first, second = plain.chunk(2, -1)
+        rotated = torch.cat((first * layout.cos - second * layout.sin, second * layout.cos + first * layout.sin), -1)
+        heads[:, :2] = rotated.view_as(heads[:, :2]).to(qkv.dtype)
         attended = torch.cat(
             [
                 self.attention(group.view(-1, length, group.shape[-1])).flatten(0, 1)
@@ -209,7 +210,7 @@ class PatchMerger(nn.Module):
 
 
 class QwenVisionTower(nn.Module):
-    """Pictures of any size, or videos, to embeddings. Modules are named as checkpoints name them."""
+    """Images of any size, or videos, to embeddings. Modules are named as checkpoints name them."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -239,12 +240,12 @@ class QwenVisionTower(nn.Module):
             raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of pictures or videos, each by itself.
+        """Embeddings of images or videos, each by itself.
 
         pixels: one float tensor ``[frames, channels, height, width]`` each, on the model's device; the last frame is
         repeated to fill a patch. Returns one ``[num_tokens, output_size]`` tensor each, frame by frame, row by row.
         """
-        return [self._encode(picture.to(self.dtype)) for picture in pixels]
+        return [self._encode(image.to(self.dtype)) for image in pixels]
 
     def _encode(self, pixels: Tensor) -> Tensor:
         spec = self.spec

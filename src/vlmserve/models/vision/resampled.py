@@ -1,4 +1,4 @@
-"""The vision side of the first Qwen-VL (https://arxiv.org/abs/2308.12966): OpenCLIP's ViT-bigG over pictures larger
+"""The vision side of the first Qwen-VL (https://arxiv.org/abs/2308.12966): OpenCLIP's ViT-bigG over images larger
 than those it was trained on, whose patches a layer of cross-attention with learned queries brings to a fixed number.
 Implements `VisionEncoder`."""
 
@@ -28,7 +28,7 @@ POOL_HEAD_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class ResampledSpec:
-    """tower: of the patches. num_queries: embeddings that a picture becomes. output_size: of the decoder."""
+    """tower: of the patches. num_queries: embeddings that an image becomes. output_size: of the decoder."""
 
     tower: ClipSpec
     num_queries: int
@@ -70,7 +70,7 @@ def interpolated(positions: Tensor, count: int) -> Tensor:
 
 
 class TowerAttention(nn.Module):
-    """Full self-attention within each picture; queries, keys and values lie side by side in each head."""
+    """Full self-attention within each image; queries, keys and values lie side by side in each head."""
 
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -81,10 +81,10 @@ class TowerAttention(nn.Module):
         self._num_heads = spec.num_heads
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual: ``[pictures, patches, hidden_size]``; the second is added to the output."""
-        pictures, patches, size = x.shape
-        heads = self.in_proj(x).view(pictures, patches, self._num_heads, 3, -1)
-        qkv = heads.transpose(2, 3).reshape(pictures, patches, 3 * size)
+        """x, residual: ``[images, patches, hidden_size]``; the second is added to the output."""
+        images, patches, size = x.shape
+        heads = self.in_proj(x).view(images, patches, self._num_heads, 3, -1)
+        qkv = heads.transpose(2, 3).reshape(images, patches, 3 * size)
         output: Tensor = self.out_proj(self.attention(qkv), residual)
         return output
 
@@ -97,7 +97,7 @@ class TowerMLP(nn.Module):
         self.c_proj = Linear(inner, size, bias=True, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual: ``[pictures, patches, hidden_size]``; the second is added to the output."""
+        """x, residual: ``[images, patches, hidden_size]``; the second is added to the output."""
         output: Tensor = self.c_proj(self.c_fc(x), residual)
         return output
 
@@ -127,8 +127,8 @@ class CrossAttention(nn.Module):
         self._num_heads = size // POOL_HEAD_SIZE
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: ``[queries, size]`` of all pictures alike. key, value: ``[pictures, patches, size]``. Returns
-        ``[pictures, queries, size]``."""
+        """query: ``[queries, size]`` of all images alike. key, value: ``[images, patches, size]``. Returns
+        ``[images, queries, size]``."""
         inputs = query.expand(len(key), -1, -1), key, value
         heads = [
             F.linear(x, weight, bias).unflatten(2, (self._num_heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
@@ -140,7 +140,7 @@ class CrossAttention(nn.Module):
 
 
 class Resampler(nn.Module):
-    """``[pictures, patches, width]`` to ``[pictures, num_queries, output_size]``."""
+    """``[images, patches, width]`` to ``[images, num_queries, output_size]``."""
 
     def __init__(self, spec: ResampledSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Resampler(nn.Module):
 
 
 class ResampledVision(nn.Module):
-    """Pictures of one size to as many embeddings each. Modules are named as checkpoints name them."""
+    """Images of one size to as many embeddings each. Modules are named as checkpoints name them."""
 
     def __init__(self, spec: ResampledSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -190,10 +190,10 @@ class ResampledVision(nn.Module):
             )
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of pictures, in one call.
+        """Embeddings of images, in one call.
 
-        pixels: one float tensor ``[1, channels, height, width]`` a picture, on the model's device.
-        Returns one ``[num_queries, output_size]`` tensor a picture, ready to replace its placeholders' embeddings.
+        pixels: one float tensor ``[1, channels, height, width]`` an image, on the model's device.
+        Returns one ``[num_queries, output_size]`` tensor an image, ready to replace its placeholders' embeddings.
         """
         if not pixels:
             return []

@@ -1,5 +1,5 @@
 """The vision transformer of SigLIP (https://arxiv.org/abs/2303.15343): CLIP's layers over patches alone. Idefics3 and
-SmolVLM have it see pictures that need not have the size of its table of positions."""
+SmolVLM have it see images that need not have the size of its table of positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDEFICS3_DEFAULTS = {**SIGLIP_DEFAULTS, "hidden_size": 1152, "num_attention_head
 def patch_positions(down: int, across: int, side: int) -> Tensor:
     """int64 ``[down * across]``: which of a table's ``side * side`` positions each patch takes, row by row.
 
-    A picture with another number of patches lies over the table as if it were stretched to its size.
+    An image with another number of patches lies over the table as if it were stretched to its size.
     """
     # In float32 throughout, as transformers has it: where a patch falls between two positions, rounding decides.
     boundaries = torch.arange(1 / side, 1.0, 1 / side)
@@ -44,7 +44,7 @@ def patch_positions(down: int, across: int, side: int) -> Tensor:
 
 
 class SiglipEmbeddings(nn.Module):
-    """Pictures to tokens: the patches row by row, each with its position."""
+    """Images to tokens: the patches row by row, each with its position."""
 
     def __init__(self, spec: ClipSpec, stretched: bool, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class SiglipEmbeddings(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         positions: Tensor = self.position_embedding.weight
         if self._stretched:
-            # Of a picture of the table's own size, too: rounding moves some of its patches.
+            # Of an image of the table's own size, too: rounding moves some of its patches.
             down, across = (edge // self._patch_size for edge in pixels.shape[2:])
             positions = positions[patch_positions(down, across, self._side).to(pixels.device)]
         output: Tensor = self.patch_embedding(pixels) + positions
@@ -65,9 +65,9 @@ class SiglipEmbeddings(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """``[pictures, channels, height, width]`` to ``[pictures, patches, hidden_size]``: the normed output of all layers.
+    """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``: the normed output of all layers.
 
-    stretched: positions are those of `patch_positions`; otherwise all pictures have the size of their table. Modules
+    stretched: positions are those of `patch_positions`; otherwise all images have the size of their table. Modules
     are named as checkpoints name them.
     """
 

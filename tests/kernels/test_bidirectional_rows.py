@@ -1,4 +1,4 @@
-"""Pictures whose tokens see each other, in the reference backend beside attention written out in float64."""
+"""Images whose tokens attend to each other in both directions: the torch backend beside attention in float64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from tests.attending import CPU
 from tests.paged import BlockTables
 from vlmserve.kernels import torch_reference
-from vlmserve.kernels.attention import AttentionSpec, WideRows
+from vlmserve.kernels.attention import AttentionSpec, BidirectionalRows
 from vlmserve.kernels.cpu_attention import unserved
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, scale=0.5)
-# Of each sequence: tokens in the cache before, new ones, and where its pictures lie.
+# Of each sequence: tokens in the cache before, new ones, and where its images lie.
 SEQUENCES: list[tuple[int, int, list[tuple[int, int]]]] = [
     (9, 1, [(2, 6)]),
     (0, 20, [(0, 7), (9, 20)]),
@@ -26,13 +26,13 @@ SEQUENCES: list[tuple[int, int, list[tuple[int, int]]]] = [
 ]
 
 
-def naive(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, pictures: list[tuple[int, int]]) -> Tensor:
+def naive(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, images: list[tuple[int, int]]) -> Tensor:
     """One sequence, ``[new, heads, head_size]`` over ``[context, kv_heads, head_size]``, row by row."""
     query, keys, values = query.double(), keys.double(), values.double()
     group = spec.num_heads // spec.num_kv_heads
     rows = []
     for place, row in enumerate(query, start=len(keys) - len(query)):
-        last = next((end - 1 for start, end in pictures if start <= place < end), place)
+        last = next((end - 1 for start, end in images if start <= place < end), place)
         first = 0 if spec.window is None else max(0, place - spec.window + 1)
         heads = []
         for head, vector in enumerate(row):
@@ -47,7 +47,7 @@ def naive(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, pict
 @pytest.mark.parametrize("window", [None, 3, 10])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("rows_per_mask", [4, 256])
-def test_rows_see_their_own_picture_and_what_came_before(
+def test_rows_attend_to_their_own_image_and_what_came_before(
     window: int | None, soft_cap: float | None, rows_per_mask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_reference, "ROWS_PER_MASK", rows_per_mask)
@@ -65,14 +65,14 @@ def test_rows_see_their_own_picture_and_what_came_before(
         chunks = [(i, 0 if past else before, before if past else new) for i, (before, new, _) in enumerate(SEQUENCES)]
         chunks = sorted((chunk for chunk in chunks if chunk[2]), key=lambda chunk: chunk[2] > 1)
         metadata = blocks.metadata(chunks)
-        wide, row = [], 0
+        bidirectional, row = [], 0
         for number, (i, before, new) in enumerate(chunks):
             for start, end in SEQUENCES[i][2]:
                 first, last = max(start, before), min(end, before + new)
                 if first < last:
-                    wide.append(WideRows(number, row + first - before, row + last - before, last))
+                    bidirectional.append(BidirectionalRows(number, row + first - before, row + last - before, last))
             row += new
-        metadata = replace(metadata, wide=wide)
+        metadata = replace(metadata, bidirectional=bidirectional)
         query, key, value = (
             torch.cat([tensors[i][before : before + new] for i, before, new in chunks])
             for tensors in (queries, keys, values)
@@ -81,8 +81,8 @@ def test_rows_see_their_own_picture_and_what_came_before(
             query, key, value, cache, spec, metadata, backend.prepare(metadata, 4, [spec], torch.float32)
         )
     expected = [
-        naive(query[before:], key, value, spec, pictures)
-        for query, key, value, (before, _, pictures) in zip(queries, keys, values, SEQUENCES, strict=True)
+        naive(query[before:], key, value, spec, images)
+        for query, key, value, (before, _, images) in zip(queries, keys, values, SEQUENCES, strict=True)
     ]
     torch.testing.assert_close(output, torch.cat(expected).float(), atol=1e-5, rtol=1e-5)
 
@@ -91,5 +91,5 @@ def test_rows_see_their_own_picture_and_what_came_before(
 def test_the_native_kernels_say_that_they_cannot_beside_a_window() -> None:
     sliding = replace(SPEC, window=3)
     assert unserved(sliding, torch.float32, CPU) is None
-    assert unserved(SPEC, torch.float32, CPU, sees_ahead=True) is None
-    assert "what comes after" in str(unserved(sliding, torch.float32, CPU, sees_ahead=True))
+    assert unserved(SPEC, torch.float32, CPU, bidirectional=True) is None
+    assert "later ones" in str(unserved(sliding, torch.float32, CPU, bidirectional=True))
