@@ -91,7 +91,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class Run(NamedTuple):
-    """Placeholders ``first <= i < last`` that take a picture's embeddings, from its row `offset` on."""
+    """Placeholders ``first <= i < last`` that take an image's embeddings, from its row `offset` on."""
 
     first: int
     last: int
@@ -149,9 +149,9 @@ class ImageSpan(msgspec.Struct, frozen=True, eq=False):
 
 
 class CrossInput(msgspec.Struct, frozen=True, eq=False):
-    """What a decoder with cross attention looks at: a picture, or a text that its encoder reads along with the picture.
+    """What a decoder attends to by cross attention: an image, or a text that an encoder reads along with the image.
 
-    token_ids: of that text; none for the picture alone.
+    token_ids: of that text; none for the image alone.
     """
 
     image: ImageInput
@@ -159,7 +159,7 @@ class CrossInput(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_states(self) -> int:
-        """How many states the decoder looks at: one for each token of the text, or each of the picture's features."""
+        """How many states the decoder attends to: one for each token of the text, or each of the image's features."""
         return len(self.token_ids) or self.image.num_embeddings
 
 
@@ -177,7 +177,7 @@ def bidirectional_spans(
 class Prompt(msgspec.Struct, frozen=True, eq=False):
     """What a model reads: token ids with placeholders expanded, and the images behind them in prompt order.
 
-    cross: what it looks at beside, if its decoder has cross attention.
+    cross: what its decoder attends to by cross attention, if it does.
     """
 
     token_ids: list[int]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.cache.keys import TouchedImage, block_key, cross_key, looking_root, root_key, touched_images
+from vlmserve.cache.keys import TouchedImage, block_key, cross_attention_root, cross_key, root_key, touched_images
 from vlmserve.types import ImageInput, ImageSpan
 
 ROOT = root_key(b"model")
@@ -18,6 +18,11 @@ def span(number: int, start: int, length: int) -> ImageSpan:
 
 def image(number: int, offset: int = 0, position: int = 0, length: int = 1) -> TouchedImage:
     return TouchedImage(IMAGES[number], offset, position, length)
+
+
+def attending(image_key: bytes, *token_ids: int) -> bytes:
+    """The root of requests that attend to an image, and to a text that is read along with it."""
+    return cross_attention_root(ROOT, cross_key(image_key, token_ids))
 
 
 def test_blocks_meet_two_images_at_the_right_offsets():
@@ -56,11 +61,11 @@ def test_a_block_may_touch_several_images():
                 [image(0), image(1)],
             )
         ),
-        (looking_root(ROOT, cross_key(IMAGES[0], [])), ROOT),
-        (looking_root(ROOT, cross_key(IMAGES[0], [])), looking_root(ROOT, cross_key(IMAGES[1], []))),
-        (looking_root(ROOT, cross_key(IMAGES[0], [])), looking_root(ROOT, cross_key(IMAGES[0], [5]))),
-        (looking_root(ROOT, cross_key(IMAGES[0], [5, 6])), looking_root(ROOT, cross_key(IMAGES[0], [6, 5]))),
-        (looking_root(ROOT, IMAGES[0]), looking_root(root_key(b"other"), IMAGES[0])),
+        (attending(IMAGES[0]), ROOT),
+        (attending(IMAGES[0]), attending(IMAGES[1])),
+        (attending(IMAGES[0]), attending(IMAGES[0], 5)),
+        (attending(IMAGES[0], 5, 6), attending(IMAGES[0], 6, 5)),
+        (cross_attention_root(ROOT, IMAGES[0]), cross_attention_root(root_key(b"other"), IMAGES[0])),
         (cross_key(IMAGES[0], []), IMAGES[0]),
         (block_key(ROOT, [9, 9], [image(0), image(1)]), block_key(ROOT, [9, 9], [image(1), image(0)])),
     ],

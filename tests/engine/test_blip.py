@@ -13,7 +13,7 @@ from vlmserve.types import CrossInput, EngineRequest, ImageInput, Prompt, Sampli
 pytestmark = pytest.mark.usefixtures("kernels")
 
 ASKED = [(0, 5, 0), (1, 1, 1), (2, 17, 2), (0, 9, 3), (3, 30, 4), (1, 5, 0), (4, 12, 5), (2, 17, 6), (5, 2, 7)]
-"""Picture, tokens of text, which text."""
+"""Image, tokens of text, which text."""
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -63,7 +63,7 @@ def test_cross_states_may_come_and_go(oracle: BlipOracle, prompts: list[Prompt],
         generate(engine_for(oracle, encoder_cache_memory=largest - 1), prompts)
 
 
-def test_a_picture_is_encoded_once_whatever_is_asked_about_it(oracle: BlipOracle) -> None:
+def test_an_image_is_encoded_once_whatever_is_asked_about_it(oracle: BlipOracle) -> None:
     engine = engine_for(oracle)
     asked = [oracle.prompt(0, length, length) for length in (1, 4, 9)]
     assert generate(engine, asked) == [oracle.greedy(prompt) for prompt in asked]

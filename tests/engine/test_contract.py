@@ -54,7 +54,7 @@ def real_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
 
 
 ENGINES = [pytest.param(mock_factory, id="mock"), pytest.param(real_factory, id="real")]
-"""Factories of engines whose pictures take `IMAGE_TOKENS` tokens and whose context is at least 128 tokens."""
+"""Factories of engines whose images take `IMAGE_TOKENS` tokens and whose context is at least 128 tokens."""
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -114,7 +114,7 @@ def test_timings_come_with_the_first_token_and_with_the_end(engine):
     assert only.timings.decode == 0
 
 
-def test_timings_say_when_a_request_came_and_that_its_pictures_were_encoded_within_its_prefill(engine):
+def test_timings_say_when_a_request_came_and_that_its_images_were_encoded_within_its_prefill(engine):
     before = time.time()
     [first, *_] = run(engine, picture_request(0.7))["a"]
     timings = first.timings
@@ -189,12 +189,12 @@ def test_a_seed_reproduces_an_answer_and_another_changes_it(engine):
     assert ask(1) == ask(1) != ask(2)
 
 
-def test_another_picture_gives_another_answer(engine):
+def test_another_image_gives_another_answer(engine):
     red, again, blue = (tokens_of(engine, picture_request(shade)) for shade in (0.1, 0.1, 0.9))
     assert red == again != blue
 
 
-def test_pictures_for_a_model_that_cannot_see_are_refused(make):
+def test_images_for_a_model_that_cannot_see_are_refused(make):
     with pytest.raises(TooManyImagesError):
         make(sees_images=False).add(picture_request(0.5))
 
@@ -346,7 +346,7 @@ def test_logprobs_come_one_for_each_token_the_likeliest_in_order(engine):
     assert all(output.logprobs is None for output in outputs["c"])
 
 
-def test_prompt_logprobs_come_once_with_the_first_output_and_leave_pictures_out(engine):
+def test_prompt_logprobs_come_once_with_the_first_output_and_leave_images_out(engine):
     picture = picture_request(0.4)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
     first, *later = run(engine, EngineRequest("a", picture.prompt, params))["a"]

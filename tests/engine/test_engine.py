@@ -85,7 +85,7 @@ def test_a_bad_prompt_is_refused_and_the_next_request_runs(engine, bad, message)
     assert finish(engine) == {"a": "length"}
 
 
-def test_pictures_for_a_model_that_cannot_see_are_refused(engine):
+def test_images_for_a_model_that_cannot_see_are_refused(engine):
     with pytest.raises(TooManyImagesError, match="cannot see"):
         engine.add(request(tokens=[5] * 8, images=[ImageSpan(picture(), 0)]))
 
@@ -98,14 +98,14 @@ def test_pictures_for_a_model_that_cannot_see_are_refused(engine):
         [ImageSpan(picture(num_tokens=0), 0)],
     ],
 )
-def test_pictures_that_do_not_fit_their_prompt_are_refused(llava_folder, spans):
+def test_images_that_do_not_fit_their_prompt_are_refused(llava_folder, spans):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     with pytest.raises(InvalidRequestError, match="overlap or do not fit"):
         engine.add(request(tokens=[5] * 8, images=spans))
 
 
 @pytest.mark.parametrize(("size", "num_tokens", "message"), [(28, 9, "takes images of"), (42, 4, "9 embeddings")])
-def test_a_picture_that_the_tower_cannot_take_is_refused_and_the_next_request_runs(
+def test_an_image_that_the_tower_cannot_take_is_refused_and_the_next_request_runs(
     llava_folder, size, num_tokens, message
 ):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
@@ -117,14 +117,14 @@ def test_a_picture_that_the_tower_cannot_take_is_refused_and_the_next_request_ru
 
 
 @pytest.mark.parametrize("text", [((1, 6),), ((2, 5),), ((9, 5),), ((3, 5), (1, 5)), ((1, 5), (1, 5)), ((-9, 5),)])
-def test_text_inside_a_picture_that_is_not_in_the_prompt_is_refused(llava_folder, text):
+def test_text_inside_an_image_that_is_not_in_the_prompt_is_refused(llava_folder, text):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     image = ImageInput(b"k" * 32, np.zeros((1, 3, 42, 42), np.float32), 9 + len(text), text=text)
     with pytest.raises(InvalidRequestError, match="text inside an image"):
         engine.add(request(tokens=[7, 5, 7, 5, *[7] * 8], images=[ImageSpan(image, 0)]))
 
 
-def test_text_inside_a_picture_is_of_the_vocabulary_and_placeholders_need_not_be(llava_folder):
+def test_text_inside_an_image_is_of_the_vocabulary_and_placeholders_need_not_be(llava_folder):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     for token, fits in ((5, True), (10**6, False)):
         image = ImageInput(b"k" * 32, np.zeros((1, 3, 42, 42), np.float32), 10, text=((4, token),))

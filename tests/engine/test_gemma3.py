@@ -1,4 +1,4 @@
-"""Gemma 3 with eyes against transformers' processor and model: pictures that see themselves whole, however prompts are
+"""Gemma 3 with eyes against transformers' processor and model: images that see themselves whole, however prompts are
 cut and cached."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 def blotches(width: int, height: int, seed: int) -> Image.Image:
-    """A picture of a few large spots, which are still there when it is resized."""
+    """An image of a few large spots, which are still there when it is resized."""
     levels = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(levels).resize((width, height), Image.Resampling.BILINEAR)
 
@@ -108,7 +108,7 @@ def test_ids_and_pixels_are_those_of_the_processor(oracle: Oracle) -> None:
     assert raw.token_ids == oracle.processor(text="a <start_of_image> b", images=[PICTURES[0]])["input_ids"][0]
 
 
-def test_tokens_around_pictures_that_users_write_are_only_words(oracle: Oracle) -> None:
+def test_tokens_around_images_that_users_write_are_only_words(oracle: Oracle) -> None:
     preparer = oracle.llm(load="lazy")._preparer
     words = " ".join(GEMMA3_NAMED.values())
     prompt = preparer.chat([user(words, PICTURES[0], words)], allow_local=True)
@@ -119,7 +119,7 @@ def test_tokens_around_pictures_that_users_write_are_only_words(oracle: Oracle) 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("budget", [5, 30, 2048])
 def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[int]], budget: int) -> None:
-    """A budget of 5 would cut through every picture, one of 30 through some."""
+    """A budget of 5 would cut through every image, one of 30 through some."""
     assert len({tuple(answer) for answer in expected}) == len(expected), "answers that are alike would prove little"
     llm = oracle.llm(max_num_batched_tokens=budget)
     ends = chunk_ends(llm)
@@ -134,7 +134,7 @@ def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[i
 
 
 def chunk_ends(llm: LLM) -> list[tuple[int, Any]]:
-    """Where the chunks of prompts end that an engine runs from now on, with the pictures of each."""
+    """Where the chunks of prompts end that an engine runs from now on, with the images of each."""
     ends: list[tuple[int, Any]] = []
     scheduler = llm.engine._scheduler  # type: ignore[attr-defined]
     schedule = scheduler.schedule
@@ -160,8 +160,8 @@ def test_preempted_requests_give_the_same(oracle: Oracle, expected: list[list[in
     assert tight.engine.stats().preemptions > 0
 
 
-def test_a_prefix_hit_may_end_inside_a_picture(oracle: Oracle) -> None:
-    """The cached part of the picture was computed with all of it in sight, so the rest can follow by itself."""
+def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
+    """The cached part of the image was computed with all of it in sight, so the rest can follow by itself."""
     llm = oracle.llm(block_size=16)
     inside = 0
     for words in ("a", "green triangles", "The number is 42. hello world, the quick brown fox"):
@@ -174,7 +174,7 @@ def test_a_prefix_hit_may_end_inside_a_picture(oracle: Oracle) -> None:
     assert inside
 
 
-def test_a_picture_may_end_a_prompt(oracle: Oracle) -> None:
+def test_an_image_may_end_a_prompt(oracle: Oracle) -> None:
     """Then nothing but the last of its tokens is left to compute when the prompt comes again."""
     llm = oracle.llm()
     prompt = llm._preparer.chat([user("See", PICTURES[1])], allow_local=True)
@@ -248,7 +248,7 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle) -> None:
     assert sum(mine for mine, _ in errors) < 2 * sum(other for _, other in errors)
 
 
-def test_another_picture_means_another_answer(oracle: Oracle) -> None:
+def test_another_image_means_another_answer(oracle: Oracle) -> None:
     llm = oracle.llm()
     asked = [[user("What is in", picture, "?")] for picture in PICTURES]
     answers = tokens(llm.chat(asked, GREEDY, use_tqdm=False))

@@ -69,7 +69,7 @@ def sockets():
     context.destroy(linger=0)
 
 
-def test_pictures_cross_a_socket_unchanged_beside_the_message(sockets):
+def test_images_cross_a_socket_unchanged_beside_the_message(sockets):
     one, other = sockets
     request = request_with_pictures()
     frames = encode(Add([request]))
@@ -87,7 +87,7 @@ def test_pictures_cross_a_socket_unchanged_beside_the_message(sockets):
         np.testing.assert_array_equal(got.image.pixels, sent.image.pixels)
 
 
-def test_how_a_picture_lies_in_its_prompt_crosses_with_it():
+def test_how_an_image_lies_in_its_prompt_crosses_with_it():
     text = ((0, 5), (3, 6))
     image = ImageInput(b"k" * 32, np.zeros((3, 3, 2, 2), np.float32), 9, (1, 2, 3), 0.5, Tiling(1, 2, 3, 4), text)
     received = decode_to_engine(encode(Add([EngineRequest("a", Prompt([1] * 9, (ImageSpan(image, 0),)))])))
@@ -98,7 +98,7 @@ def test_how_a_picture_lies_in_its_prompt_crosses_with_it():
     assert list(got.placement.runs(0, 9)) == [(1, 3, 0), (4, 9, 2)]
 
 
-def test_large_pictures_are_views_of_the_frames_and_not_copies():
+def test_large_images_are_views_of_the_frames_and_not_copies():
     request = request_with_pictures()
     frames = encode(Add([request]))
     sent = request.prompt.images[1].image.pixels
@@ -116,7 +116,7 @@ def test_arrays_that_are_not_plain_float32_memory_are_made_so():
     np.testing.assert_array_equal(received.requests[0].prompt.images[0].image.pixels, pixels)
 
 
-def test_pictures_that_requests_share_cross_once_and_are_shared_again():
+def test_images_that_requests_share_cross_once_and_are_shared_again():
     request = request_with_pictures()
     sisters = [EngineRequest(name, request.prompt, cache_salt="s") for name in "abcd"]
     picture = request.prompt.images[1].image
@@ -147,7 +147,7 @@ def test_what_a_request_looks_at_crosses_with_it():
     np.testing.assert_array_equal(got.prompt.cross.image.pixels, picture.pixels)
 
 
-def test_read_only_pictures_cross_a_socket(sockets):
+def test_read_only_images_cross_a_socket(sockets):
     one, other = sockets
     request = request_with_pictures()
     for span in request.prompt.images:

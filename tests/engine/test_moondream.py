@@ -12,7 +12,7 @@ from vlmserve.types import ImageSpan, Prompt
 pytestmark = pytest.mark.usefixtures("kernels")
 
 ASKED = [(0, 5, 0), (1, 1, 1), (2, 17, 2), (0, 9, 3), (3, 30, 4), (4, 5, 0), (5, 12, 5), (2, 0, 6)]
-"""Picture, tokens of a question, which question."""
+"""Image, tokens of a question, which question."""
 
 
 @pytest.fixture(scope="module", params=[4, 2], ids=["as published", "grouped heads"])
@@ -42,7 +42,7 @@ def test_tokens_are_the_oracles(
     assert engine.stats().prefix_cached_tokens > 0
 
 
-def test_a_question_about_a_known_picture_computes_what_the_blocks_lack_of_it(
+def test_a_question_about_a_known_image_computes_what_the_blocks_lack_of_it(
     moondream: Moondream, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
     """26 tokens see each other, 24 of them are in full blocks of 4."""
@@ -63,15 +63,15 @@ def test_preempted_requests_give_the_same(
         assert tight.stats().preemptions > 0
 
 
-def test_few_pictures_at_a_time_give_the_same(
+def test_few_images_at_a_time_give_the_same(
     moondream: Moondream, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
     engine = engine_for(moondream, max_encoded_images=1, encoder_cache_memory=TOKENS * 48 * 4)
     assert generate(engine, prompts) == expected
 
 
-def test_what_stands_before_a_picture_is_part_of_its_prefix(moondream: Moondream) -> None:
-    """Tokens of the first block see the picture and the words before it, so the block is not that of another."""
+def test_what_stands_before_an_image_is_part_of_its_prefix(moondream: Moondream) -> None:
+    """Tokens of the first block see the image and the words before it, so the block is not that of another."""
     _, image = moondream.picture(0)
     _, other = moondream.picture(1)
     engine = engine_for(moondream, block_size=4)
@@ -83,7 +83,7 @@ def test_what_stands_before_a_picture_is_part_of_its_prefix(moondream: Moondream
     assert engine.stats().prefix_cached_tokens == 0
 
 
-def test_without_a_picture_tokens_see_what_came_before(moondream: Moondream) -> None:
+def test_without_an_image_tokens_see_what_came_before(moondream: Moondream) -> None:
     prompt = Prompt([BEGIN, 5, 6, 7, 8, 9, 10, 11])
     embeddings = moondream.oracle.embed(prompt.token_ids)
     expected = int(moondream.oracle.logits(embeddings, 0)[-1].argmax())

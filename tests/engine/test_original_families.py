@@ -1,5 +1,5 @@
 """Models that transformers does not have in the engine: the tokens of their architecture written out in float64, alone,
-batched, in chunks that cut through pictures, with prefix hits and after preemption."""
+batched, in chunks that cut through images, with prefix hits and after preemption."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Oracle:
         return ImageInput(hashlib.sha256(pixels.tobytes()).digest(), pixels, VISUAL["n_queries"])
 
     def prompt(self, seed: int, *parts: Part) -> Prompt:
-        """Numbers are that many random text tokens, "image" is a new random picture between its two tokens."""
+        """Numbers are that many random text tokens, "image" is a new random image between its two tokens."""
         random = np.random.default_rng(seed)
         token_ids: list[int] = []
         spans = []
@@ -142,7 +142,7 @@ def test_a_prompt_that_turns_otherwise_shares_nothing_with_its_beginning(tmp_pat
     assert (oracle.decoder.logits(short.token_ids, prompt_len=60) - shortest).abs().max() > 0.1
 
 
-def test_the_same_prompt_with_another_picture_gives_another_answer(tmp_path: Path) -> None:
+def test_the_same_prompt_with_another_image_gives_another_answer(tmp_path: Path) -> None:
     folder = make_qwen_vl(tmp_path, visual=SMALL)
     decoder = Qwen(folder)
     oracle = Oracle(folder, decoder, QwenVLVision(decoder.tensors, decoder.config["visual"]))
@@ -153,8 +153,8 @@ def test_the_same_prompt_with_another_picture_gives_another_answer(tmp_path: Pat
     assert first != second
 
 
-def test_a_question_about_a_picture_from_its_files_to_its_answer(tmp_path: Path) -> None:
-    """From the checkpoint's own files: tokenizer, template, picture, tower and decoder."""
+def test_a_question_about_an_image_from_its_files_to_its_answer(tmp_path: Path) -> None:
+    """From the checkpoint's own files: tokenizer, template, image, tower and decoder."""
     folder = make_qwen_vl(
         write_tokenizer(tmp_path, sees=True),
         visual={"image_size": 84, "image_start_id": IMG, "n_queries": 9},

@@ -39,7 +39,7 @@ class Oracle:
         return ImageInput(hashlib.sha256(pixels.tobytes()).digest(), pixels, self.image_tokens)
 
     def prompt(self, seed: int, *parts: int | str) -> Prompt:
-        """Numbers are that many random text tokens, "image" is a new random picture."""
+        """Numbers are that many random text tokens, "image" is a new random image."""
         random = np.random.default_rng(seed)
         token_ids: list[int] = []
         spans = []
@@ -254,7 +254,7 @@ def test_seeded_sampling_is_the_same_alone_batched_and_preempted(llava):
     assert generate(engine_for(llava), prompts, **{**params, "seed": 1235}) != alone
 
 
-def test_the_same_prompt_with_another_picture_gives_another_answer(llava):
+def test_the_same_prompt_with_another_image_gives_another_answer(llava):
     one, other = llava.prompt(1, 3, "image", 5), llava.prompt(1, 3, "image", 5)
     other = Prompt(other.token_ids, (ImageSpan(llava.picture(77), 3),))
     first, second = generate(engine_for(llava), [one, other])
@@ -342,7 +342,7 @@ def test_a_sliding_window_frees_blocks_and_gives_transformers_tokens(tmp_path_fa
     assert max(used[-5:-1]) <= 4, "10 positions touch at most 4 blocks of 4"
 
 
-def test_a_second_turn_finds_the_first_with_its_answer_and_its_picture(llava):
+def test_a_second_turn_finds_the_first_with_its_answer_and_its_image(llava):
     engine = engine_for(llava, block_size=4)
     first = llava.prompt(5, 6, "image", 9)
     (answer,) = generate(engine, [first])
@@ -355,7 +355,7 @@ def test_a_second_turn_finds_the_first_with_its_answer_and_its_picture(llava):
     assert after.images_encoded == before.images_encoded
 
 
-def test_pictures_in_another_order_share_only_what_comes_before_them(llava):
+def test_images_in_another_order_share_only_what_comes_before_them(llava):
     engine = engine_for(llava, block_size=4)
     one, other = llava.picture(1), llava.picture(2)
     text, placeholders = [5, 6, 7, 8], [llava.image_token] * llava.image_tokens

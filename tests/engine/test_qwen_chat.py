@@ -1,5 +1,5 @@
 """Qwen2-VL and Qwen2.5-VL from a checkpoint's files, through `LLM` and the server, against transformers' processor and
-models: pictures of any shape, videos, limits that requests set."""
+models: images of any shape, videos, limits that requests set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FRAMES = [noise(40, 24, seed=seed) for seed in range(10, 23)]
 
 
 def user(*parts: Any, **limits: Any) -> dict[str, Any]:
-    """Texts, pictures, and videos as lists of frames; limits: of all that is seen."""
+    """Texts, images, and videos as lists of frames; limits: of all that is seen."""
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, str):
@@ -85,7 +85,7 @@ class Oracle:
 
     def video(self, frames: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
         """Patches and grid of a video: of each two frames the first and the second half of what the image processor
-        makes of them, which shows a picture twice."""
+        makes of them, which shows an image twice."""
         frames = [*frames, frames[-1]] if len(frames) % 2 else list(frames)
         made = [self.images([frame]) for frame in frames]
         rows = [one["pixel_values"].view(len(one["pixel_values"]), 3, 2, -1) for one in made]
@@ -103,7 +103,7 @@ class Oracle:
         order: str,
         fps: float = 2.0,
     ) -> list[int]:
-        """order: "v" for a video and "p" for a picture, as they come in the prompt."""
+        """order: "v" for a video and "p" for an image, as they come in the prompt."""
         config = self.model.config
         made = [self.video(frames) for frames in videos]
         inputs: dict[str, Any] = {

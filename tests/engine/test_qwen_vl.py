@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL in the engine against transformers: pictures of any shape, whatever else goes on."""
+"""Qwen2-VL and Qwen2.5-VL in the engine against transformers: images of any shape, whatever else goes on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Oracle:
         return ImageInput(key, pixels, rows * columns, (1, rows, columns))
 
     def prompt(self, seed: int, *parts: int | tuple[int, int]) -> Prompt:
-        """Numbers are that many random text tokens, pairs a new random picture of that shape."""
+        """Numbers are that many random text tokens, pairs a new random image of that shape."""
         random = np.random.default_rng(seed)
         token_ids: list[int] = []
         spans = []
@@ -125,7 +125,7 @@ def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt],
     assert tight.stats().preemptions > 0
 
 
-def test_a_further_turn_finds_the_picture_and_goes_on_behind_it(oracle: Oracle) -> None:
+def test_a_further_turn_finds_the_image_and_goes_on_behind_it(oracle: Oracle) -> None:
     first = oracle.prompt(7, 6, (3, 4), 5)
     answer = oracle.greedy(first)
     second = oracle.prompt(8, 9, (2, 5), 4)

@@ -209,7 +209,7 @@ def test_long_prompts_are_scored_in_pieces(folder, model, monkeypatch):
     assert_told(told.prompt_logprobs[1:], prompt[1:], log_probabilities(model, prompt)[:-1], 2)
 
 
-def test_pictures_have_no_logprobs_and_do_not_count_as_said(tmp_path):
+def test_images_have_no_logprobs_and_do_not_count_as_said(tmp_path):
     folder = make_llava(tmp_path)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     vision, image_token = model.config.vision_config, model.config.image_token_id

@@ -1,4 +1,4 @@
-"""Never the wrong picture: thousands of requests that look alike but for their pictures, in caches that are far too
+"""Never the wrong image: thousands of requests that look alike but for their images, in caches that are far too
 small, with aborts. pixie says what it sees, so a mix-up is a wrong answer."""
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def engine(**settings) -> Engine:
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
     preparer = RequestPreparer(resolve_model("pixie"), MediaConfig())
-    pictures = [draw_scene(sample_scene(seed, "grid")).resize((SIDE, SIDE)) for seed in range(12)]
-    touched = pictures[0].copy()
+    images = [draw_scene(sample_scene(seed, "grid")).resize((SIDE, SIDE)) for seed in range(12)]
+    touched = images[0].copy()
     touched.putpixel((3, 3), tuple(255 - level for level in touched.getpixel((3, 3))))
-    pictures.append(touched)
+    images.append(touched)
 
     def ask(text: str, *shown) -> Prompt:
-        parts = [{"type": "image", "image": picture} for picture in shown]
+        parts = [{"type": "image", "image": image} for image in shown]
         content = [*parts, {"type": "text", "text": text}]
         return preparer.chat([{"role": "user", "content": content}], allow_local=True)
 
-    asked = [ask(question, picture) for question in QUESTIONS for picture in pictures]
+    asked = [ask(question, image) for question in QUESTIONS for image in images]
     pair = "Which picture has more objects?"
-    for one, other in itertools.pairwise(pictures[:6]):
+    for one, other in itertools.pairwise(images[:6]):
         asked += [ask(pair, one, other), ask(pair, other, one), ask(pair, one, one)]
     return asked
 
@@ -68,7 +68,7 @@ def cases(prompts) -> list[Case]:
     return found
 
 
-def test_the_pictures_make_the_answers(cases):
+def test_the_images_make_the_answers(cases):
     assert len({tuple(case.answer) for case in cases[:12]}) == 12, "or a mix-up could go unseen"
 
 
@@ -95,7 +95,7 @@ def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed):
     sent = finished = hits = 0
     while sent < NUM_REQUESTS // 2 or open_requests:
         while sent < NUM_REQUESTS // 2 and len(open_requests) < 12:
-            # Neighbours often ask about the same picture, and now and then somebody has a salt of their own.
+            # Neighbours often ask about the same image, and now and then somebody has a salt of their own.
             case = cases[(sent // 2 + random_.choice([0, 0, 0, random_.randrange(len(cases))])) % len(cases)]
             name = f"request {sent}"
             salt = name if random_.random() < 0.05 else random_.choice(salts)

@@ -1,5 +1,5 @@
 """LLaVA-NeXT, Idefics3 and SmolVLM against transformers, from the files of a checkpoint: the same token ids and pixels
-for conversations with pictures of any shape, and the same answers whatever else goes on."""
+for conversations with images of any shape, and the same answers whatever else goes on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Part = str | tuple[int, int]
 
 
 def user(*parts: Part, seed: int = 0) -> dict[str, Any]:
-    """A message of texts and of pictures of some width and height."""
+    """A message of texts and of images of some width and height."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": picture(*part, seed)}
         for part in parts
@@ -159,7 +159,7 @@ def test_prompts_and_pixels_are_those_of_transformers(oracle: Oracle, prompts: l
             continue
         ours = [span.image.pixels for span in prompt.images]
         pixels = theirs["pixel_values"].numpy()
-        # One row of tiles a prompt, or one a picture, padded to the longest.
+        # One row of tiles a prompt, or one an image, padded to the longest.
         if len(ours) > 1 and len(pixels) == len(ours):
             pixels = np.concatenate([own[: len(tiles)] for own, tiles in zip(pixels, ours, strict=True)])
         else:
@@ -190,7 +190,7 @@ def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt],
     assert generate(engine_for(oracle, enable_prefix_caching=False, max_encoded_images=1), prompts) == expected
 
 
-def test_an_encoder_cache_for_one_picture_is_enough(
+def test_an_encoder_cache_for_one_image_is_enough(
     oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
     largest = max(span.image.num_embeddings for prompt in prompts for span in prompt.images)
@@ -206,7 +206,7 @@ def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt],
     assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
 
 
-def test_a_prefix_may_end_anywhere_in_a_picture(oracle: Oracle) -> None:
+def test_a_prefix_may_end_anywhere_in_an_image(oracle: Oracle) -> None:
     """Others take the last blocks of a prompt, some more each time, and what is left of it is found again."""
     message = CONVERSATIONS[0]
     prompt, answer = oracle.prompt(message), oracle.greedy(message)
@@ -224,7 +224,7 @@ def test_a_prefix_may_end_anywhere_in_a_picture(oracle: Oracle) -> None:
     assert len(inside) > 5 or engine._runner.model.language_model.window is not None
 
 
-def test_a_picture_that_comes_again_is_found_and_no_other_is(oracle: Oracle) -> None:
+def test_an_image_that_comes_again_is_found_and_no_other_is(oracle: Oracle) -> None:
     same, other = user((40, 30), "What is this?"), user((40, 30), "What is this?", seed=7)
     prompts = [oracle.prompt(message) for message in (same, other)]
     assert prompts[0].token_ids == prompts[1].token_ids
@@ -244,7 +244,7 @@ def test_a_picture_that_comes_again_is_found_and_no_other_is(oracle: Oracle) -> 
 
 
 def with_detail(message: dict[str, Any], detail: str) -> dict[str, Any]:
-    """The same with its pictures as URLs, beside which it stands how much of them is to be seen."""
+    """The same with its images as URLs, beside which it stands how much of them is to be seen."""
 
     def shown(image: Image.Image) -> dict[str, Any]:
         buffer = io.BytesIO()
@@ -258,7 +258,7 @@ def with_detail(message: dict[str, Any], detail: str) -> dict[str, Any]:
 
 @torch.inference_mode()
 def greedy_of_low_detail(oracle: Oracle, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What transformers says if it sees nothing but the tile that shows all of a picture."""
+    """What transformers says if it sees nothing but the tile that shows all of an image."""
     with monkeypatch.context() as patch:
         if isinstance(oracle.processor, LlavaNextProcessor):
             patch.setattr(oracle.model.model.config, "image_grid_pinpoints", [[0, 0]])
@@ -273,7 +273,7 @@ def greedy_of_low_detail(oracle: Oracle, message: dict[str, Any], monkeypatch: p
     return generated[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_a_picture_of_low_detail_is_another_one(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_of_low_detail_is_another_one(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [user((40, 30), "What is this?"), user("Look: ", (20, 60)), user("a", (48, 48), "and", (30, 31))]
     low = [oracle.preparer.chat([with_detail(message, "low")]) for message in messages]
     high = [oracle.preparer.chat([with_detail(message, "high")]) for message in messages]
@@ -290,7 +290,7 @@ def test_a_picture_of_low_detail_is_another_one(oracle: Oracle, monkeypatch: pyt
     assert [generate(alone, [prompt])[0] for prompt in low] == expected_low
 
 
-def test_a_further_turn_finds_the_pictures_of_the_first(oracle: Oracle) -> None:
+def test_a_further_turn_finds_the_images_of_the_first(oracle: Oracle) -> None:
     turns = [user((40, 30), "What is this?"), {"role": "assistant", "content": [{"type": "text", "text": "a red"}]}]
     turns.append(user("And", (64, 20), "?"))
     engine = engine_for(oracle, block_size=4)

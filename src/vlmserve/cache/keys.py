@@ -2,9 +2,9 @@
 
 A block's key covers its parent's key, its own token ids, and for every image that it touches the image's key, the
 offset into the image at which the block meets it, and which of the block's tokens are the image's. Placeholder
-tokens look alike for all images, and a text may hold their id, too; the key is what tells them apart. Where tokens
-see each other, the key of the block in which they begin covers all of them. What a decoder looks at by cross attention
-changes every token's states, so it is in the root of all blocks.
+tokens look alike for all images, and a text may hold their id, too; the key is what tells them apart. The key of the
+block in which a bidirectional span begins covers all of the span. What a decoder attends to by cross attention changes
+every token's states, so it is in the root of all blocks.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def root_key(identity: bytes, *, adapter: str = "", salt: str = "") -> bytes:
 
 
 def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of what a decoder looks at: an image, or a text that was read along with it."""
+    """The key of cross-attention states: of an image, or of a text that was read along with it."""
     if len(image_key) != KEY_BYTES:
         raise ValueError(f"keys have {KEY_BYTES} bytes")
     return blake3(b"cross" + image_key + array("q", token_ids).tobytes()).digest()
 
 
-def looking_root(root: bytes, cross: bytes) -> bytes:
-    """The parent of the first blocks of sequences that look at what has the key `cross`, which changes all states."""
-    return blake3(b"looking" + root + cross).digest()
+def cross_attention_root(root: bytes, cross: bytes) -> bytes:
+    """The parent of the first blocks of requests that attend to the states with the key `cross`."""
+    return blake3(b"cross attention" + root + cross).digest()
 
 
 def block_key(

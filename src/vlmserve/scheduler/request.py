@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from vlmserve.cache.keys import block_key, cross_key, looking_root, touched_images
+from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
 from vlmserve.steps import CachedRequest, NewRequest
 from vlmserve.types import (
     Bidirectional,
@@ -103,7 +103,7 @@ class Request:
         self.cross_key: bytes | None = None
         if self.cross is not None:
             self.cross_key = cross_key(self.cross.image.key, self.cross.token_ids)
-            root_key = looking_root(root_key, self.cross_key)
+            root_key = cross_attention_root(root_key, self.cross_key)
         placements = [span.placement for span in self.image_spans]
         self.bidirectional_spans = bidirectional_spans(placements, self.num_prompt_tokens, bidirectional)
         self._long_root_key = block_key(root_key, (), ())

@@ -1,4 +1,4 @@
-"""Pictures for models that run by transformers' code: its prompts and its tokens, whatever else is going on."""
+"""Images for models that run by transformers' code: its prompts and its tokens, whatever else is going on."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def make_paligemma2(folder: Path) -> Path:
 
 
 def make_seeing_gemma3(folder: Path) -> Path:
-    """The tokens of each picture see each other."""
+    """The tokens of each image see each other."""
     make_gemma3(folder)
     write_json(folder, "processor_config.json", processor_class="Gemma3Processor", image_seq_length=16)
     return folder
@@ -158,7 +158,7 @@ def make_paddleocr(folder: Path) -> Path:
 
 
 def make_qwen3_vl(folder: Path) -> Path:
-    """Layers of the decoder, too, take something from a picture."""
+    """Layers of the decoder, too, take something from an image."""
 
     def config(text: dict[str, Any], **ids: int) -> Any:
         tower = {
@@ -237,7 +237,7 @@ class Oracle:
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
-        # What has no form for conversations is asked about pictures only.
+        # What has no form for conversations is asked about images only.
         oracle = cls(folder, PICTURES if processor.chat_template else PICTURES[:4], [], [])
         for pictures in oracle.pictures:
             if processor.chat_template is None:
@@ -323,7 +323,7 @@ def test_pixels_that_were_made_for_another_code_are_refused(tmp_path: Path) -> N
         theirs.engine.add(EngineRequest("1", prompt, GREEDY))
 
 
-def test_a_picture_that_its_model_cannot_take_ends_its_own_request_alone(
+def test_an_image_that_its_model_cannot_take_ends_its_own_request_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle = Oracle.of(make_vip_llava(tmp_path))
@@ -343,7 +343,7 @@ def test_a_picture_that_its_model_cannot_take_ends_its_own_request_alone(
     assert [result.outputs[0].token_ids for result in results[1:]] == oracle.answers
 
 
-def test_models_that_put_no_picture_into_prompts_are_refused(tmp_path: Path) -> None:
+def test_models_that_put_no_image_into_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no token stands for its images"):
         LLM(str(make_blip(tmp_path)), model_impl="transformers")
 
