@@ -20,7 +20,7 @@ _TEMPLATE = (
 _TEXT = "user: assistant: What is in the picture? there is one red square and two blue circles on the left of a star"
 
 
-def make_mock_checkpoint(folder: Path, *, sees_images: bool = True, context: int = CONTEXT) -> Path:
+def make_mock_checkpoint(folder: Path, *, supports_images: bool = True, context: int = CONTEXT) -> Path:
     """Write the files into `folder`, which must exist."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +35,7 @@ def make_mock_checkpoint(folder: Path, *, sees_images: bool = True, context: int
     text = {"max_position_embeddings": context, "vocab_size": tokenizer.get_vocab_size()}
     vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
     config = {"model_type": "llava", "text_config": text, "vision_config": vision, "image_token_index": IMAGE_TOKEN_ID}
-    if not sees_images:
+    if not supports_images:
         config = {"model_type": "llama", **text}
     size = {"height": 28, "width": 28}
     processor = {"image_processor_type": "CLIPImageProcessor", "size": size, "crop_size": size}

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from vlmserve.garbage import spare_loaded_objects
+from vlmserve.garbage import freeze_loaded_objects
 
 
 class Node:
@@ -25,7 +25,7 @@ def collector():
 
 def test_what_is_loaded_is_spared_and_later_cycles_are_still_found():
     garbage, loaded = weakref.ref(Node()), [Node()]
-    spare_loaded_objects()
+    freeze_loaded_objects()
     assert garbage() is None
     assert not any(known is loaded for known in gc.get_objects())
     later = weakref.ref(Node())

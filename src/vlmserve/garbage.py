@@ -8,7 +8,7 @@ _YOUNG_OBJECTS = 10_000
 """More objects than a few hundred requests keep at once, so that most are gone before anybody looks at them."""
 
 
-def spare_loaded_objects() -> None:
+def freeze_loaded_objects() -> None:
     """Call once all is loaded: what lives now, modules, models and tokenizers, is never looked at again.
 
     A full collection goes through every container that is alive. Hundreds of thousands of them are from imports, and

@@ -275,7 +275,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     max_prompt_len: int
     """The longest prompt that can ever run: what the context and the KV cache allow."""
     kv_cache_bytes: int
-    sees_images: bool
+    supports_images: bool
     end_token_ids: list[int] = []
     """Tokens that end an answer."""
     gpu_uuid: str | None = None

@@ -82,7 +82,7 @@ class Ours:
     def answer(self, conversation: Conversation, num_tokens: int) -> Answer:
         prompt = self._prepare(conversation)
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        with overheard(self.model.language_model) as rows:
+        with record_logits(self.model.language_model) as rows:
             self._engine.add(EngineRequest("verify", prompt, params))
             tokens: list[int] = []
             while self._engine.has_work():
@@ -172,14 +172,14 @@ def compare(ours: Answer, theirs: Answer, tolerance: float) -> Comparison:
     return msgspec.structs.replace(both, error=error, gap=gap)
 
 
-def sees_images(folder: Path) -> bool:
+def supports_images(folder: Path) -> bool:
     """Whether transformers has the checkpoint among the models that see."""
     config = {} if folder.is_file() else read_json(folder / "config.json")
     return any(name in config for name in ("vision_config", "visual"))
 
 
 @contextmanager
-def overheard(model: Any) -> Iterator[list[Tensor]]:
+def record_logits(model: Any) -> Iterator[list[Tensor]]:
     """Copies of all logits that a language model computes meanwhile, float32 ``[rows, vocabulary]`` each."""
     rows: list[Tensor] = []
     compute: Callable[..., Tensor] = model.logits

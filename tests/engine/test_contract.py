@@ -25,10 +25,12 @@ MakeEngine = Callable[..., VLMEngine]
 def mock_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
     folders: dict[bool, Path] = {}
 
-    def make(*, sees_images: bool = True, **settings: Any) -> VLMEngine:
-        if sees_images not in folders:
-            folders[sees_images] = make_mock_checkpoint(tmp_path_factory.mktemp("mock"), sees_images=sees_images)
-        folder = folders[sees_images]
+    def make(*, supports_images: bool = True, **settings: Any) -> VLMEngine:
+        if supports_images not in folders:
+            folders[supports_images] = make_mock_checkpoint(
+                tmp_path_factory.mktemp("mock"), supports_images=supports_images
+            )
+        folder = folders[supports_images]
         return create_engine(EngineConfig(model=str(folder), engine="mock", **settings), folder)
 
     return make
@@ -38,8 +40,8 @@ def real_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
     sees = make_llava(tmp_path_factory.mktemp("llava"), vision={"image_size": 28, "patch_size": 14})
     blind = make_llama(tmp_path_factory.mktemp("llama"))
 
-    def make(*, sees_images: bool = True, **settings: Any) -> VLMEngine:
-        folder = sees if sees_images else blind
+    def make(*, supports_images: bool = True, **settings: Any) -> VLMEngine:
+        folder = sees if supports_images else blind
         settings = {
             "kv_cache_memory": "4MiB",
             "dtype": "float32",
@@ -129,7 +131,7 @@ def test_its_info_is_consistent(engine):
     info = engine.info
     assert 0 < info.max_prompt_len < info.max_model_len
     assert info.vocab_size > 0
-    assert info.sees_images
+    assert info.supports_images
 
 
 def test_every_request_ends_with_exactly_one_finish_reason_and_nothing_after_it(engine):
@@ -196,7 +198,7 @@ def test_another_image_gives_another_answer(engine):
 
 def test_images_for_a_model_that_cannot_see_are_refused(make):
     with pytest.raises(TooManyImagesError):
-        make(sees_images=False).add(picture_request(0.5))
+        make(supports_images=False).add(picture_request(0.5))
 
 
 def test_refused_requests_name_the_reason_and_leave_nothing_behind(engine):

@@ -16,7 +16,7 @@ from tests.checkpoints import make_llama, make_llava, make_text_model
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
-from vlmserve.verify import overheard
+from vlmserve.verify import record_logits
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -125,7 +125,7 @@ def generate(engine: Engine, prompts: list[Prompt], **params) -> list[list[int]]
 
 def first_logits(engine: Engine, prompts: Sequence[Prompt]) -> torch.Tensor:
     """float32 ``[prompts, vocabulary]``, of the first token behind each prompt by itself."""
-    with overheard(engine._runner.model.language_model) as rows:
+    with record_logits(engine._runner.model.language_model) as rows:
         for prompt in prompts:
             generate(engine, [prompt], max_tokens=1)
     return torch.cat(rows)

@@ -26,7 +26,7 @@ from tests.oracles.mrope import positions
 from tests.server.live import LiveServer
 from vlmserve import LLM, RequestOutput, SamplingParams
 from vlmserve.errors import PromptTooLongError
-from vlmserve.verify import overheard
+from vlmserve.verify import record_logits
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -309,7 +309,7 @@ def test_a_video_that_spans_more_positions_than_the_model_has_is_refused(oracle:
 
 def logits_after(llm: LLM, conversation: list[dict[str, Any]]) -> torch.Tensor:
     """float32 ``[vocabulary]``, of the first token of the answer."""
-    with overheard(llm.engine._runner.model.language_model) as rows:  # type: ignore[attr-defined]
+    with record_logits(llm.engine._runner.model.language_model) as rows:  # type: ignore[attr-defined]
         llm.chat(conversation, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     return rows[-1][-1]
 

@@ -194,7 +194,7 @@ def test_prompts_that_are_cached_are_computed_again_where_their_logprobs_are_ask
 
 
 def test_long_prompts_are_scored_in_pieces(folder, model, monkeypatch):
-    monkeypatch.setattr("vlmserve.runner.prompt_logprobs._SCORES_AT_ONCE", 3 * model.config.vocab_size)
+    monkeypatch.setattr("vlmserve.runner.prompt_logprobs._MAX_LOGITS", 3 * model.config.vocab_size)
     prompt = prompts(model)[3]
     engine = engine_for(folder)
     rows = []

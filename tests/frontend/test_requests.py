@@ -268,7 +268,7 @@ def test_too_many_images_are_refused_before_any_is_read(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_see_refuses_images(text_only: RequestPreparer) -> None:
-    assert not text_only.sees_images
+    assert not text_only.supports_images
     with pytest.raises(TooManyImagesError, match="cannot see"):
         text_only.chat([user("What is this?", TINY)])
     with pytest.raises(TooManyImagesError, match="cannot see"):
@@ -377,7 +377,7 @@ def test_files_that_count_the_placeholders_of_a_tile_differently_are_refused(tmp
     folder = write_checkpoint(
         tmp_path, byte_level(), tokenizer_config={"pad_token": "<fake_token_around_image>"}, **SPLIT
     )
-    assert RequestPreparer(folder, MediaConfig()).sees_images
+    assert RequestPreparer(folder, MediaConfig()).supports_images
     (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 169}))
     with pytest.raises(ModelLoadError, match="image_seq_len"):
         RequestPreparer(folder, MediaConfig())

@@ -12,7 +12,7 @@ from tests.attending import CPU
 from tests.paged import BlockTables
 from vlmserve.kernels import torch_reference
 from vlmserve.kernels.attention import AttentionSpec, BidirectionalRows
-from vlmserve.kernels.cpu_attention import unserved
+from vlmserve.kernels.cpu_attention import unsupported_reason
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 
@@ -90,6 +90,6 @@ def test_rows_attend_to_their_own_image_and_what_came_before(
 @pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built")
 def test_the_native_kernels_say_that_they_cannot_beside_a_window() -> None:
     sliding = replace(SPEC, window=3)
-    assert unserved(sliding, torch.float32, CPU) is None
-    assert unserved(SPEC, torch.float32, CPU, bidirectional=True) is None
-    assert "later ones" in str(unserved(sliding, torch.float32, CPU, bidirectional=True))
+    assert unsupported_reason(sliding, torch.float32, CPU) is None
+    assert unsupported_reason(SPEC, torch.float32, CPU, bidirectional=True) is None
+    assert "later ones" in str(unsupported_reason(sliding, torch.float32, CPU, bidirectional=True))

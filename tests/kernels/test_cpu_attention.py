@@ -13,7 +13,7 @@ from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs
 from tests.native import built
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionSpec, RotaryRows
-from vlmserve.kernels.cpu_attention import CpuAttention, unserved
+from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.rope import Rope, RopeTables, apply_rope
 
@@ -141,8 +141,8 @@ def test_turning_on_the_way_is_turning_before(
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
         qkv = torch.randn(len(positions), width + wider).to(dtype)[:, :width]
         heads = qkv.float().view(len(positions), -1, spec.head_size)
-        turned = torch.cat((apply_rope(heads[..., :size], tables), heads[..., size:]), -1).to(dtype)
-        query, key, _ = turned.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        rotated = torch.cat((apply_rope(heads[..., :size], tables), heads[..., size:]), -1).to(dtype)
+        query, key, _ = rotated.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
         value = qkv.view(len(positions), -1, spec.head_size)[:, -spec.num_kv_heads :]
         plan = backend.prepare(metadata, 16, [spec], dtype)
         expected = backend.attend(query, key, value, caches[0], spec, metadata, plan)
@@ -221,6 +221,6 @@ def test_a_cache_of_another_type_is_refused() -> None:
 def test_what_the_kernels_cannot_serve_has_a_reason(
     spec: AttentionSpec, dtype: torch.dtype, device: str, reason: str
 ) -> None:
-    assert reason in str(unserved(spec, dtype, torch.device(device)))
+    assert reason in str(unsupported_reason(spec, dtype, torch.device(device)))
     with pytest.raises(ValueError, match=reason):
         CpuAttention().allocate(4, 16, spec, dtype, torch.device(device))

@@ -22,19 +22,19 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 pytestmark = built
 
 
-def random_qkv(pictures: int, length: int, heads: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random_qkv(images: int, length: int, heads: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(pictures, length, 3 * heads * head_size, generator=generator).to(dtype)
+    return torch.randn(images, length, 3 * heads * head_size, generator=generator).to(dtype)
 
 
 def reference(qkv: Tensor, heads: int) -> Tensor:
-    pictures, length, _ = qkv.shape
-    query, key, value = qkv.double().view(pictures, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    images, length, _ = qkv.shape
+    query, key, value = qkv.double().view(images, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 @given(
-    pictures=st.integers(1, 3),
+    images=st.integers(1, 3),
     length=st.integers(1, 100),
     heads=st.integers(1, 4),
     head_size=st.integers(1, 64).map(lambda half: 2 * half),
@@ -45,9 +45,9 @@ def reference(qkv: Tensor, heads: int) -> Tensor:
 @settings(max_examples=40, deadline=None)
 @pytest.mark.usefixtures("isa")
 def test_it_is_that_of_float64(
-    pictures: int, length: int, heads: int, head_size: int, dtype: torch.dtype, threads: int, seed: int
+    images: int, length: int, heads: int, head_size: int, dtype: torch.dtype, threads: int, seed: int
 ) -> None:
-    qkv = random_qkv(pictures, length, heads, head_size, dtype, seed)
+    qkv = random_qkv(images, length, heads, head_size, dtype, seed)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

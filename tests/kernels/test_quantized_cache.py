@@ -18,7 +18,7 @@ from tests.kernels.test_cpu_attention import DTYPES, HEAD_SIZES, SMOL, either_dt
 from tests.native import built
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, RotaryRows
-from vlmserve.kernels.cpu_attention import CpuAttention, unserved
+from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.rope import Rope, RopeTables, apply_rope
 
@@ -98,7 +98,7 @@ def test_every_backend_equals_naive_attention(
 @pytest.mark.parametrize("window", [None, 200])
 def test_rows_that_see_what_comes_after_them_equal_naive_attention(kind: Kind, window: int | None) -> None:
     spec = replace(PLAIN, window=window)
-    if unserved(spec, torch.float32, CPU, bidirectional=True) is not None and kind is CpuAttention:
+    if unsupported_reason(spec, torch.float32, CPU, bidirectional=True) is not None and kind is CpuAttention:
         spec = PLAIN
     output, expected = attend(
         kind(quantized_cache=True),
@@ -197,9 +197,9 @@ def test_turning_on_the_way_is_turning_before(dtype: torch.dtype) -> None:
     tables = RopeTables(Rope(1.0 / 1e4 ** (torch.arange(0, 64, 2) / 64)), torch.arange(60), 60, torch.float32)
     qkv = torch.randn(60, 15 * 64).to(dtype)
     heads = qkv.view(60, 15, 64)
-    turned = apply_rope(heads[:, :12].float(), tables).to(dtype)
+    rotated = apply_rope(heads[:, :12].float(), tables).to(dtype)
     caches = [backend.allocate(blocks.num_blocks, 16, SMOL, dtype, CPU) for _ in range(2)]
-    expected = backend.attend(turned[:, :9], turned[:, 9:], heads[:, 12:], caches[0], SMOL, metadata, plan)
+    expected = backend.attend(rotated[:, :9], rotated[:, 9:], heads[:, 12:], caches[0], SMOL, metadata, plan)
     assert isinstance(backend, CpuAttention)
     actual = backend.attend_rotated(qkv, RotaryRows(*tables.rows), caches[1], SMOL, metadata, plan)
     assert torch.equal(caches[0].values, caches[1].values)
@@ -221,7 +221,7 @@ def test_the_reference_gives_the_same(dtype: torch.dtype) -> None:
 @built
 def test_a_head_that_is_not_made_of_pairs_is_for_torch() -> None:
     spec = AttentionSpec(2, 2, 7, 1.0)
-    assert "pairs" in str(unserved(spec, torch.float32, CPU, quantized_cache=True))
-    assert unserved(spec, torch.float32, CPU) is None
+    assert "pairs" in str(unsupported_reason(spec, torch.float32, CPU, quantized_cache=True))
+    assert unsupported_reason(spec, torch.float32, CPU) is None
     output, expected = attend(TorchReference(quantized_cache=True), [(5, 1), (3, 8)], spec, 16)
     assert_close(output, expected, spec)

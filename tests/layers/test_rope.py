@@ -34,8 +34,8 @@ def test_queries_and_keys_turn_as_in_transformers(scaling: dict[str, Any]) -> No
     expected, _ = apply_rotary_pos_emb(query.transpose(0, 1)[None], query.transpose(0, 1)[None], cos, sin)
 
     frequencies = RopeSpec.from_config(32, 5e4, scaling, 2048).frequencies(torch.device("cpu"))
-    turned = apply_rope(query, RopeTables(Rope(frequencies), positions, 8192, torch.float32))
-    torch.testing.assert_close(turned, expected[0].transpose(0, 1), atol=2e-5, rtol=0)
+    rotated = apply_rope(query, RopeTables(Rope(frequencies), positions, 8192, torch.float32))
+    torch.testing.assert_close(rotated, expected[0].transpose(0, 1), atol=2e-5, rtol=0)
 
 
 def test_tables_grow_and_stay_what_they_were() -> None:

@@ -12,12 +12,12 @@ def scores(*rows: list[float]) -> torch.Tensor:
 def test_a_pass_in_pieces_chooses_what_each_whole_sequence_chose() -> None:
     choices = ExpertChoices()
     first, second = torch.rand(5, 8), torch.rand(3, 8)
-    with choices.note():
+    with choices.record():
         expected_first = torch.topk(first, 2).indices
-    with choices.note():
+    with choices.record():
         expected_second = second.topk(2, dim=-1, sorted=False)[1]
     other = torch.rand(4, 8)
-    with choices.follow([(1, 4), (2, 3)]):
+    with choices.replay([(1, 4), (2, 3)]):
         values, indices = torch.topk(other, 2, dim=-1)
     assert torch.equal(indices, torch.cat([expected_first[1:4], expected_second[2:3]]))
     assert torch.equal(values, other.gather(-1, indices))
@@ -26,10 +26,10 @@ def test_a_pass_in_pieces_chooses_what_each_whole_sequence_chose() -> None:
 
 def test_choices_of_another_size_are_left_alone() -> None:
     choices = ExpertChoices()
-    with choices.note():
+    with choices.record():
         torch.topk(torch.rand(7, 7), 1)  # of a vision tower, over patches
         expected = torch.topk(scores([0.0, 1.0, 2.0], [2.0, 1.0, 0.0]), 2).indices
-    with choices.follow([(0, 2)]):
+    with choices.replay([(0, 2)]):
         one = torch.topk(scores([5.0, 6.0, 7.0, 8.0]), 3).indices
         followed = torch.topk(scores([2.0, 1.0, 0.0], [0.0, 1.0, 2.0]), 2).indices
         after = torch.topk(scores([2.0, 1.0, 0.0], [0.0, 1.0, 2.0]), 2).indices

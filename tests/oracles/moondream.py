@@ -158,10 +158,10 @@ class MoondreamOracle:
 
     @staticmethod
     def _turned(x: Tensor) -> Tensor:
-        """The first half of each head turned, element i with element i + a quarter of the head."""
-        turning = x.shape[-1] // 2
-        frequencies = 10000.0 ** (-torch.arange(0, turning, 2).double() / turning)
+        """The first half of each head rotated, element i with element i + a quarter of the head."""
+        rotated_size = x.shape[-1] // 2
+        frequencies = 10000.0 ** (-torch.arange(0, rotated_size, 2).double() / rotated_size)
         angles = torch.arange(len(x)).double()[:, None, None] * frequencies
-        first, second = x[..., : turning // 2], x[..., turning // 2 : turning]
-        turned = (first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos())
-        return torch.cat((*turned, x[..., turning:]), -1)
+        first, second = x[..., : rotated_size // 2], x[..., rotated_size // 2 : rotated_size]
+        rotated = (first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos())
+        return torch.cat((*rotated, x[..., rotated_size:]), -1)

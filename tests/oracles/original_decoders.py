@@ -100,7 +100,7 @@ class ChatGLM(OriginalDecoder):
         """The first half of each head, its elements 2 i and 2 i + 1 together."""
         size = heads.shape[-1] // 2
         base = 10000 * self.config.get("rope_ratio", 1)
-        turned = heads.clone()
+        rotated = heads.clone()
         for pair in range(size // 2):
             angle = torch.arange(len(heads)).double() / base ** (2 * pair / size)
             cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -108,9 +108,9 @@ class ChatGLM(OriginalDecoder):
             if not self.config.get("original_rope", True):
                 first, second = pair, pair + size // 2
             x, y = heads[..., first], heads[..., second]
-            turned[..., first] = x * cos - y * sin
-            turned[..., second] = y * cos + x * sin
-        return turned
+            rotated[..., first] = x * cos - y * sin
+            rotated[..., second] = y * cos + x * sin
+        return rotated
 
     def layer(self, number: int, x: Tensor, prompt_len: int) -> Tensor:
         config, name = self.config, f"transformer.encoder.layers.{number}."
@@ -145,14 +145,14 @@ class Qwen(OriginalDecoder):
         """The first elements of each head, i and i + half of them together."""
         size = int(heads.shape[-1] * self.config["rotary_pct"])
         base = self.base(prompt_len, size)
-        turned = heads.clone()
+        rotated = heads.clone()
         for pair in range(size // 2):
             angle = torch.arange(len(heads)).double() / base ** (2 * pair / size)
             cos, sin = angle.cos()[:, None], angle.sin()[:, None]
             x, y = heads[..., pair], heads[..., pair + size // 2]
-            turned[..., pair] = x * cos - y * sin
-            turned[..., pair + size // 2] = y * cos + x * sin
-        return turned
+            rotated[..., pair] = x * cos - y * sin
+            rotated[..., pair + size // 2] = y * cos + x * sin
+        return rotated
 
     def layer(self, number: int, x: Tensor, prompt_len: int) -> Tensor:
         config, name = self.config, f"transformer.h.{number}."

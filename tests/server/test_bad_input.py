@@ -233,7 +233,7 @@ def test_too_many_images(live):
 
 
 def test_an_image_for_a_model_that_cannot_see(tmp_path):
-    with LiveServer(make_mock_checkpoint(tmp_path, sees_images=False)) as blind:
+    with LiveServer(make_mock_checkpoint(tmp_path, supports_images=False)) as blind:
         refused(blind.post(with_images(data_url(png()))), 400, "cannot see", param="messages", code="too_many_images")
         assert blind.ask().status_code == 200
 
@@ -352,7 +352,7 @@ def test_an_answer_longer_than_the_context_is_refused_by_every_api(live, route, 
     answer = httpx.post(f"{live.url}/v1/{route}", json={"model": "tiny", **body}, timeout=60)
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert error["message"].startswith(f"{field} is 512, but behind the prompt's")
+    assert error["message"].startswith(f"{field} is 512, but after the prompt's")
 
 
 def test_an_answer_may_fill_the_context(live):

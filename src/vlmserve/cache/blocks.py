@@ -15,7 +15,7 @@ import numpy as np
 from vlmserve.types import BlockMap
 
 
-def _let_go(block: int, keys: list[bytes]) -> None:
+def _ignore_eviction(block: int, keys: list[bytes]) -> None:
     """What happens to the content of an evicted block unless somebody wants it."""
 
 
@@ -26,7 +26,7 @@ class BlockPool:
     on_evict: called with a block and its keys before it is taken for something else.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _let_go) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _ignore_eviction) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.on_evict = on_evict
@@ -81,7 +81,7 @@ class BlockPool:
             self._ref_counts[block] = 1
             if block in self._keys:
                 self.on_evict(block, self._keys[block])
-                self.forget(block)
+                self.unregister(block)
                 self.num_evictions += 1
         return taken
 
@@ -109,7 +109,7 @@ class BlockPool:
             self._blocks[key] = block
             self._keys.setdefault(block, []).append(key)
 
-    def forget(self, block: int) -> None:
+    def unregister(self, block: int) -> None:
         """Let no key lead to a block any more; who holds it keeps it."""
         for key in self._keys.pop(block, ()):
             del self._blocks[key]

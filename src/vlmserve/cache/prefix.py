@@ -54,19 +54,19 @@ class PrefixCache:
         if host is not None:
             pool.on_evict = self._save
 
-    def find(self, keys: Sequence[bytes], tail_key: bytes | None, first_needed: Callable[[int], int]) -> Hit:
+    def find(self, keys: Sequence[bytes], tail_key: bytes | None, first_visible: Callable[[int], int]) -> Hit:
         """The longest usable run of blocks with these leading keys.
 
-        first_needed: with that many leading blocks computed, the number of the first one that later tokens see.
+        first_visible: with that many leading blocks computed, the number of the first one that later tokens see.
         tail_key: of what follows the blocks, if it is less than a block and all there is to be computed.
         """
         places: list[Place | None] = []
         for key in keys:
             place = self._place(key)
-            if place is None and first_needed(len(keys)) == 0:
+            if place is None and first_visible(len(keys)) == 0:
                 break
             places.append(place)
-        end, first = _longest(places, first_needed)
+        end, first = _longest(places, first_visible)
         tail = self._place(tail_key) if tail_key is not None and end == len(keys) else None
         return Hit(first, tuple(place for place in places[first:end] if place is not None), tail)
 
@@ -144,14 +144,14 @@ class PrefixCache:
         host.release([block])
 
 
-def _longest(places: Sequence[Place | None], first_needed: Callable[[int], int]) -> tuple[int, int]:
+def _longest(places: Sequence[Place | None], first_visible: Callable[[int], int]) -> tuple[int, int]:
     """The end and the beginning of the longest run of blocks that leaves out none that later tokens see."""
     known = 0
     best = (0, 0)
     for index, place in enumerate(places):
         known = known + 1 if place is not None else 0
         end = index + 1
-        first = first_needed(end)
+        first = first_visible(end)
         if known >= end - first and known:
             best = (end, first)
     return best

@@ -15,7 +15,7 @@ from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.verify import TOLERANCE, Comparison, Conversation, Ours, Theirs, compare, sees_images
+from vlmserve.verify import TOLERANCE, Comparison, Conversation, Ours, Theirs, compare, supports_images
 
 QUESTIONS: Final = ("What is in the image?", "Describe the image.", "What colours do you see?")
 TEXTS: Final = (
@@ -42,7 +42,7 @@ def run_verify(config: EngineConfig, images: Path | None, num_tokens: int) -> bo
     """
     console = Console()
     folder = resolve_model(config.model, config.revision)
-    sees = sees_images(folder)
+    sees = supports_images(folder)
     if images is not None and not sees:
         raise ConfigurationError("--images: this model takes none")
     conversations = _conversations(images, sees=sees)

@@ -17,7 +17,7 @@ from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels import cpu_sampling
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
-from vlmserve.kernels.cpu_attention import CpuAttention, unserved
+from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, can_pack, encoder_attention
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -152,7 +152,7 @@ class NativeCpuDevice(CpuDevice):
         quantized_cache: bool = False,
     ) -> AttentionBackend:
         """See `Device.attention`. The native backend where it serves all layers."""
-        asked = partial(unserved, bidirectional=bidirectional, quantized_cache=quantized_cache)
+        asked = partial(unsupported_reason, bidirectional=bidirectional, quantized_cache=quantized_cache)
         reasons = (asked(spec, dtype, self.torch_device) for spec in layers)
         if (reason := next(filter(None, reasons), None)) is not None:
             logger.info("attention: torch (%s)", reason)

@@ -25,7 +25,7 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
             f"the prompt has {len(prompt.token_ids)} tokens, images included, and at most {info.max_prompt_len} fit",
             param="messages",
         )
-    if prompt.num_images and not info.sees_images:
+    if prompt.num_images and not info.supports_images:
         raise TooManyImagesError("this model cannot see images; send text only", param="messages")
     end = 0
     for span in prompt.images:

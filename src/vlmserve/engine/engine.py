@@ -142,7 +142,7 @@ class Engine(BaseEngine):
             num_parameters=model.num_parameters,
             max_prompt_len=self._max_len - 1,
             kv_cache_bytes=num_blocks * block_bytes,
-            sees_images=model.vision is not None,
+            supports_images=model.vision is not None,
             end_token_ids=sorted(model.end_token_ids),
             gpu_uuid=model.device.gpu_uuid,
             image_token_bytes=self._image_token_bytes,

@@ -41,7 +41,7 @@ _WORDS = (
     "triangle star image shows there is are on left right top bottom middle of and with next to above below dog cat"
 )
 _DEFAULT_CONTEXT = 4096
-_LONGEST_NAP = 0.01
+_MAX_SLEEP = 0.01
 """Seconds a step may sleep when nothing is due, so that adds and aborts are noticed."""
 
 
@@ -49,8 +49,8 @@ class _Answer:
     """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
 
     __slots__ = (
-        "added", "added_at", "closing", "digest", "due", "first", "length", "matcher", "num_images", "produced",
-        "request", "room", "started", "tokens", "vocab_size",
+        "added", "added_at", "closing", "digest", "due", "first", "length", "matcher", "max_tokens", "num_images",
+        "produced", "request", "started", "tokens", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,7 @@ class _Answer:
         request: EngineRequest,
         words: list[list[int]],
         digest: bytes,
-        room: int,
+        max_tokens: int,
         vocab_size: int,
         matcher: Matcher | None,
         closing: list[int],
@@ -68,7 +68,7 @@ class _Answer:
         self.request = request
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
         self.length = max(request.params.min_tokens, sum(map(len, walk[: 4 + digest[-1] % 24])))
-        self.room = min(room, request.params.max_tokens or room)
+        self.max_tokens = min(max_tokens, request.params.max_tokens or max_tokens)
         self.num_images = request.prompt.num_images
         self.vocab_size = vocab_size
         self.produced = 0
@@ -89,7 +89,7 @@ class _Answer:
                 return self._output([], "stop", token)
             token = next((t for t in itertools.islice(self.tokens, 256) if t not in params.stop_token_ids), token)
         self.produced += 1
-        finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
+        finish_reason: FinishReason | None = "length" if self.produced >= self.max_tokens else None
         return self._output([token], finish_reason)
 
     def _output(
@@ -123,7 +123,7 @@ class _Answer:
         """A word of its own where the grammar allows one, else mostly what closes JSON, else any token."""
         params = self.request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        left = self.room - self.produced
+        left = self.max_tokens - self.produced
         allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens, left=left)
         possible = np.flatnonzero(allowed)
         if matcher.error is not None:
@@ -151,7 +151,7 @@ class _Answer:
         token = matcher.settle(token)
         matcher.advance(token)
         self.produced += 1
-        finish_reason: FinishReason | None = "length" if self.produced >= self.room else None
+        finish_reason: FinishReason | None = "length" if self.produced >= self.max_tokens else None
         if matcher.cut and matcher.complete:
             finish_reason = "length"
         elif matcher.finished:
@@ -311,12 +311,12 @@ class MockEngine(BaseEngine):
             return True
         now = time.monotonic()
         wake = max(self._next_tick, min(answer.due for answer in self._running.values()))
-        nap = wake - now
-        if nap > max(tpot, _LONGEST_NAP):
-            time.sleep(max(tpot, _LONGEST_NAP))
+        pause = wake - now
+        if pause > max(tpot, _MAX_SLEEP):
+            time.sleep(max(tpot, _MAX_SLEEP))
             return False
-        if nap > 0:
-            time.sleep(nap)
+        if pause > 0:
+            time.sleep(pause)
         # Ticks keep their rhythm while they can, so that the time spent between steps does not slow the mock down.
         late = self._next_tick < now - tpot
         self._next_tick = (max(wake, now) if late else wake) + tpot
@@ -373,6 +373,6 @@ def _model_info(config: EngineConfig, folder: Path, vocab_size: int, eos_token_i
         num_parameters=0,
         max_prompt_len=context - 1,
         kv_cache_bytes=0,
-        sees_images="vision_config" in checkpoint,
+        supports_images="vision_config" in checkpoint,
         end_token_ids=sorted(eos_token_ids),
     )

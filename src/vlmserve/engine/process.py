@@ -44,7 +44,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
-from vlmserve.garbage import spare_loaded_objects
+from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import LogFormat, log_format_in_use, set_up_logging
 from vlmserve.types import EngineRequest
 
@@ -225,7 +225,7 @@ def _load_and_serve(launch: _Launch, context: zmq.Context[zmq.Socket[bytes]], so
         logger.exception("The model could not be loaded")
         _send(socket, Fatal(Failure.of(ModelLoadError(f"{config.model} could not be loaded: {_describe(error)}"))))
         return 1
-    spare_loaded_objects()
+    freeze_loaded_objects()
     _send(socket, Ready(engine.info, engine.stats(), time.monotonic() - began))
     clock = StepClock()
     heartbeat = Heartbeat(context, launch.endpoint, clock)

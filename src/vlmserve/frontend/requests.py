@@ -75,11 +75,11 @@ class RequestPreparer:
         self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory)
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._one_image = one_image_prompts(read_json(folder / "config.json"))
-        sees_images = self.tokenizer.image_token_id is not None or self._one_image is not None
+        supports_images = self.tokenizer.image_token_id is not None or self._one_image is not None
         theirs = implementation == "transformers" or (implementation == "auto" and not files.sees_by_own_code)
         choose = _transformers_processor if theirs else _image_processor
         # Before the template, which writes the mark that the processor reads.
-        self._processor = choose(folder, self.tokenizer, media) if sees_images else None
+        self._processor = choose(folder, self.tokenizer, media) if supports_images else None
         self._template = (
             ChatTemplate(
                 template,
@@ -104,8 +104,8 @@ class RequestPreparer:
         )
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
-        sees_videos = self.tokenizer.video_token_id is not None
-        self._video_processor = _video_processor(folder, media) if sees_videos else None
+        supports_videos = self.tokenizer.video_token_id is not None
+        self._video_processor = _video_processor(folder, media) if supports_videos else None
 
     def fit(self, info: ModelInfo) -> None:
         """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
@@ -123,12 +123,12 @@ class RequestPreparer:
             )
 
     @property
-    def sees_images(self) -> bool:
+    def supports_images(self) -> bool:
         """Whether the model takes images."""
         return self._processor is not None
 
     @property
-    def sees_videos(self) -> bool:
+    def supports_videos(self) -> bool:
         """Whether the model takes videos."""
         return self._video_processor is not None
 
@@ -193,7 +193,7 @@ class RequestPreparer:
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
         text = self.tokenizer.write_images(text)
         # Like transformers: its processors add what the template leaves out, its tokenizers do not.
-        ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.sees_images)
+        ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.supports_images)
         return self._expand(ids, images, videos, cache_salt)
 
     def text(
@@ -314,7 +314,7 @@ class RequestPreparer:
             self.tokenizer.check_length(texts, self.max_prompt_len)
 
     def _check_count(self, count: int, param: str) -> None:
-        if count and not self.sees_images:
+        if count and not self.supports_images:
             raise TooManyImagesError("this model cannot see images; send text only", param=param)
         if count > self._media.max_images:
             raise TooManyImagesError(

@@ -21,7 +21,7 @@ LANES = 16
 MAX_HEAD_SIZE = 512
 
 
-def unserved(
+def unsupported_reason(
     spec: AttentionSpec,
     dtype: torch.dtype,
     device: torch.device,
@@ -63,8 +63,8 @@ class CpuAttention:
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """A zeroed cache of one layer. Raises ValueError for what `unserved` gives a reason against."""
-        if (reason := unserved(spec, dtype, device, quantized_cache=self.quantized_cache)) is not None:
+        """A zeroed cache of one layer. Raises ValueError for what `unsupported_reason` gives a reason against."""
+        if (reason := unsupported_reason(spec, dtype, device, quantized_cache=self.quantized_cache)) is not None:
             raise ValueError(f"native attention is not possible here: {reason}")
         pair = 2 if self.quantized_cache else 4 // dtype.itemsize
         stored = torch.int8 if self.quantized_cache else dtype

@@ -50,7 +50,7 @@ class QuantizedWeight:
         return self.values.numel() * self.bits // 8 + self.scales.numel() * 4
 
     @property
-    def is_served(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether kernels multiply with it as it is.
 
         That is 4 bits in groups of `GROUP_SIZES`, with scales and minimums that float16 has, or 8 bits with one scale

@@ -23,26 +23,26 @@ class ExpertChoices:
         """Of each sequence, for each call: ``[tokens, k]``."""
 
     @contextmanager
-    def note(self) -> Iterator[None]:
-        """Note what a pass over the next sequence chooses."""
+    def record(self) -> Iterator[None]:
+        """Record what a pass over the next sequence chooses."""
         chosen: list[Tensor] = []
-        with _Noting(chosen):
+        with _Recording(chosen):
             yield
         self._chosen.append(chosen)
 
     @contextmanager
-    def follow(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Have a pass choose what was noted. spans: of the tokens of each sequence that it computes, in one batch."""
+    def replay(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Have a pass choose what was recorded. spans: the tokens of each sequence that it computes, in one batch."""
         parts = [
             [indices[first:last] for indices in chosen]
             for chosen, (first, last) in zip(self._chosen, spans, strict=True)
         ]
         calls = [torch.cat(of_call) for of_call in zip(*parts, strict=False)]
-        with _Following(calls):
+        with _Replaying(calls):
             yield
 
 
-class _Noting(TorchFunctionMode):
+class _Recording(TorchFunctionMode):
     def __init__(self, chosen: list[Tensor]) -> None:
         super().__init__()
         self._chosen = chosen
@@ -56,7 +56,7 @@ class _Noting(TorchFunctionMode):
         return result
 
 
-class _Following(TorchFunctionMode):
+class _Replaying(TorchFunctionMode):
     def __init__(self, calls: Sequence[Tensor]) -> None:
         super().__init__()
         self._calls = list(calls)
@@ -71,8 +71,8 @@ class _Following(TorchFunctionMode):
         # The other pass may have run a vision tower before, which chooses as well.
         alike = (
             place
-            for place, noted in enumerate(self._calls)
-            if noted.numel() == result.indices.numel() and noted.shape[-1] == shape[-1]
+            for place, recorded in enumerate(self._calls)
+            if recorded.numel() == result.indices.numel() and recorded.shape[-1] == shape[-1]
         )
         place = next(alike, None)
         if place is None:

@@ -45,7 +45,7 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layo
         if not weights:
             continue
         joined = _joined(list(weights.values())) if len(weights) == len(names) else None
-        if joined is not None and joined.is_served:
+        if joined is not None and joined.is_supported:
             kept += 1
             del slots
             module.quantize(joined)

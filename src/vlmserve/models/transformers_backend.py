@@ -172,16 +172,16 @@ class TransformersModel:
         self.backend = backend(self.attention, bidirectional=False)
 
     def _find_attention(self) -> tuple[AttentionSpec, ...]:
-        """What each layer attends like, from a pass over two tokens."""
+        """The attention of each layer, observed in a pass over two tokens."""
         specs: list[AttentionSpec] = []
         windows: list[int] = []
 
-        def note(query: Tensor, key: Tensor, value: Tensor, spec: Callable[[], AttentionSpec]) -> Tensor:
+        def record(query: Tensor, key: Tensor, value: Tensor, spec: Callable[[], AttentionSpec]) -> Tensor:
             specs.append(spec())
             return torch.zeros_like(query)
 
         positions = torch.arange(2, device=self._model.device)
-        with torch.inference_mode(), _attending(note, windows):
+        with torch.inference_mode(), _attending(record, windows):
             self._hidden(self.embed(positions), positions)
         if not specs:
             raise UnsupportedModelError(NO_INTERFACE)
@@ -317,7 +317,7 @@ class TransformersModel:
             ]
             self.backend = self._choose_backend(self.attention, bidirectional=ahead is not None)
             metadata, _ = _metadata([(0, len(ids))], len(ids), device, rows)
-            with choices.follow([(0, len(ids))]):
+            with choices.replay([(0, len(ids))]):
                 hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)))
             actual = self.logits(hidden)
             if self._agree(actual, expected):
@@ -340,7 +340,7 @@ class TransformersModel:
         self._model.set_attn_implementation("eager")
         try:
             inputs = {"input_ids": sequence[None].to(self._model.device), **image_inputs}
-            with choices.note():
+            with choices.record():
                 logits: Tensor = self._model(**inputs, use_cache=False).logits
         finally:
             self._model.set_attn_implementation(_ours_in(self._model.config))
@@ -356,7 +356,7 @@ class TransformersModel:
             spans = [(cut[step], cut[step + 1]) for cut in cuts]
             ids = torch.cat([ids[first:last] for ids, (first, last) in zip(sequences, spans, strict=True)])
             metadata, positions = _metadata(spans, block_size, self._model.device)
-            with choices.follow(spans):
+            with choices.replay(spans):
                 hidden = self.forward(self.embed(ids.to(self._model.device)), positions, metadata, caches)
             for rows, part in zip(logits, torch.split(hidden, metadata.query_lens), strict=True):
                 rows.append(self.logits(part))

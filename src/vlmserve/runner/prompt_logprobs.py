@@ -11,7 +11,7 @@ from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.sampling.logprobs import token_logprobs
 from vlmserve.types import TokenLogprobs
 
-_SCORES_AT_ONCE = 2**23
+_MAX_LOGITS = 2**23
 """Logits of a prompt that may be in memory at a time."""
 
 
@@ -40,7 +40,7 @@ def _score_prompt(
     end = min(start + request.num_tokens + 1, state.num_prompt_tokens)
     of_images = {place for image in state.images_between(first, end) for place in range(image.start, image.end)}
     places = [place for place in range(first, end) if place not in of_images]
-    at_once = max(1, _SCORES_AT_ONCE // model.vocab_size)
+    at_once = max(1, _MAX_LOGITS // model.vocab_size)
     scores: dict[int, TokenLogprobs] = {}
     for some in (places[begin : begin + at_once] for begin in range(0, len(places), at_once)):
         logits = model.logits(hidden[[place - 1 - start for place in some]])

@@ -40,8 +40,8 @@ def sample_tokens(logits: Tensor, batch: Sequence[ScheduledRequest], output: Mod
         tokens = _sample_once(rows, [request.state for _, request in going], output, draw)
         drafted = []
         for (row, request), token in zip(going, tokens, strict=True):
-            goes_on = _enter(request.state, token, output)
-            if goes_on and depth < len(request.draft_token_ids) and request.draft_token_ids[depth] == token:
+            continues = _append(request.state, token, output)
+            if continues and depth < len(request.draft_token_ids) and request.draft_token_ids[depth] == token:
                 drafted.append((row, request))
         going = drafted
         depth += 1
@@ -67,7 +67,7 @@ def _sample_once(
     return tokens
 
 
-def _enter(state: RequestState, token: int | None, output: ModelRunnerOutput) -> bool:
+def _append(state: RequestState, token: int | None, output: ModelRunnerOutput) -> bool:
     """Enter what was sampled; None: nothing could be. Returns whether another token may follow."""
     request_id, matcher = state.request_id, state.matcher
     if token is None:

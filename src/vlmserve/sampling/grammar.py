@@ -129,7 +129,7 @@ class Matcher:
     """Where one answer stands in its grammar.
 
     closes: whether the answer is brought to an end before the tokens that it may have are used up. finished: nothing
-    can follow. error: why the grammar cannot be followed any further. cut: whether it had to be brought to an end.
+    can follow. error: why no token fits the grammar any more. cut: whether it had to be brought to an end.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, closes: bool = False) -> None:

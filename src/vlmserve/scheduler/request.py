@@ -167,7 +167,7 @@ class Request:
         self.num_computed = 0
         self._num_blocks_sent = 0
 
-    def start_over(self) -> None:
+    def reset_block_keys(self) -> None:
         """Forget the keys of blocks that were computed in the way of short requests."""
         self.block_keys = [self._long_root_key]
         self._tail = (0, b"")

@@ -101,7 +101,7 @@ class Scheduler:
             # Each lacks what another holds, blocks or room for an image.
             self._preempt(self.running.pop())
             budget = self._schedule_running(step)
-        self._schedule_newcomers(step, budget)
+        self._schedule_waiting(step, budget)
         step.block_copies, self.cache.block_copies = self.cache.block_copies, []
         step.blocks_to_zero, self._not_finite = self._not_finite, []
         if step.has_work:
@@ -123,24 +123,24 @@ class Scheduler:
             end = scheduled.start + scheduled.num_tokens
             sampled = output.token_ids.get(request.request_id)
             if sampled is None:
-                self._note_computed(request, end)
+                self._set_computed(request, end)
                 continue
             length = len(request.token_ids)
             answer = extend_answer(request, output)
             if drafts := step.draft_token_ids.get(request.request_id):
                 # Those count that another token was sampled behind.
                 end -= len(drafts) - max(0, len(sampled) - 1)
-            self._note_computed(request, end)
+            self._set_computed(request, end)
             if answer.finish_reason is not None:
                 if answer.finish_reason == "error" and output.failures[request.request_id].kind == "not_finite":
-                    self._forget_contents(request)
+                    self._discard_contents(request)
                 self._remove(request)
             elif request.max_short_len is not None and length <= request.max_short_len < len(request.token_ids):
-                self._start_over(request)
+                self._recompute_as_long(request)
             outputs.append(answer)
         return outputs
 
-    def _note_computed(self, request: Request, num_computed: int) -> None:
+    def _set_computed(self, request: Request, num_computed: int) -> None:
         """Of a request's tokens that many are in the KV cache now."""
         before = request.num_computed
         for span in request.spans_between(before, num_computed):
@@ -153,14 +153,14 @@ class Scheduler:
         request.num_computed = num_computed
         if before < request.num_prompt_tokens <= num_computed:
             self._register_tail(request, request.num_prompt_tokens - 1)
-        self._trim(request)
+        self._free_blocks_before_window(request)
 
     def _schedule_running(self, step: SchedulerOutput) -> int:
         """Chunks for the running requests; returns the budget that is left."""
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         for request in self.running:
             if request.num_uncomputed > 1 and budget > 0:
-                budget -= self._schedule_chunk(step, request, self._take_blocks(request, budget))
+                budget -= self._schedule_chunk(step, request, self._allocate_blocks(request, budget))
         return budget
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:
@@ -180,11 +180,11 @@ class Scheduler:
                 request.block_table.extend(self.pool.allocate(1))
             drafts: Sequence[int] = ()
             if self.propose_drafts is not None:
-                drafts = self._fitting(request, self.propose_drafts(request), budget - (len(decoding) - index))
+                drafts = self._limit_drafts(request, self.propose_drafts(request), budget - (len(decoding) - index))
             budget -= self._schedule_chunk(step, request, 1, drafts)
         return budget
 
-    def _fitting(self, request: Request, drafts: Sequence[int], budget: int) -> Sequence[int]:
+    def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int) -> Sequence[int]:
         """Drafts that can be computed behind a request's newest token, with blocks that nobody else may need soon.
 
         A draft that is right is followed by one more token, and neither may go beyond the longest answer. A request
@@ -201,7 +201,7 @@ class Scheduler:
             request.block_table.extend(self.pool.allocate(max(0, min(missing, spare))))
         return drafts[: len(request.block_table) * self._block_size - len(request.token_ids)]
 
-    def _schedule_newcomers(self, step: SchedulerOutput, budget: int) -> None:
+    def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in their order while there is room and budget."""
         deferred: list[Request] = []
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
@@ -228,9 +228,9 @@ class Scheduler:
         if not self._prefix_caching or request.prompt_logprobs is not None:
             return Hit()
         tail_key = request.tail_key(len(request.token_ids) - 1, self._block_size)
-        return self.cache.find(keys, tail_key, self._first_needed)
+        return self.cache.find(keys, tail_key, self._first_visible_block)
 
-    def _first_needed(self, num_blocks: int) -> int:
+    def _first_visible_block(self, num_blocks: int) -> int:
         """The first block that tokens behind that many blocks see."""
         if self._window is None:
             return 0
@@ -289,7 +289,7 @@ class Scheduler:
         if key is not None:
             self.pool.register(request.block_table[num_tokens // self._block_size], key)
 
-    def _take_blocks(self, request: Request, num_tokens: int) -> int:
+    def _allocate_blocks(self, request: Request, num_tokens: int) -> int:
         """Take the blocks that the next tokens of a request lack, as far as there are any.
 
         Returns how many of the next `num_tokens` tokens have blocks then.
@@ -300,7 +300,7 @@ class Scheduler:
             request.block_table.extend(self.pool.allocate(min(missing, self.pool.num_free)))
         return min(num_tokens, len(request.block_table) * self._block_size - request.num_computed)
 
-    def _trim(self, request: Request) -> None:
+    def _free_blocks_before_window(self, request: Request) -> None:
         """Let go of blocks that no later token sees."""
         if self._window is None:
             return
@@ -318,14 +318,14 @@ class Scheduler:
         """
         if budget <= 0:
             return 0
-        if request.cross is not None and not self._secure_cross(step, request, request.cross):
+        if request.cross is not None and not self._schedule_cross_states(step, request, request.cross):
             return 0
         start = request.num_computed
         end = start + min(request.num_uncomputed, budget)
         if (cut := request.bidirectional_span_at(end)) is not None:
             end = cut[0] if cut[0] > start else cut[1]
         for span in request.spans_between(start, end):
-            if not self._secure(step, request, span.image):
+            if not self._schedule_image(step, request, span.image):
                 cut = request.bidirectional_span_at(span.start)
                 end = max(start, span.start if cut is None else cut[0])
                 break
@@ -341,7 +341,7 @@ class Scheduler:
             step.draft_token_ids[request.request_id] = list(drafts)
         return num_tokens
 
-    def _secure(self, step: SchedulerOutput, request: Request, image: ImageInput) -> bool:
+    def _schedule_image(self, step: SchedulerOutput, request: Request, image: ImageInput) -> bool:
         """Pin an image's embeddings for a request, planning their encoding if they are missing."""
         if image.key not in self.encoder_cache:
             if len(step.images_to_encode) >= self._max_encoded_images:
@@ -360,7 +360,7 @@ class Scheduler:
             self.encoder_hits += 1
         return True
 
-    def _secure_cross(self, step: SchedulerOutput, request: Request, cross: CrossInput) -> bool:
+    def _schedule_cross_states(self, step: SchedulerOutput, request: Request, cross: CrossInput) -> bool:
         """Pin the states that a request attends to for as long as it runs, planning their computation if need be.
 
         The image's features are pinned for this step, in which they are needed only if it is.
@@ -395,13 +395,13 @@ class Scheduler:
         self.encoder_hits += known
         return True
 
-    def _forget_contents(self, request: Request) -> None:
+    def _discard_contents(self, request: Request) -> None:
         """Keep a failed request's keys and values, which may be NaN, from the next owner of its blocks.
 
         A block is read as a whole, and a masked NaN still makes a sum NaN.
         """
         for block in request.block_table[request.first_block :]:
-            self.pool.forget(block)
+            self.pool.unregister(block)
             if self.pool.ref_count(block) == 1:
                 self._not_finite.append(block)
 
@@ -433,10 +433,10 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def _start_over(self, request: Request) -> None:
+    def _recompute_as_long(self, request: Request) -> None:
         """Compute a request again from its first token on, which is long now."""
         self._release(request)
-        request.start_over()
+        request.reset_block_keys()
         self.running.remove(request)
         self.waiting.appendleft(request)
 

@@ -21,7 +21,7 @@ from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.defaults import default_sampling
-from vlmserve.garbage import spare_loaded_objects
+from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import log_format_in_use, set_up_logging
 from vlmserve.models.hub import resolve_model
 from vlmserve.server.activity import activity_log
@@ -143,7 +143,7 @@ async def _serve(service: Service, web: WebServer, launcher: _Launcher, media: M
             return
         client, preparer, load_time = loading.result()
         service.open(client, preparer, default_sampling(launcher.folder))
-        spare_loaded_objects()
+        freeze_loaded_objects()
         _announce(ready_line(web.url, service.model_name, client.info), web.url, service.model_name)
         async with activity_log(service.engine_stats, service.config.stats_interval):
             await _supervise(service, client, launcher, load_time, stopping)

@@ -67,7 +67,7 @@ class Preparer(Protocol):
     tool_form: ToolForm
 
     @property
-    def sees_videos(self) -> bool: ...
+    def supports_videos(self) -> bool: ...
 
     @property
     def template_settings(self) -> Collection[str]: ...
@@ -230,9 +230,9 @@ class Service:
         return None if self._client is None else self._client.info
 
     @property
-    def sees_videos(self) -> bool:
+    def supports_videos(self) -> bool:
         """Whether the model takes videos; also while it is loading and nobody knows."""
-        return self._preparer is None or self._preparer.sees_videos
+        return self._preparer is None or self._preparer.supports_videos
 
     def engine_stats(self) -> EngineStats | None:
         """The engine's latest figures; None without a living engine. Requests that it has yet to report on wait."""

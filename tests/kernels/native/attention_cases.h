@@ -139,7 +139,7 @@ private:
     }
 
     double tolerance() const {
-        // A key that is turned in another order of operations may be rounded to the other side.
+        // A key that is rotated in another order of operations may be rounded to the other side.
         if (quantized_) return dtype_ == FLOAT32 ? 2e-3 : 0.04;
         return dtype_ == FLOAT32 ? 5e-6 : 0.02;
     }
@@ -147,7 +147,7 @@ private:
     double scale() const { return 2 / std::sqrt(static_cast<double>(shape_.head_size)); }
 
     // A head at its position.
-    std::vector<double> turned(const Numbers& qkv, long place, long position) const {
+    std::vector<double> rotated(const Numbers& qkv, long place, long position) const {
         std::vector<double> head;
         for (long i = 0; i < shape_.head_size; ++i) head.push_back(qkv[place + i]);
         long half = shape_.rope_size / 2;
@@ -167,7 +167,7 @@ private:
         auto &keys = kept_keys_[static_cast<std::size_t>(batch.sequence_of[number])],
              &values = kept_values_[static_cast<std::size_t>(batch.sequence_of[number])];
         for (long head = 0; head < s.kv_heads; ++head) {
-            auto key = stored(turned(qkv, token * width + (s.heads + head) * s.head_size, position));
+            auto key = stored(rotated(qkv, token * width + (s.heads + head) * s.head_size, position));
             keys.insert(keys.end(), key.begin(), key.end());
             std::vector<double> value;
             for (long i = 0; i < s.head_size; ++i)
@@ -178,7 +178,7 @@ private:
         // Of a long chunk, some tokens will do.
         if (batch.tokens() > 100 && token % 37) return;
         for (long head = 0; head < s.heads; ++head) {
-            auto query = turned(qkv, token * width + head * s.head_size, position);
+            auto query = rotated(qkv, token * width + head * s.head_size, position);
             auto expected = attend(query, keys, values, head / (s.heads / s.kv_heads), position);
             for (long i = 0; i < s.head_size; ++i)
                 results.compare(output[(token * s.heads + head) * s.head_size + i], expected[i], tolerance());
@@ -248,7 +248,7 @@ inline void test_encoder_attention(int dtype, long images, long length, long hea
     EncoderAttentionArgs args = {};
     args.qkv = qkv.data();
     args.y = y.data();
-    args.pictures = images;
+    args.images = images;
     args.length = length;
     args.heads = heads;
     args.head_size = head_size;

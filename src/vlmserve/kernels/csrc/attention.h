@@ -66,7 +66,7 @@ long attention_scratch(const AttentionArgs& args, long* work) {
 
 // One head of a token with its rotary position applied: `row` itself if there is none, else `buffer`.
 template <class Element>
-INLINE const Element* turned(const AttentionArgs& args, const Element* row, long token, Element* buffer) {
+INLINE const Element* rotated(const AttentionArgs& args, const Element* row, long token, Element* buffer) {
     if (!args.cos) return row;
     long half = args.rope_size / 2, place = (args.positions ? args.positions[token] : token) * half;
     for (long i = 0; i < half; i += LANES) {
@@ -100,7 +100,7 @@ void append(const AttentionArgs& args, const Geometry& at, long token, long head
     };
     const Element* key = static_cast<const Element*>(args.key) + token * args.key_stride + head * args.head_size;
     const Element* value = static_cast<const Element*>(args.value) + token * args.value_stride + head * args.head_size;
-    key = turned(args, key, token, buffer);
+    key = rotated(args, key, token, buffer);
     if constexpr (Format::QUANTIZED) {
         Stored keys[MAX_HEAD_SIZE], values[MAX_HEAD_SIZE];
         float* scales = args.scales + tile * TILE_SCALES + lane;
@@ -112,7 +112,7 @@ void append(const AttentionArgs& args, const Geometry& at, long token, long head
     }
 }
 
-// An item's queries of one head of keys, turned, as [units][rows of the block] for each block of rows.
+// An item's queries of one head of keys, rotated, as [units][rows of the block] for each block of rows.
 template <class Format>
 void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& item, long kv_head,
                      typename Format::Input* to, float* scales) {
@@ -125,7 +125,7 @@ void arrange_queries(const AttentionArgs& args, const Geometry& at, const Item& 
             long row = item.first_row + first + i, token = args.query_starts[item.sequence] + row / at.group;
             long head = kv_head * at.group + row % at.group;
             const Element* query = static_cast<const Element*>(args.query) + token * args.query_stride + head * args.head_size;
-            query = turned(args, query, token, buffer);
+            query = rotated(args, query, token, buffer);
             scales[first + i] = Format::arrange(query, args.head_size, to + first * units + i, count);
         }
     }

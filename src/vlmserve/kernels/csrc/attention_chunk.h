@@ -204,7 +204,7 @@ INLINE void add_values(const Meeting<Format>& with, const typename Format::Input
                 totals[row][i] = before;
         }
     auto add = [&](const Stored* values, long place, auto half) __attribute__((always_inline)) {
-        // What lies behind a sequence's last token may be anything, and 0 times anything is not 0.
+        // What follows a sequence's last token may be anything, and 0 times anything is not 0.
         constexpr bool HALF = decltype(half)::value;
 #pragma GCC unroll 2
         for (int step = 0; step < (HALF ? 1 : Format::STEPS); ++step) {

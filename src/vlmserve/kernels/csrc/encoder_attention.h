@@ -1,4 +1,4 @@
-// Full attention of the tokens of each picture to each other, as in a vision tower.
+// Full attention of the tokens of each image to each other, as in a vision tower.
 //
 // Everything is transposed: the 32 lanes of a tile are queries, rows are tokens in the first product and features in the
 // second, so that maxima, sums and weights never cross lanes, and both products are the ones of `linear.h`:
@@ -33,7 +33,7 @@ struct EncoderScratch {
 private:
     EncoderScratch() = default;
 
-    // Puts the arrays one behind the other from `memory` on, if it is there; the number of bytes that they take.
+    // Puts the arrays one after another from `memory` on, if it is there; the number of bytes that they take.
     long lay_out(const EncoderAttentionArgs& args, char* memory) {
         long end = 0;
         auto take = [&](auto*& place, long count) {
@@ -70,9 +70,9 @@ struct EncoderAttention {
     EncoderAttention(const EncoderAttentionArgs& all, long thread) : args(all), own(all, thread) {}
 
     // The queries `first <= query < last` of a head.
-    void attend(long picture, long head, long first, long last) {
-        qkv = static_cast<const Element*>(args.qkv) + picture * args.length * 3 * width + head * args.head_size;
-        y = static_cast<Element*>(args.y) + picture * args.length * width + head * args.head_size;
+    void attend(long image, long head, long first, long last) {
+        qkv = static_cast<const Element*>(args.qkv) + image * args.length * 3 * width + head * args.head_size;
+        y = static_cast<Element*>(args.y) + image * args.length * width + head * args.head_size;
         rearrange_keys();
         rearrange_values();
         for (; first < last; first += TILE) {
@@ -195,7 +195,7 @@ struct EncoderAttention {
 template <class Format>
 void attend_encoder(const EncoderAttentionArgs& args) {
     // A head is one thread's, unless there are more threads than heads.
-    long heads = args.pictures * args.heads, tiles = (args.length + TILE - 1) / TILE;
+    long heads = args.images * args.heads, tiles = (args.length + TILE - 1) / TILE;
     long parts = smaller(tiles, (args.threads + heads - 1) / heads), items = heads * parts;
 #pragma omp parallel for num_threads(args.threads) schedule(static, 1)
     for (long thread = 0; thread < args.threads; ++thread) {

@@ -121,13 +121,13 @@ PyObject* pack_quantized(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments from(values, count, 9);
     const auto* weight = static_cast<const std::uint8_t*>(from.address());
     const auto* scales = static_cast<const float*>(from.address());
-    const auto* shifts = static_cast<const float*>(from.address());
+    const auto* minimums = static_cast<const float*>(from.address());
     auto* packed = static_cast<std::uint8_t*>(from.address());
     long out = from.integer(), in = from.integer();
     int bits = static_cast<int>(from.integer());
     long group = from.integer();
     int gated = static_cast<int>(from.integer());
-    return run(from, out * in, [&] { selected->pack_quantized(weight, scales, shifts, packed, out, in, bits, group, gated); });
+    return run(from, out * in, [&] { selected->pack_quantized(weight, scales, minimums, packed, out, in, bits, group, gated); });
 }
 
 PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -265,7 +265,7 @@ PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count
     args.qkv = from.address();
     args.y = from.address();
     args.scratch = nullptr;
-    args.pictures = from.integer();
+    args.images = from.integer();
     args.length = from.integer();
     args.heads = from.integer();
     args.head_size = from.integer();
@@ -276,7 +276,7 @@ PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count
         args.scratch = scratch(selected->encoder_attention_scratch(args));
         if (!args.scratch) return PyErr_NoMemory();
     }
-    long work = args.pictures * args.heads * args.length * args.length * args.head_size / 8;
+    long work = args.images * args.heads * args.length * args.length * args.head_size / 8;
     return run(from, work, [&] { selected->encoder_attention(args); });
 }
 
@@ -287,7 +287,7 @@ PyMethodDef methods[] = {
     {"selected_isa", selected_isa, METH_NOARGS, "The instruction set whose kernels are used."},
     {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
     FAST(pack, "weight, packed, out, in, dtype, gated"),
-    FAST(pack_quantized, "weight, scales, shifts, packed, out, in, bits, group, gated"),
+    FAST(pack_quantized, "weight, scales, minimums, packed, out, in, bits, group, gated"),
     FAST(gather, "packed, ids, y, count, in, dtype, bits"),
     FAST(linear, "The fields of LinearArgs in order, without scratch."),
     FAST(norm, "The fields of NormArgs in order."),

@@ -72,7 +72,7 @@ INLINE long first_of(const float* logits, long count, float highest) {
     return -1;
 }
 
-// The number that is drawn, -1 if there is a NaN or no finite maximum. scores, weights: room for the vocabulary, rounded up
+// The number that is drawn, -1 if there is a NaN or no finite maximum. scores, weights: memory for the vocabulary, rounded up
 // to a multiple of SUM_CHUNK.
 long draw(const SamplingArgs& args, long row, float* scores, float* weights, Bin* bins) {
     const float* logits = args.logits + row * args.vocabulary;
@@ -81,7 +81,7 @@ long draw(const SamplingArgs& args, long row, float* scores, float* weights, Bin
     i32v numbers = most == most;
     for (long i = 0; i < count; i += LANES) {
         f32v value = load_some(logits + i, smaller(LANES, count - i));
-        // The lanes behind the last one are 0 and must not be the maximum.
+        // The lanes after the last one are 0 and must not be the maximum.
         for (long lane = count - i; lane < LANES; ++lane) value[lane] = -__builtin_inff();
         numbers &= value == value;
         most = maximum(most, value);

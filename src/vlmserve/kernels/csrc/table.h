@@ -39,7 +39,7 @@ struct AttentionArgs {
     const void* query;  // [tokens, heads, head_size] of `dtype`, `query_stride` elements from token to token
     const void* key;    // [tokens, kv_heads, head_size]
     const void* value;  // as `key`
-    const float* cos;   // [rows, rope_size / 2]: queries and keys are still to be turned; null: they are
+    const float* cos;   // [rows, rope_size / 2]: queries and keys are still to be rotated; null: they are already
     const float* sin;
     const std::int64_t* positions;  // [tokens]: the row of each token; null: its own number
     void* keys;    // the cache: [blocks, kv_heads, tiles of a block, head_size * 16]
@@ -53,8 +53,8 @@ struct AttentionArgs {
     void* scratch;                     // `attention_scratch(args)` bytes
     long sequences, tokens, heads, kv_heads, head_size, block_size, table_stride;
     long query_stride, key_stride, value_stride;
-    long rope_size;  // elements of a head that turn, from its beginning
-    long window;     // positions that a token sees, itself included; 0: all
+    long rope_size;  // elements of a head that are rotated, from its beginning
+    long window;     // positions that a token attends to, itself included; 0: all
     float scale, soft_cap;  // soft_cap 0: none
     int dtype, threads;
 };
@@ -76,7 +76,7 @@ struct Operation {
     long plan;  // operations of equal shapes share one; numbered in order of first use
 };
 
-// Operations over buffers of a row a token, one behind the other. Sources are not targets; all is of `dtype`. The source
+// Operations over buffers of a row a token, one after another. Sources are not targets; all is of `dtype`. The source
 // of attention is queries, keys and values side by side.
 struct ProgramArgs {
     const Operation* operations;
@@ -97,10 +97,10 @@ struct ProgramArgs {
 constexpr long MAX_BUFFERS = 16, MAX_PLANS = 8;
 
 struct EncoderAttentionArgs {
-    const void* qkv;  // [pictures, length, 3, heads, head_size] contiguous
-    void* y;          // [pictures, length, heads, head_size] contiguous
+    const void* qkv;  // [images, length, 3, heads, head_size] contiguous
+    void* y;          // [images, length, heads, head_size] contiguous
     void* scratch;    // `encoder_attention_scratch` bytes
-    long pictures, length, heads, head_size;
+    long images, length, heads, head_size;
     float scale;  // of scores, above 0
     int dtype, threads;
 };
@@ -122,7 +122,7 @@ struct SamplingArgs {
 struct Kernels {
     const char* isa;
     void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated);
-    void (*pack_quantized)(const std::uint8_t* weight, const float* scales, const float* shifts, std::uint8_t* packed, long out,
+    void (*pack_quantized)(const std::uint8_t* weight, const float* scales, const float* minimums, std::uint8_t* packed, long out,
                            long in, int bits, long group, int gated);
     // Bits: as LinearArgs::weight_bits; rows of 4 bits cannot be gathered.
     void (*gather)(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits);

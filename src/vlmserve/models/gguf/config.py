@@ -97,7 +97,7 @@ def _config(header: Header) -> Config:
         metadata["attention.layer_norm_rms_epsilon"]
     heads = metadata["attention.head_count"]
     head_size = metadata.get("attention.key_length") or metadata["embedding_length"] // heads
-    turning = metadata.get("rope.dimension_count", head_size)
+    rotary_dim = metadata.get("rope.dimension_count", head_size)
     return {
         "model_type": architecture.model_type,
         "dtype": _dtype(header),
@@ -112,7 +112,7 @@ def _config(header: Header) -> Config:
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.get("rope.freq_base", 1e4),
         # Rounded up, so that the product with the head's size is not less.
-        "partial_rotary_factor": math.nextafter(turning / head_size, math.inf) if turning < head_size else 1.0,
+        "partial_rotary_factor": math.nextafter(rotary_dim / head_size, math.inf) if rotary_dim < head_size else 1.0,
         "rope_scaling": _rope_scaling(metadata),
         "tie_word_embeddings": not metadata.has("output.weight"),
         "attention_bias": metadata.has("attn_q.bias") or metadata.has("attn_qkv.bias"),
