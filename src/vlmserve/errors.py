@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MAX_TOLD_ERRORS = 20
+MAX_SHOWN_ERRORS = 20
 """How many of several errors the message of all of them tells."""
 
 
@@ -55,10 +55,10 @@ class InvalidRequestsError(InvalidRequestError):
         self.args = (self._message(),)
 
     def _message(self) -> str:
-        told = [f"\n- {error}" for error in self.errors[:MAX_TOLD_ERRORS]]
-        more = len(self.errors) - len(told)
-        told += [f"\n- and {more} more"] if more else []
-        return f"{len(self.errors)} inputs are wrong:{''.join(told)}"
+        shown = [f"\n- {error}" for error in self.errors[:MAX_SHOWN_ERRORS]]
+        more = len(self.errors) - len(shown)
+        shown += [f"\n- and {more} more"] if more else []
+        return f"{len(self.errors)} inputs are wrong:{''.join(shown)}"
 
 
 class UnknownModelError(InvalidRequestError):

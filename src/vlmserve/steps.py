@@ -1,8 +1,8 @@
-"""One step, as the scheduler and the model runner tell each other of it.
+"""The messages between the scheduler and the model runner: one step, and its output.
 
-Both messages are values: they hold all that the other side needs and refer to nothing that either side changes later,
-so a step can be sent to another process, recorded, or run while the next one is planned. The runner keeps what it was
-told of a request until the request is finished; the scheduler tells it only what is new.
+Both are values: they hold all that the other side needs and refer to nothing that either side changes later, so a step
+can be sent to another process, recorded, or run while the next one is planned. The runner keeps the state of each
+request until it is finished; the scheduler sends only what is new.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class BlockCopy(NamedTuple):
 class CrossStates(msgspec.Struct, frozen=True):
     """States that a decoder attends to by cross attention, to be computed from an image and a text.
 
-    key: under which they are kept. image_key: of the image's features, which are in memory by then. token_ids: of the
-    text that is read along with the image; none for the image alone.
+    key: under which they are cached. image_key: of the image's features, which are in memory by then. token_ids: of
+    the text that is encoded together with the image; none for the image alone.
     """
 
     key: bytes
@@ -58,8 +58,8 @@ class NewRequest(msgspec.Struct, frozen=True):
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that the runner knows, and the tokens ``start <= i < start + num_tokens`` of it to compute.
 
-    Tokens behind those that the runner knows are drafts. new_block_ids: KV blocks behind those that it has. resumed:
-    its blocks were taken away; `new_block_ids` are all that it has now.
+    Tokens after those that the runner knows are drafts. new_block_ids: KV blocks to append to its block table. resumed:
+    it was preempted; `new_block_ids` are its whole block table.
     """
 
     request_id: str
@@ -72,11 +72,11 @@ class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SchedulerOutput(msgspec.Struct):
     """One step, in the order in which it is run.
 
-    finished_request_ids: requests to forget; a request that comes after them may have the same id. blocks_to_zero,
+    finished_request_ids: requests to drop; a new request of the same step may have the same id. blocks_to_zero,
     block_copies: changes to KV blocks. embeddings_to_evict: keys of image embeddings and cross-attention states to
     drop. images_to_encode: their pixels come with no other step. cross_states: to compute.
-    cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, guesses of
-    the tokens that follow on the newest one; they are the last tokens that are computed of it.
+    cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, draft tokens
+    that may follow its newest one; they are the last tokens that are computed of it.
     """
 
     finished_request_ids: list[str] = []
@@ -100,7 +100,7 @@ class SchedulerOutput(msgspec.Struct):
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to run. Evicting embeddings makes room for what comes in the same step."""
+        """Whether there is anything to run. Evictions alone are not: they free memory for images of the same step."""
         return bool(
             self.has_requests or self.blocks_to_zero or self.block_copies or self.images_to_encode or self.cross_states
         )
@@ -109,8 +109,8 @@ class SchedulerOutput(msgspec.Struct):
 class RequestFailure(msgspec.Struct, frozen=True):
     """Why a request has no next token.
 
-    kind: "not_finite": its logits hold a NaN, or nothing but minus infinity. "grammar": its grammar cannot be followed
-    any further, for the reason in `message`.
+    kind: "not_finite": its logits hold a NaN, or nothing but minus infinity. "grammar": no token fits its grammar, for
+    the reason in `message`.
     """
 
     kind: Literal["not_finite", "grammar"]
@@ -128,13 +128,13 @@ class RunTimings(msgspec.Struct, frozen=True):
 
 
 class ModelRunnerOutput(msgspec.Struct):
-    """What came of a step, by request.
+    """The output of a step, by request.
 
-    token_ids: of each request whose newest token was computed, the tokens that follow: drafts that were right, and one
-    more; fewer if the answer ended. An end token is the last one. logprobs: as many, where they are asked for.
-    prompt_logprobs: of the prompt's tokens that come next, where they are asked for; None for those of images.
-    finish_reasons: of answers that their grammar has brought to an end: "stop" where nothing can follow, "length" where
-    the answer was cut short for want of tokens. failures: requests that cannot go on.
+    token_ids: for each request whose newest token was computed, the sampled tokens: accepted drafts, and one more;
+    fewer if the answer ended. An end token is the last one. logprobs: one for each token, where they are asked for.
+    prompt_logprobs: of the prompt's next tokens, where they are asked for; None for those of images.
+    finish_reasons: of answers that their grammar has finished: "stop" where nothing can follow, "length" where the
+    answer was closed because few tokens were left. failures: requests that cannot continue.
     """
 
     token_ids: dict[str, list[int]] = {}

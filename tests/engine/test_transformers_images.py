@@ -25,7 +25,7 @@ from vlmserve.engine.messages import Add, decode_to_engine, encode
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.models.transformers_vision import TransformersVision
 from vlmserve.models.vision_families import VISION_FAMILIES
-from vlmserve.prompt.checkpoint import OWN_EYES
+from vlmserve.prompt.checkpoint import OWN_VISION_CODE
 from vlmserve.types import EngineRequest, FurtherInputs
 
 NEW_TOKENS = 8
@@ -185,7 +185,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-class EyesOnly(Qwen3VLProcessor):
+class ImagesOnly(Qwen3VLProcessor):
     """Without its part for videos, which needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -201,7 +201,7 @@ def _processors_without_videos() -> Iterator[None]:
             return load(folder, **settings)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        return EyesOnly(pictures, tokenizer, chat_template=tokenizer.chat_template)
+        return ImagesOnly(pictures, tokenizer, chat_template=tokenizer.chat_template)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoProcessor, "from_pretrained", from_pretrained)
@@ -351,4 +351,4 @@ def test_models_that_put_no_image_into_prompts_are_refused(tmp_path: Path) -> No
 def test_both_sides_know_for_which_models_there_is_code_of_our_own() -> None:
     """The frontend, which must do without torch, has a list of its own."""
     own = {name for name, family in VISION_FAMILIES.items() if family.section is None}
-    assert own - {"blip_vqa"} == OWN_EYES, "BLIP's two architectures share a model type"
+    assert own - {"blip_vqa"} == OWN_VISION_CODE, "BLIP's two architectures share a model type"

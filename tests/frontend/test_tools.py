@@ -14,7 +14,7 @@ from tests.prompt.tokenizers_for_tests import CHATML_PARTS, byte_level, sentence
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
-from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said, ToolParser
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart, ToolParser
 from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.types import Grammar, SamplingParams
 
@@ -148,13 +148,13 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
     calls: list[tuple[str, str]] = []
     for event in events:
         match event:
-            case CallBegun(index, _, name):
+            case ToolCallStart(index, _, name):
                 assert index == len(calls)
                 calls.append((name, ""))
-            case CallGoesOn(index, arguments):
+            case ToolCallDelta(index, arguments):
                 assert index == len(calls) - 1
                 calls[index] = (calls[index][0], calls[index][1] + arguments)
-    return "".join(event.text for event in events if isinstance(event, Said)), calls
+    return "".join(event.text for event in events if isinstance(event, ContentDelta)), calls
 
 
 ARGUMENTS = '{"city": "a }\\"] {[ <b>", "more": {"x": [1, {}]}}'

@@ -29,14 +29,14 @@ def test_a_decoded_image_is_named_by_all_that_makes_its_pixels() -> None:
     recolored.putpalette(bytes(range(256)) * 3)
     transparent = palette.copy()
     transparent.info["transparency"] = 0
-    turned = noise(6, 4)
-    turned.getexif()[0x0112] = 6
+    rotated = noise(6, 4)
+    rotated.getexif()[0x0112] = 6
     images = [
         noise(6, 4),
         noise(6, 4, seed=1),
         noise(6, 4, "L"),
         Image.frombytes("RGB", (4, 6), noise(6, 4).tobytes()),
-        turned,
+        rotated,
         palette,
         recolored,
         transparent,

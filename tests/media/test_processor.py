@@ -67,7 +67,7 @@ FILES = {
     "WebP": encoded(noise(33, 21, "RGBA"), "WEBP", lossless=True),
     "BMP": encoded(noise(33, 21), "BMP"),
     "TIFF": encoded(noise(33, 21), "TIFF"),
-    **{f"turned {orientation}": exif_rotated(40, 25, orientation) for orientation in range(1, 9)},
+    **{f"rotated {orientation}": exif_rotated(40, 25, orientation) for orientation in range(1, 9)},
 }
 VISION = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
 CONFIG = {"model_type": "llava", "vision_config": VISION}
@@ -126,7 +126,7 @@ PHOTOS = {
     "CMYK": encoded(photo(487, 393, "CMYK"), "JPEG"),
     "progressive": encoded(photo(487, 393), "JPEG", progressive=True),
     "no subsampling": encoded(photo(487, 393), "JPEG", subsampling=0),
-    **{f"turned {number}": encoded(photo(487, 395), "JPEG", exif=orientation_exif(number)) for number in range(1, 9)},
+    **{f"rotated {number}": encoded(photo(487, 395), "JPEG", exif=orientation_exif(number)) for number in range(1, 9)},
 }
 
 

@@ -1,4 +1,4 @@
-"""What is told of an answer's tokens, whatever way they come in and however they end."""
+"""The logprobs of an answer's tokens, however they arrive and however the answer ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.prompt.tokenizers_for_tests import byte_level
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.server.generation import Answer, Piece
+from vlmserve.server.generation import Answer, TextDelta
 from vlmserve.types import EngineOutput, TokenLogprobs
 
 FILES = PromptFiles(model_type="", tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
@@ -46,24 +46,24 @@ class Record:
         pass
 
 
-def answered(tokens: list[int], cuts: list[int], stop: list[str]) -> tuple[list[Piece], Answer]:
-    """An answer whose tokens come in steps of these numbers, then one by one, and its pieces."""
+def answered(tokens: list[int], cuts: list[int], stop: list[str]) -> tuple[list[TextDelta], Answer]:
+    """An answer whose tokens come in steps of these numbers, then one by one, and its deltas."""
     outputs, done = [], 0
     while done < len(tokens):
         count = cuts.pop() if cuts else 1
         part = tokens[done : done + count]
-        told = [TokenLogprobs(token, -float(done + index), 1) for index, token in enumerate(part)]
+        logprobs = [TokenLogprobs(token, -float(done + index), 1) for index, token in enumerate(part)]
         done += len(part)
-        outputs.append(EngineOutput("a", part, "length" if done == len(tokens) else None, logprobs=told))
+        outputs.append(EngineOutput("a", part, "length" if done == len(tokens) else None, logprobs=logprobs))
 
-    async def collect() -> tuple[list[Piece], Answer]:
+    async def collect() -> tuple[list[TextDelta], Answer]:
         answer: Any = Answer(0, Stream(outputs), Detokenizer(TOKENIZER, stop), Record())  # type: ignore[arg-type]
-        return [piece async for piece in answer.pieces()], answer
+        return [delta async for delta in answer.deltas()], answer
 
     return asyncio.run(collect())
 
 
-def pieces_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[Piece]:
+def deltas_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[TextDelta]:
     return answered(tokens, cuts, stop)[0]
 
 
@@ -74,42 +74,42 @@ def pieces_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[Piece
     st.sampled_from([[], ["e"], ["the", "ing "], ["never said"], ["\N{REPLACEMENT CHARACTER}a"]]),
 )
 def test_each_token_is_told_once_in_order_up_to_the_end_of_the_text(tokens, cuts, stop):
-    pieces = pieces_of(tokens, cuts, stop)
-    told = [one for piece in pieces for one in piece.told]
-    assert [one.logprobs.token_id for one in told] == tokens[: len(told)]
-    assert [one.logprobs.logprob for one in told] == [-float(place) for place in range(len(told))]
+    deltas = deltas_of(tokens, cuts, stop)
+    logprobs = [one for delta in deltas for one in delta.logprobs]
+    assert [one.logprobs.token_id for one in logprobs] == tokens[: len(logprobs)]
+    assert [one.logprobs.logprob for one in logprobs] == [-float(place) for place in range(len(logprobs))]
     shown = ""
-    for piece in pieces:
-        assert all(one.offset < len(shown + piece.text) or piece.finish_reason for one in piece.told)
-        shown += piece.text
-    if pieces[-1].stop_string is None:
-        assert len(told) == len(tokens)
+    for delta in deltas:
+        assert all(one.offset < len(shown + delta.text) or delta.finish_reason for one in delta.logprobs)
+        shown += delta.text
+    if deltas[-1].stop_string is None:
+        assert len(logprobs) == len(tokens)
     else:
-        assert all(one.offset < len(shown) for one in told)
+        assert all(one.offset < len(shown) for one in logprobs)
         decoded = Detokenizer(TOKENIZER)
-        assert decoded.push(tokens[: len(told)]).startswith(shown)
+        assert decoded.push(tokens[: len(logprobs)]).startswith(shown)
         before = Detokenizer(TOKENIZER)
-        assert not told or len(before.push(tokens[: len(told) - 1])) < len(shown)
+        assert not logprobs or len(before.push(tokens[: len(logprobs) - 1])) < len(shown)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 6), max_size=10), st.sampled_from(["cat", "the ", "zebra", "dog"]))
 def test_usage_counts_the_tokens_up_to_a_stop_string_in_whatever_steps_they_come(cuts, stop):
     tokens = TOKENIZER.encode("the cat and the dog", add_special_tokens=False)
-    pieces, answer = answered(tokens, cuts, [stop])
+    deltas, answer = answered(tokens, cuts, [stop])
     reference = Detokenizer(TOKENIZER, [stop])
     needed = 0
     while needed < len(tokens) and not reference.stopped:
         reference.push([tokens[needed]])
         needed += 1
     assert answer.num_tokens == needed
-    assert (pieces[-1].stop_string is None) == (stop == "zebra")
+    assert (deltas[-1].stop_string is None) == (stop == "zebra")
 
 
 def test_tokens_of_one_character_are_told_with_it():
     tokens = TOKENIZER.encode("a\N{PARTY POPPER}", add_special_tokens=False)
     assert b"".join(map(token_bytes(TOKENIZER), tokens)) == "a\N{PARTY POPPER}".encode()
-    [letter, image, end] = pieces_of([*tokens, tokens[0]], [], [])
-    assert (letter.text, len(letter.told)) == ("a", 1)
-    assert (image.text, len(image.told)) == ("\N{PARTY POPPER}", len(tokens) - 1)
-    assert (end.text, len(end.told), end.finish_reason) == ("a", 1, "length")
+    [letter, image, end] = deltas_of([*tokens, tokens[0]], [], [])
+    assert (letter.text, len(letter.logprobs)) == ("a", 1)
+    assert (image.text, len(image.logprobs)) == ("\N{PARTY POPPER}", len(tokens) - 1)
+    assert (end.text, len(end.logprobs), end.finish_reason) == ("a", 1, "length")

@@ -1,4 +1,4 @@
-"""Figures of a GPU, from a library that says what a driver would."""
+"""Stats of a GPU, from a library that says what a driver would."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.server.nvml import UUID, FakeNvml
-from vlmserve.server.gpu import GpuFigures, GpuReader
+from vlmserve.server.gpu import GpuReader, GpuStats
 
 RATES = "nvmlDeviceGetUtilizationRates"
 MEMORY = "nvmlDeviceGetMemoryInfo"
@@ -27,7 +27,7 @@ def driver(monkeypatch):
 
 def test_the_driver_tells_how_busy_and_how_full_a_gpu_is(driver):
     driver()
-    assert GpuReader().read(UUID, os.getpid()) == GpuFigures(3, 0.75, 50_000, 80_000, 40_000)
+    assert GpuReader().read(UUID, os.getpid()) == GpuStats(3, 0.75, 50_000, 80_000, 40_000)
 
 
 def test_a_process_that_the_driver_does_not_know_by_this_number_has_no_memory(driver):
@@ -37,9 +37,9 @@ def test_a_process_that_the_driver_does_not_know_by_this_number_has_no_memory(dr
 
 def test_what_a_gpu_does_not_tell_is_left_out(driver):
     driver(RATES, PROCESSES)
-    assert GpuReader().read(UUID, os.getpid()) == GpuFigures(3, None, 50_000, 80_000, None)
+    assert GpuReader().read(UUID, os.getpid()) == GpuStats(3, None, 50_000, 80_000, None)
     driver(MEMORY)
-    assert GpuReader().read(UUID, os.getpid()) == GpuFigures(3, 0.75, None, None, 40_000)
+    assert GpuReader().read(UUID, os.getpid()) == GpuStats(3, 0.75, None, None, 40_000)
 
 
 @pytest.mark.parametrize(

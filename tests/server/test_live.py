@@ -56,8 +56,8 @@ def test_it_is_protected_as_metrics_are(folder, protected, status):
 
 async def test_while_the_model_loads_there_are_no_figures_of_an_engine():
     service = Service(EngineConfig(), MediaConfig(), ServerConfig())
-    figures = await LiveView(service).figures()
-    assert (figures.status, figures.engine, figures.blocks, figures.image_cache) == ("loading", None, None, None)
+    stats = await LiveView(service).stats()
+    assert (stats.status, stats.engine, stats.blocks, stats.image_cache) == ("loading", None, None, None)
     service.close()
 
 
@@ -86,26 +86,26 @@ async def watched():
 async def test_many_who_look_ask_the_engine_once(watched):
     view, engine = watched
     engine.answer.set_result(BLOCKS)
-    shown = await asyncio.gather(*(view.figures() for _ in range(50)))
+    shown = await asyncio.gather(*(view.stats() for _ in range(50)))
     assert engine.asked == 1
-    assert all(figures.blocks == BLOCKS for figures in shown)
+    assert all(stats.blocks == BLOCKS for stats in shown)
 
 
 async def test_a_busy_engine_keeps_nobody_waiting(watched, monkeypatch):
     monkeypatch.setattr("vlmserve.server.live._PATIENCE", 0.01)
     monkeypatch.setattr("vlmserve.server.live._MAP_AGE", 0.0)
     view, engine = watched
-    assert (await view.figures()).blocks is None
-    assert (await view.figures()).blocks is None
+    assert (await view.stats()).blocks is None
+    assert (await view.stats()).blocks is None
     assert engine.asked == 1
     engine.answer.set_result(BLOCKS)
-    assert (await view.figures()).blocks == BLOCKS
+    assert (await view.stats()).blocks == BLOCKS
 
 
 async def test_an_engine_that_dies_takes_its_figures_along(watched):
     view, engine = watched
     engine.answer.set_exception(EngineDeadError("it was killed"))
-    assert (await view.figures()).blocks is None
+    assert (await view.stats()).blocks is None
     engine.alive = False
-    figures = await view.figures()
-    assert (figures.status, figures.engine, figures.blocks) == ("dead", None, None)
+    stats = await view.stats()
+    assert (stats.status, stats.engine, stats.blocks) == ("dead", None, None)

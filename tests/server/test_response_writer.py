@@ -9,15 +9,16 @@ from typing import Any
 import httpx
 import openai
 
-from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
 from vlmserve.server.routes.response_writer import ResponseWriter
 from vlmserve.server.schema.responses import ResponseObject
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 
 USAGE = Usage(3, 4, 7, PromptTokensDetails(0, 0, 0))
 SAID: list[Event] = [
-    Said("Let me "), Said("see. "), CallBegun(0, "call_a", "look"), CallGoesOn(0, '{"at": '), CallGoesOn(0, '"sky"}'),
-    CallBegun(1, "call_b", "stop"), CallGoesOn(1, "{}"),
+    ContentDelta("Let me "), ContentDelta("see. "),
+    ToolCallStart(0, "call_a", "look"), ToolCallDelta(0, '{"at": '), ToolCallDelta(0, '"sky"}'),
+    ToolCallStart(1, "call_b", "stop"), ToolCallDelta(1, "{}"),
 ]  # fmt: skip
 
 

@@ -60,10 +60,10 @@ def killed_under_load(server: ServerProcess, number: int) -> tuple[list[tuple[in
             tasks = [asyncio.ensure_future(one(client, index)) for index in range(number)]
             while True:
                 page = (await client.get(f"{server.url}/metrics")).text
-                figures = {
+                metrics = {
                     line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if "{" in line
                 }
-                if figures["vlmserve:num_requests_running"] + figures["vlmserve:num_requests_waiting"] == number:
+                if metrics["vlmserve:num_requests_running"] + metrics["vlmserve:num_requests_waiting"] == number:
                     break
                 await asyncio.sleep(0.01)
             killed = time.monotonic()

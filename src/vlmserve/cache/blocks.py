@@ -1,7 +1,7 @@
-"""The pool of KV blocks: which are free, how many hands hold each of the others, and what they are known to hold.
+"""The pool of KV blocks: their ref counts, which are free, and the keys under which their content is found again.
 
-A block that nobody holds is free, yet it keeps its content, and its keys lead to it, until it is taken for something
-else: blocks without a key first, then those that were released longest ago.
+A block with a ref count of 0 is free, yet it keeps its content and its keys until it is allocated again: blocks without
+a key first, then those that were released longest ago.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vlmserve.types import BlockMap
 
 
 def _ignore_eviction(block: int, keys: list[bytes]) -> None:
-    """What happens to the content of an evicted block unless somebody wants it."""
+    """What happens to the content of an evicted block by default: nothing."""
 
 
 class BlockPool:
     """Ref-counted block ids ``0 <= id < num_blocks``, found again by 32-byte keys of their content.
 
     A block may have several keys: one for its first tokens, another for all of them.
-    on_evict: called with a block and its keys before it is taken for something else.
+    on_evict: called with a block and its keys before it is allocated for other content.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _ignore_eviction) -> None:
@@ -48,11 +48,11 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that a key leads to, held ones included."""
+        """Blocks that have a key, allocated ones included."""
         return len(self._keys)
 
     def draw_map(self, max_cells: int) -> BlockMap:
-        """What the blocks are in now, in at most so many cells."""
+        """How many blocks are allocated, cached and shared, in at most `max_cells` cells of adjacent blocks."""
         per_cell = max(1, -(-self.num_blocks // max_cells))
         ref_counts = np.frombuffer(self._ref_counts, dtype=np.intc)
         known = np.zeros(self.num_blocks, dtype=bool)
@@ -70,9 +70,9 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each held once, their content forgotten.
+        """Allocate `count` free blocks with a ref count of 1, and drop their keys.
 
-        Raises ValueError, taking none, if fewer are free.
+        Raises ValueError, allocating none, if fewer are free.
         """
         if count > len(self._free):
             raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
@@ -86,11 +86,11 @@ class BlockPool:
         return taken
 
     def get(self, key: bytes) -> int | None:
-        """The block with that content, which this does not hold."""
+        """The block with that content; its ref count stays as it is."""
         return self._blocks.get(key)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold blocks once more. Raises ValueError for a free one that no key leads to: its content is nobody's."""
+        """Add 1 to the ref counts of blocks. Raises ValueError for a free one that has no key."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 if block not in self._keys:
@@ -99,9 +99,9 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def register(self, block: int, key: bytes) -> None:
-        """Say what a held block holds, once that is computed.
+        """Give an allocated block a key, once its content is computed.
 
-        If another block holds the same already, that one stays the one to be found. Raises ValueError for a free block.
+        A key that leads to another block already stays with that one. Raises ValueError for a free block.
         """
         if self._ref_counts[block] == 0:
             raise ValueError(f"block {block} is free: what it holds is not known")
@@ -110,14 +110,14 @@ class BlockPool:
             self._keys.setdefault(block, []).append(key)
 
     def unregister(self, block: int) -> None:
-        """Let no key lead to a block any more; who holds it keeps it."""
+        """Drop the keys of a block; its ref count stays as it is."""
         for key in self._keys.pop(block, ()):
             del self._blocks[key]
             if self._ref_counts[block] == 0:
                 self._free.move_to_end(block, last=False)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Let go of blocks; one that nobody holds any more is free, and those released first are taken first.
+        """Subtract 1 from the ref counts of blocks. One at 0 is free; those released first are allocated first.
 
         Raises ValueError for one that is free already.
         """

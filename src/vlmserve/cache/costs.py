@@ -1,4 +1,4 @@
-"""Whether it is cheaper to bring a block back from host memory or to compute it again."""
+"""Whether it is cheaper to load a block from host memory or to compute it again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from vlmserve.steps import BlockCopy
 
 SMOOTHING = 0.2
 LEAST_TOKENS = 64
-"""Prompt tokens of a step below which its time says more about reading weights than about tokens."""
+"""Steps with fewer prompt tokens are not measured: their time is that of reading weights, not of tokens."""
 TRIAL_INTERVAL = 64
-"""One refusal in so many is saved all the same: what is never copied would keep its price for ever."""
+"""After so many refusals one block is saved all the same, so that the cost of copies is measured again."""
 
 
 class CostModel:

@@ -1,7 +1,7 @@
-"""Which projected image embeddings are in memory, and who still needs them.
+"""The encoder cache: which projected image embeddings are in memory, and which requests need them.
 
-Only bookkeeping: the runner keeps the tensors under the same keys. An embedding that a running request needs is
-pinned; the others stay until their bytes are wanted, least recently used first out.
+Only bookkeeping: the runner keeps the tensors under the same keys. Embeddings that a running request needs are pinned;
+the others are evicted when memory is needed, least recently used first.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class EncoderCache:
         return evicted
 
     def add(self, key: bytes, size: int) -> None:
-        """Enter an image of `size` bytes, idle at first. Raises ValueError if it is there or does not fit."""
+        """Add an image of `size` bytes, not pinned. Raises ValueError if it is there or does not fit."""
         if key in self._sizes or self.used_bytes + size > self.capacity_bytes:
-            raise ValueError("the image is cached already or there is no room for it")
+            raise ValueError("the image is cached already or does not fit")
         self._sizes[key] = size
         self._idle[key] = None
         self.used_bytes += size

@@ -1,10 +1,10 @@
-"""Keys of KV blocks: 32 bytes that say everything a block's content depends on.
+"""Keys of KV blocks: 32-byte digests of everything that a block's content depends on.
 
-A block's key covers its parent's key, its own token ids, and for every image that it touches the image's key, the
-offset into the image at which the block meets it, and which of the block's tokens are the image's. Placeholder
-tokens look alike for all images, and a text may hold their id, too; the key is what tells them apart. The key of the
-block in which a bidirectional span begins covers all of the span. What a decoder attends to by cross attention changes
-every token's states, so it is in the root of all blocks.
+A block's key covers its parent's key, its own token ids, and for every image in it the image's key, the offset into the
+image at which the block begins, and which of the block's tokens are the image's. Placeholder tokens are the same for
+all images, and a text may contain their id, too. The key of the block in which a bidirectional span begins covers all
+of the span. The states that a decoder attends to by cross attention change every token's states, so their key is part
+of the root key.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class TouchedImage(NamedTuple):
 def root_key(identity: bytes, *, adapter: str = "", salt: str = "") -> bytes:
     """The parent of every first block: one for each model, adapter and tenant.
 
-    identity: what `cache_identity` says of the model and of how its keys and values are stored.
+    identity: of the model and of how its keys and values are stored, from `cache_identity`.
     """
     parts = (identity, adapter.encode(), salt.encode())
     return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
 def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of cross-attention states: of an image, or of a text that was read along with it."""
+    """The key of cross-attention states: of an image, or of a text that was encoded together with it."""
     if len(image_key) != KEY_BYTES:
         raise ValueError(f"keys have {KEY_BYTES} bytes")
     return blake3(b"cross" + image_key + array("q", token_ids).tobytes()).digest()
@@ -52,7 +52,7 @@ def cross_attention_root(root: bytes, cross: bytes) -> bytes:
 def block_key(
     parent: bytes, token_ids: Sequence[int], images: Sequence[TouchedImage], *, ahead: Sequence[int] = ()
 ) -> bytes:
-    """The key of a block with the images it touches, in order. ahead: token ids behind it that its own see.
+    """The key of a block with the images in it, in order. ahead: later token ids that the block's tokens attend to.
 
     All keys have one length and the token ids come with theirs, so no two inputs read alike. Raises ValueError for
     keys of another length.

@@ -1,7 +1,7 @@
-"""Beginnings of prompts that are in memory already: on the device, or in the host memory that evicted blocks fall to.
+"""The prefix cache: blocks of earlier requests on the device, and evicted ones in host memory.
 
-Everything here is bookkeeping. What has to be copied is noted in `PrefixCache.block_copies`, in the order in which it
-must happen; the runner does it before it writes to any block.
+Everything here is bookkeeping. What has to be copied is listed in `PrefixCache.block_copies`, in order; the runner
+copies it before it writes to any block.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Place(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """What is in memory of a sequence: its blocks from number `first` on, up to but not including number `end`.
+    """The cached blocks of a sequence, from number `first` on, up to but not including number `end`.
 
-    `tail`: a block that begins with what the sequence's next one begins with, all computed tokens of it; it will be
-    copied, as the sequence is going to write behind them.
+    tail: a block that begins with the same tokens as the sequence's next, partly filled one; it will be copied, since
+    the sequence writes its next tokens after them.
     """
 
     first: int = 0
@@ -37,7 +37,7 @@ class Hit(NamedTuple):
 
 
 class PrefixCache:
-    """Finds and holds blocks by their keys. host: a second pool for what the first one evicts.
+    """Finds blocks by their keys. host: a second pool, for what the first one evicts.
 
     worth_saving: asked before a block goes to the host; see `CostModel`.
     """
@@ -55,10 +55,10 @@ class PrefixCache:
             pool.on_evict = self._save
 
     def find(self, keys: Sequence[bytes], tail_key: bytes | None, first_visible: Callable[[int], int]) -> Hit:
-        """The longest usable run of blocks with these leading keys.
+        """The longest usable run of cached blocks with these leading keys.
 
-        first_visible: with that many leading blocks computed, the number of the first one that later tokens see.
-        tail_key: of what follows the blocks, if it is less than a block and all there is to be computed.
+        first_visible: of a number of leading blocks, the first one that later tokens attend to. tail_key: of the partly
+        filled block after them, if there is one.
         """
         places: list[Place | None] = []
         for key in keys:
@@ -71,18 +71,18 @@ class PrefixCache:
         return Hit(first, tuple(place for place in places[first:end] if place is not None), tail)
 
     def num_taken(self, hit: Hit) -> int:
-        """How many free device blocks it takes to hold a hit; its tail is held only until its copy is planned."""
+        """How many free device blocks it takes to use a hit; its tail is held only until its copy is scheduled."""
         places = hit.places if hit.tail is None or hit.tail.on_host else (*hit.places, hit.tail)
         return sum(place.on_host or self.pool.ref_count(place.block) == 0 for place in places)
 
     def take(self, hit: Hit, keys: Sequence[bytes], num_new: int) -> list[int]:
-        """Hold the blocks of a hit, then `num_new` further ones; the first of these gets the tail's content.
+        """Take the blocks of a hit, then `num_new` further ones; the first of these gets the tail's content.
 
         keys: as for `find`. Raises ValueError if too few blocks are free.
         """
         kept = [*hit.places] if hit.tail is None else [*hit.places, hit.tail]
         on_host = [place.block for place in kept if place.on_host]
-        # Held meanwhile: making room must not evict what is about to be used.
+        # Shared first, so that the allocation does not evict what is about to be used.
         self.pool.share([place.block for place in kept if not place.on_host])
         if self.host is not None:
             self.host.share(on_host)
@@ -145,7 +145,7 @@ class PrefixCache:
 
 
 def _longest(places: Sequence[Place | None], first_visible: Callable[[int], int]) -> tuple[int, int]:
-    """The end and the beginning of the longest run of blocks that leaves out none that later tokens see."""
+    """The end and the beginning of the longest run of blocks that has all blocks that later tokens attend to."""
     known = 0
     best = (0, 0)
     for index, place in enumerate(places):

@@ -1,4 +1,4 @@
-"""What every engine refuses before a request may wait for its turn."""
+"""Checks of a request that every engine makes before it queues the request."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
 
 
 def check_length(field: str, wanted: int, prompt: Prompt, info: ModelInfo) -> None:
-    """Check that as many tokens as a request's field asks for fit behind its prompt. Engines end an answer where the
-    context ends; who asks for more than that is told so before it runs.
+    """Check that as many tokens as a request's field asks for fit into the context after its prompt.
 
-    Raises InvalidRequestError. What is wrong with a prompt that leaves no space itself, `check_request` says.
+    Raises InvalidRequestError. `check_request` refuses prompts that leave no space at all.
     """
     num_tokens, context = len(prompt.token_ids), info.max_prompt_len + 1
     if num_tokens < context < num_tokens + wanted:
         raise InvalidRequestError(
-            f"{field} is {wanted}, but behind the prompt's {num_tokens} tokens, images included, the context of "
+            f"{field} is {wanted}, but after the prompt's {num_tokens} tokens, images included, the context of "
             f"{context} has {context - num_tokens} left; ask for at most that many, or leave {field} out",
             param=field,
         )

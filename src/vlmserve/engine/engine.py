@@ -58,7 +58,7 @@ class StepTimings:
 
     @property
     def overhead(self) -> float:
-        """What the step cost outside the models."""
+        """Time of the step outside the model and its vision tower."""
         return self.schedule + self.run.build + self.run.sample
 
 
@@ -197,8 +197,8 @@ class Engine(BaseEngine):
         return outputs
 
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float, ran: float) -> int:
-        """Note when requests first ran, had an image encoded and had their first token. Returns how many tokens of
-        prompts the step computed."""
+        """Record when requests first ran, had an image encoded and had their first token. Returns how many prompt
+        tokens the step computed."""
         encoded = {image.key for image in step.images_to_encode}
         prompt_tokens = 0
         for scheduled in step.requests:
@@ -258,7 +258,7 @@ class Engine(BaseEngine):
         return self._cache.pool.draw_map(MAX_MAP_CELLS)
 
     def _check_times(self, prompt: Prompt) -> None:
-        """The frames of a slow video may lie further apart than the model can tell, or memory for positions holds."""
+        """The frames of a slow video may have positions beyond those that the model has."""
         times = sum(int(span.image.grid[0] * span.image.frame_step) for span in prompt.images if span.image.grid)
         if len(prompt.token_ids) + times > self._max_position:
             raise PromptTooLongError(
@@ -280,7 +280,7 @@ class Engine(BaseEngine):
         self._check_image(cross.image, num_bytes)
 
     def _check_image(self, image: ImageInput, num_bytes: int) -> None:
-        """num_bytes: what it takes of the encoder cache."""
+        """num_bytes: that it takes in the encoder cache."""
         if self._vision is not None:
             self._vision.check(image.pixels.shape, image.num_embeddings, image.tiling)
         if len(image.key) != KEY_BYTES:
@@ -294,7 +294,7 @@ class Engine(BaseEngine):
 
 
 def _with_timings(request: Request, output: EngineOutput, now: float) -> EngineOutput:
-    """The first and the last output of a request say where its seconds went."""
+    """The first and the last output of a request carry its timings."""
     if request.answered != now and output.finish_reason is None:
         return output
     timings = RequestTimings(
@@ -346,7 +346,7 @@ def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
 
 
 def _set_threads(wanted: int | None) -> None:
-    """As many threads as the settings say. Without any, what somebody else set stays, unless it is more than helps."""
+    """Set torch's threads as configured. By default, keep what the program or environment set, up to the cores."""
     if wanted is not None:
         torch.set_num_threads(wanted)
     elif "OMP_NUM_THREADS" not in os.environ:

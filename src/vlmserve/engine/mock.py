@@ -46,7 +46,7 @@ _MAX_SLEEP = 0.01
 
 
 class _Answer:
-    """One request under way. due: when its first token may come; all times are those of `time.monotonic`."""
+    """One unfinished request. due: when its first token may come; all times are those of `time.monotonic`."""
 
     __slots__ = (
         "added", "added_at", "closing", "digest", "due", "first", "length", "matcher", "max_tokens", "num_images",

@@ -33,7 +33,7 @@ class VLMEngine(Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests at once and free all they hold; unknown ids are ignored, no output follows."""
+        """Drop requests immediately and free all they hold; unknown ids are ignored, no output follows."""
         ...
 
     def has_work(self) -> bool:
@@ -45,9 +45,9 @@ class VLMEngine(Protocol):
         ...
 
     def inspect(self) -> EngineSnapshot:
-        """The stats and every unfinished request, for people who look for what goes wrong."""
+        """The stats and every unfinished request, for debugging."""
         ...
 
     def map_blocks(self) -> BlockMap:
-        """What the KV cache's blocks are in, for people who watch; in at most `MAX_MAP_CELLS` cells."""
+        """How the KV cache's blocks are used, for the live view; in at most `MAX_MAP_CELLS` cells."""
         ...

@@ -129,8 +129,8 @@ class EngineClient:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, 0)
         self._streams: dict[str, EngineStream] = {}
-        self._looks: dict[type[Inspect | MapBlocks], asyncio.Future[Any]] = {}
-        """What the engine was asked of itself and has not answered."""
+        self._queries: dict[type[Inspect | MapBlocks], asyncio.Future[Any]] = {}
+        """Queries about the engine's state that wait for a reply."""
         self._outbox: list[ToEngine] = []
         self._sends: set[asyncio.Future[Any]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -148,7 +148,7 @@ class EngineClient:
         self.stats = EngineStats()
         """The engine's latest snapshot."""
         self.on_step: Callable[[EngineStats, EngineStats], None] | None = None
-        """Told of every step that reports: the snapshots before and after it."""
+        """Called after every step with the stats before and after it."""
         self.load_seconds = 0.0
         """How long the engine took to load the model."""
 
@@ -196,16 +196,16 @@ class EngineClient:
 
     @property
     def step_seconds(self) -> float:
-        """How long the engine had been at the same step when it was last heard of."""
+        """How long the engine's current step had been running at the last heartbeat."""
         return self._heartbeat.step_seconds
 
     def kill(self, reason: str) -> None:
-        """End an engine that hangs. reason: what those who wait for it are told."""
+        """Kill an engine that hangs. reason: for the error that waiting requests get."""
         self._hang = reason
         self._process.kill()
 
     async def wait_until_dead(self) -> None:
-        """Until the engine process is gone without having been told to, and everybody who waited for it knows."""
+        """Return once the engine process has exited unexpectedly and all waiting requests have failed."""
         await self._died.wait()
 
     @property
@@ -262,23 +262,23 @@ class EngineClient:
             stream.close()
 
     async def inspect(self) -> EngineSnapshot:
-        """What the engine holds, asked between two of its steps. Raises EngineDeadError, UnavailableError."""
-        snapshot: EngineSnapshot = await self._look(Inspect())
+        """The engine's state between two of its steps. Raises EngineDeadError, UnavailableError."""
+        snapshot: EngineSnapshot = await self._query(Inspect())
         return snapshot
 
     async def map_blocks(self) -> BlockMap:
-        """What the KV cache's blocks are in, asked and answered in the same way."""
-        blocks: BlockMap = await self._look(MapBlocks())
+        """How the KV cache's blocks are used, between two steps. Raises as `inspect` does."""
+        blocks: BlockMap = await self._query(MapBlocks())
         return blocks
 
-    async def _look(self, question: Inspect | MapBlocks) -> Any:
+    async def _query(self, message: Inspect | MapBlocks) -> Any:
         if not self.alive:
             raise self._gone()
-        if type(question) not in self._looks:
-            self._looks[type(question)] = self._loop.create_future()
-            self._send(question)
-        # Shared by all who ask meanwhile, so that what waits for a busy engine does not grow.
-        answer = await asyncio.shield(self._looks[type(question)])
+        if type(message) not in self._queries:
+            self._queries[type(message)] = self._loop.create_future()
+            self._send(message)
+        # Callers in the meantime share one query, so that a busy engine does not get a queue of them.
+        answer = await asyncio.shield(self._queries[type(message)])
         if answer is None:
             raise self._gone()
         return answer
@@ -302,15 +302,15 @@ class EngineClient:
                     self._streams[request_id].fail(error)
                     self._forget(request_id)
 
-    def _end_look(self, question: type[Inspect | MapBlocks], answer: EngineSnapshot | BlockMap | None) -> None:
-        """Tell those who asked; None means that the engine is gone."""
-        look = self._looks.pop(question, None)
-        if look is not None:
-            look.set_result(answer)
+    def _end_query(self, message: type[Inspect | MapBlocks], answer: EngineSnapshot | BlockMap | None) -> None:
+        """Give callers the reply; None means that the engine is gone."""
+        query = self._queries.pop(message, None)
+        if query is not None:
+            query.set_result(answer)
 
-    def _end_looks(self) -> None:
-        for question in list(self._looks):
-            self._end_look(question, None)
+    def _end_queries(self) -> None:
+        for message in list(self._queries):
+            self._end_query(message, None)
 
     async def close(self, grace: float = 0.0) -> None:
         """Take no more requests, give running ones `grace` seconds, then stop the process."""
@@ -318,7 +318,7 @@ class EngineClient:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         self.fail_all(lambda: UnavailableError("The engine was closed before the answer was complete"))
-        self._end_looks()
+        self._end_queries()
         if self._ready.done() and not self._exited.is_set():
             self._send(Shutdown())
             with contextlib.suppress(TimeoutError):
@@ -385,7 +385,7 @@ class EngineClient:
         else:
             logger.error("%s; %d requests fail", error, len(self._streams))
         self.fail_all(self._gone)
-        self._end_looks()
+        self._end_queries()
         self._died.set()
 
     async def _listen(self) -> None:
@@ -409,9 +409,9 @@ class EngineClient:
                 case Failed(request_id, failure):
                     self._end(request_id, failure.error)
                 case Inspected(snapshot):
-                    self._end_look(Inspect, snapshot)
+                    self._end_query(Inspect, snapshot)
                 case Mapped(blocks):
-                    self._end_look(MapBlocks, blocks)
+                    self._end_query(MapBlocks, blocks)
                 case Ready(info, stats, load_seconds):
                     self.stats, self.load_seconds = stats, load_seconds
                     self._ready.set_result(info)

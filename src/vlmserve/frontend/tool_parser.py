@@ -1,4 +1,4 @@
-"""Calls of functions in an answer's text, as it comes."""
+"""Parses tool calls in an answer's text as it is streamed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from vlmserve.frontend.tools import ToolForm, ToolUse
 
 
 @dataclass(frozen=True)
-class Said:
-    """A piece of text that is no call."""
+class ContentDelta:
+    """Text outside tool calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class CallBegun:
-    """A call of a function begins; its arguments follow."""
+class ToolCallStart:
+    """The beginning of a tool call; its arguments follow."""
 
     index: int
     id: str
@@ -27,14 +27,14 @@ class CallBegun:
 
 
 @dataclass(frozen=True)
-class CallGoesOn:
-    """A piece of a call's arguments, which are JSON."""
+class ToolCallDelta:
+    """A part of a tool call's arguments, which are JSON."""
 
     index: int
     arguments: str
 
 
-Event = Said | CallBegun | CallGoesOn
+Event = ContentDelta | ToolCallStart | ToolCallDelta
 
 
 class ToolParser:
@@ -70,7 +70,7 @@ class ToolParser:
     def finish(self) -> list[Event]:
         """What was held back as it might have been the beginning of a call."""
         rest, self._held = self._held, ""
-        return [Said(rest)] if rest and self._state == "text" else []
+        return [ContentDelta(rest)] if rest and self._state == "text" else []
 
     def _read_text(self) -> list[Event]:
         if not self._anywhere:
@@ -115,14 +115,14 @@ class ToolParser:
                 self._held = self._held[len(head) :]
                 self._state, self._depth = "arguments", 0
                 self.num_calls += 1
-                return [CallBegun(self.num_calls - 1, self._call_id(), name)]
+                return [ToolCallStart(self.num_calls - 1, self._call_id(), name)]
         return []
 
     def _read_arguments(self) -> list[Event]:
         end = next((place for place, character in enumerate(self._held, 1) if self._ends_with(character)), None)
         text, self._held = self._held[:end], "" if end is None else self._held[end:]
         self._state = "arguments" if end is None else "between"
-        return [CallGoesOn(self.num_calls - 1, text)]
+        return [ToolCallDelta(self.num_calls - 1, text)]
 
     def _ends_with(self, character: str) -> bool:
         """Whether a character is the last of a JSON object."""
@@ -140,7 +140,7 @@ class ToolParser:
 
     def _say(self, text: str) -> list[Event]:
         self._said = self._said or bool(text)
-        return [Said(text)] if text else []
+        return [ContentDelta(text)] if text else []
 
     def _call_id(self) -> str:
         return uuid4().hex[: self._id_length] if self._id_length else f"call_{uuid4().hex}"

@@ -81,7 +81,7 @@ class Monitor:
         return Usage(processes[0], processes[1:], self._lags)
 
     async def __aenter__(self) -> Monitor:
-        await self._look()
+        await self._sample()
         self._tasks = [asyncio.ensure_future(self._watch()), asyncio.ensure_future(self._tick())]
         return self
 
@@ -91,12 +91,12 @@ class Monitor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._look()
+        await self._sample()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
-            await self._look()
+            await self._sample()
 
     async def _tick(self) -> None:
         while True:
@@ -104,7 +104,7 @@ class Monitor:
             await asyncio.sleep(_TICK)
             self._lags.append(max(0.0, clock() - due))
 
-    async def _look(self) -> None:
+    async def _sample(self) -> None:
         now, times = clock(), self._own.cpu_times()
         own = self._samples["client"]
         own.seconds.append((now, times.user + times.system))

@@ -21,7 +21,7 @@ _BYTES_PER_PIXEL = {"JPEG": 12, "MPO": 12}
 _MOST_BYTES_PER_PIXEL = 16
 """At the worst moment of decoding, turning and converting, measured: WebP keeps four copies, as does transparency that
 becomes white; a progressive JPEG keeps all coefficients."""
-_LOOK = 0.1
+_POLL_INTERVAL = 0.1
 """Seconds between looks whether a client that waits for memory is still there."""
 _FREE_SCANS = 16
 """Scans that a JPEG of the largest allowed size may have. Encoders write up to 13; a smaller one may have more."""
@@ -48,16 +48,16 @@ class DecodingMemory:
         Raises CancelledWorkError when nobody waits for the image any more.
         """
         num_bytes = min(num_bytes, self.capacity)
-        turn = object()
+        queued = object()
         with self._changed:
-            self._queue.append(turn)
+            self._queue.append(queued)
             try:
-                while self._queue[0] is not turn or self.used + num_bytes > self.capacity:
-                    self._changed.wait(_LOOK)
+                while self._queue[0] is not queued or self.used + num_bytes > self.capacity:
+                    self._changed.wait(_POLL_INTERVAL)
                     check_cancelled()
                 self.used += num_bytes
             finally:
-                self._queue.remove(turn)
+                self._queue.remove(queued)
                 self._changed.notify_all()
         try:
             yield

@@ -39,7 +39,7 @@ _SHARPNESS = 2.0
 _DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 
 
-class _Turn(NamedTuple):
+class _Transform(NamedTuple):
     """swaps: width and height; mirrors_x, mirrors_y: then, left and right, upper and lower."""
 
     method: Image.Transpose
@@ -48,14 +48,14 @@ class _Turn(NamedTuple):
     mirrors_y: bool
 
 
-_TURNS = {
-    2: _Turn(Image.Transpose.FLIP_LEFT_RIGHT, False, True, False),
-    3: _Turn(Image.Transpose.ROTATE_180, False, True, True),
-    4: _Turn(Image.Transpose.FLIP_TOP_BOTTOM, False, False, True),
-    5: _Turn(Image.Transpose.TRANSPOSE, True, False, False),
-    6: _Turn(Image.Transpose.ROTATE_270, True, True, False),
-    7: _Turn(Image.Transpose.TRANSVERSE, True, True, True),
-    8: _Turn(Image.Transpose.ROTATE_90, True, False, True),
+_TRANSFORMS = {
+    2: _Transform(Image.Transpose.FLIP_LEFT_RIGHT, False, True, False),
+    3: _Transform(Image.Transpose.ROTATE_180, False, True, True),
+    4: _Transform(Image.Transpose.FLIP_TOP_BOTTOM, False, False, True),
+    5: _Transform(Image.Transpose.TRANSPOSE, True, False, False),
+    6: _Transform(Image.Transpose.ROTATE_270, True, True, False),
+    7: _Transform(Image.Transpose.TRANSVERSE, True, True, True),
+    8: _Transform(Image.Transpose.ROTATE_90, True, False, True),
 }
 """What stands an image of each EXIF orientation upright."""
 
@@ -149,7 +149,7 @@ def load_image(image: Image.Image, limits: MediaConfig) -> None:
 
 
 def upright(image: Image.Image) -> DecodedImage:
-    """A decoded image, turned as its EXIF orientation says."""
+    """A decoded image, rotated as its EXIF orientation says."""
     return _upright(DecodedImage.whole(image))
 
 
@@ -170,29 +170,29 @@ def orientation(image: Image.Image) -> int:
         found = image.getexif().get(_ORIENTATION)
     except Exception:  # broken EXIF data says nothing about how the image stands
         return 1
-    return found if found in _TURNS else 1
+    return found if found in _TRANSFORMS else 1
 
 
 def _draft(image: Image.Image, reduction: Callable[[tuple[int, int]], float]) -> Box:
     """Have an opened JPEG decoded at a fraction of its size, if few of its pixels are asked for. Returns its box."""
     width, height = image.size
-    turn = _TURNS.get(orientation(image))
-    spare = reduction((height, width) if turn is not None and turn.swaps else (width, height)) / _SHARPNESS
+    transform = _TRANSFORMS.get(orientation(image))
+    spare = reduction((height, width) if transform is not None and transform.swaps else (width, height)) / _SHARPNESS
     divisor = next((divisor for divisor in (8, 4, 2) if divisor <= spare), 1)
     draft = image.draft(None, (width // divisor, height // divisor)) if divisor > 1 else None
     return (0, 0, width, height) if draft is None else draft[1]
 
 
 def _upright(decoded: DecodedImage) -> DecodedImage:
-    turn = _TURNS.get(orientation(decoded.image))
-    if turn is None:
+    transform = _TRANSFORMS.get(orientation(decoded.image))
+    if transform is None:
         return decoded
     (width, height), (_, _, right, lower) = decoded.size, decoded.box
-    image = decoded.image.transpose(turn.method)
-    if turn.swaps:
+    image = decoded.image.transpose(transform.method)
+    if transform.swaps:
         width, height, right, lower = height, width, lower, right
-    left = image.width - right if turn.mirrors_x else 0
-    upper = image.height - lower if turn.mirrors_y else 0
+    left = image.width - right if transform.mirrors_x else 0
+    upper = image.height - lower if transform.mirrors_y else 0
     return DecodedImage(image, (width, height), (left, upper, left + right, upper + lower))
 
 

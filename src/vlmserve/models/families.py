@@ -165,7 +165,7 @@ _GPT: Names = (
 )
 _HEAD_NORMS: Names = ((r"\.([qk])_layernorm\.", r".\1_norm."),)
 # With norms on both sides, the name that others give to the norm before the MLP means the one after attention.
-_AROUND: Names = (
+_SANDWICH_NORMS: Names = (
     (r"\.post_attention_layernorm\.", ".attention_output_norm."),
     (r"\.pre_feedforward_layernorm\.", ".mlp_norm."),
     (r"\.post_feedforward_layernorm\.", ".mlp_output_norm."),
@@ -357,7 +357,7 @@ FAMILIES: dict[str, Family] = {
         models="ChatGLM 2 and 3, GLM-4 9B",
     ),
     "gemma": Family("GemmaForCausalLM", _GEMMA, specs.gemma, models="Gemma"),
-    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, specs.gemma2, _AROUND, models="Gemma 2"),
+    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, specs.gemma2, _SANDWICH_NORMS, models="Gemma 2"),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {
@@ -372,7 +372,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window_pattern": 6,
         },
         specs.gemma3,
-        _AROUND,
+        _SANDWICH_NORMS,
         models="Gemma 3 1B",
     ),
     "smollm3": Family(

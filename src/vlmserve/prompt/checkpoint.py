@@ -20,7 +20,7 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "gemma3": 262144,
 }
 """Placeholders of images, by model types whose config.json may leave them out."""
-OWN_EYES = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
+OWN_VISION_CODE = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
 """Model types for whose images there is code of our own."""
 DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656}
 """Placeholders of videos, by the model types that take any."""
@@ -98,7 +98,7 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         image_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
         if ends is not None
         else None,
-        sees_by_own_code=model_type in OWN_EYES or isinstance(visual, dict),
+        has_own_vision_code=model_type in OWN_VISION_CODE or isinstance(visual, dict),
     )
 
 

@@ -38,10 +38,10 @@ class CrossAttentionRows:
 class Batch:
     """A step as tensors on the model's device.
 
-    token_ids, positions: int64 ``[tokens]``; positions of long requests are behind those of short ones; placeholders
-    of images have token id 0, `image_rows` says whose they are. Where images have grids, positions are ``[3,
-    tokens]``: frames, rows and columns. sampled_rows: int64, the rows that a token may be sampled behind, in the order
-    of the requests. cross_rows: which rows attend to which states by cross attention.
+    token_ids, positions: int64 ``[tokens]``; positions of long requests come after those of short ones; placeholders
+    of images have token id 0, `image_rows` says to which images they belong. Where images have grids, positions are
+    ``[3, tokens]``: frames, rows and columns. sampled_rows: int64, the rows whose next token may be sampled, in the
+    order of the requests. cross_rows: which rows attend to which states by cross attention.
     """
 
     token_ids: Tensor
@@ -111,7 +111,7 @@ class BatchBuilder:
         )
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
-        """Make sure that there is memory for a batch of these sizes, and for some that are a little larger."""
+        """Allocate memory for a batch of these sizes, with some to spare for larger ones."""
         if num_tokens > len(self._token_ids):
             self._token_ids, self._positions, self._slots = np.empty((3, num_tokens * 5 // 4), np.int64)
         rows, columns = self._tables.shape
@@ -121,7 +121,7 @@ class BatchBuilder:
             self._rows = [(None, 0)] * shape[0]
 
     def _keep_table(self, row: int, table: array[int]) -> None:
-        """Write what a row lacks of a table. A request whose blocks were taken away has another table."""
+        """Write a block table's new blocks to a row. A preempted request has a new table."""
         owner, written = self._rows[row]
         if owner is table and written == len(table):
             return
@@ -162,7 +162,7 @@ def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np
 
 
 def _bidirectional_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[BidirectionalRows]:
-    """Rows of bidirectional spans, but for the last of each span, which sees all of it anyway."""
+    """Rows of bidirectional spans, except the last row of each, which attends to all of its span anyway."""
     rows = []
     for number, (request, end) in enumerate(zip(scheduled, ends.tolist(), strict=True)):
         start, count = request.start, request.num_tokens

@@ -1,4 +1,4 @@
-"""The tensors behind the block pools, and the copying of blocks between them."""
+"""The tensors of the KV cache, on the device and in host memory, and copies of blocks between them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class KVTensors:
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy blocks in order."""
         for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
-            # The last one into a block counts. All sources are read before a block is written, which is as good as in
-            # order: a block that was just written to is never copied on in the same step.
+            # Of several copies into a block the last one counts. All sources are read before a block is written; that
+            # equals copying in order, since no block that is written to is a source later in the same step.
             sources = {copy.target: copy.source for copy in group}
             origin = self._host if kind == "load" else self.layers
             destination = self._host if kind == "save" else self.layers

@@ -13,7 +13,7 @@ from vlmserve.models.protocols import LoadedModel
 def run_largest_step(
     model: LoadedModel, *, num_tokens: int, num_rows: int, max_model_len: int, block_size: int
 ) -> None:
-    """Compute what a step computes at most, so that the device can tell how much memory that takes.
+    """Run the largest step, so that the device can measure how much memory that takes.
 
     Prompts of `num_tokens` tokens in all go through the decoder, over a cache of their own, then `num_rows` of them
     through output head and sampling. max_model_len: tokens of the longest sequence.

@@ -1,4 +1,4 @@
-"""How likely the tokens of a prompt are."""
+"""Log probabilities of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _MAX_LOGITS = 2**23
 def score_prompts(
     batch: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel
 ) -> dict[str, list[TokenLogprobs | None]]:
-    """Of the tokens that follow on those of a step, where they are asked for. hidden: ``[tokens, hidden_size]``."""
+    """Logprobs of the prompt tokens that follow those of a step, where they are asked for.
+
+    hidden: ``[tokens, hidden_size]``.
+    """
     scores = {}
     row = 0
     for request in batch:
@@ -35,7 +38,7 @@ def score_prompts(
 def _score_prompt(
     request: ScheduledRequest, first: int, hidden: Tensor, model: LanguageModel
 ) -> list[TokenLogprobs | None]:
-    """first: the first token that has none yet. After a preemption some of what follows on a chunk has its own."""
+    """first: the first token without logprobs. After a preemption, some tokens that follow a chunk have theirs."""
     state, start = request.state, request.start
     end = min(start + request.num_tokens + 1, state.num_prompt_tokens)
     of_images = {place for image in state.images_between(first, end) for place in range(image.start, image.end)}

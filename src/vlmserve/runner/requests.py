@@ -70,7 +70,7 @@ class RequestState:
 
     @property
     def position_offset(self) -> int:
-        """What is added to positions: those of long requests come behind all that short ones have."""
+        """What is added to positions: those of long requests come after all positions of short ones."""
         if self._max_short_len is not None and len(self.token_ids) > self._max_short_len:
             return self._max_short_len
         return self._first_position
@@ -100,7 +100,7 @@ class RequestState:
             self.matcher.advance(token_id)
 
     def set_blocks(self, scheduled: CachedRequest) -> None:
-        """Take up what a step says of its blocks."""
+        """Update the block table from a step."""
         if scheduled.resumed:
             self.block_table = array("i")
         self.block_table.extend(scheduled.new_block_ids)
@@ -117,7 +117,7 @@ class RequestState:
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Tokens ``start <= i < start + num_tokens`` of a request, the last of which are drafts.
 
-    num_sampled: how many of the last of them a token may be sampled behind: none before the newest token.
+    num_sampled: how many of the last of them may be followed by a sampled token: 0 in a chunk of a prompt but the last.
     """
 
     state: RequestState
@@ -136,7 +136,7 @@ class RequestStates:
         self._states: dict[str, RequestState] = {}
 
     def update(self, step: SchedulerOutput) -> list[ScheduledRequest]:
-        """Take up what a step says. Returns its batch, with requests of one token first, as attention wants them."""
+        """Update the states from a step. Returns its batch, decodes (one token) first, as attention needs them."""
         states = self._states
         for request_id in step.finished_request_ids:
             del states[request_id]

@@ -19,10 +19,10 @@ from vlmserve.types import ImageInput
 
 
 class ModelRunner:
-    """Owns the model, the KV cache's tensors, the embeddings of cached images, cross-attention states, and what is to
-    be known of each request. All that it learns of requests is in the steps that it runs.
+    """Owns the model, the KV cache's tensors, the embeddings of cached images, cross-attention states, and the states
+    of requests. All that it knows of requests comes from the steps that it runs.
 
-    make_matcher: of grammars that requests bring, which have been compiled once already.
+    make_matcher: makes a matcher of a request's grammar, which was compiled before.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ModelRunner:
         self._embeddings: dict[bytes, Tensor] = {}
 
     def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Run a step. It has run when this returns; steps run in the order in which they are submitted."""
+        """Run a step. It has finished when this returns; steps run in the order in which they are submitted."""
         handle: Future[ModelRunnerOutput] = Future()
         try:
             handle.set_result(self._run(step))
@@ -77,7 +77,7 @@ class ModelRunner:
             return
         if self.model.vision is None:
             raise ValueError("the model has no vision encoder")
-        # Not from_numpy: it warns of arrays that are read-only, as those of images are that requests share.
+        # Not from_numpy: it warns of read-only arrays, and images' pixels are read-only, since requests share them.
         device, dtype = self.model.device.torch_device, self.model.dtype
         pixels = [torch.tensor(image.pixels, device=device, dtype=dtype) for image in images]
         encoded = self.model.vision.encode(pixels, [image.tiling for image in images])

@@ -1,4 +1,4 @@
-"""From logits to tokens: sampling, checking drafts, and how likely tokens were."""
+"""From logits to tokens: sampling, verifying draft tokens, logprobs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
 
 def sample_tokens(logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput, draw: Draw) -> None:
-    """Sample what follows on the newest token of each request, and enter it into the requests' states and `output`.
+    """Sample the next tokens of each request, and append them to the requests' states and to `output`.
 
     logits: float32 ``[rows, vocabulary]``, `num_sampled` rows of each request in order; overwritten.
     draw: the device's.
 
-    A draft is accepted if it is the token that is sampled before it: then the row behind it is sampled as well, as if
-    it came from a step of its own. Rows are sampled in rounds, one row of each request in each, because penalties,
-    grammars and random numbers depend on the tokens before. So answers are the same with and without drafts.
+    A draft is accepted if it equals the token that is sampled in its place; then the row after it is sampled as well.
+    Rows are sampled in rounds, one row of each request in each, because penalties, grammars and random numbers depend
+    on the tokens before. So answers are the same with and without drafts.
     """
     first = 0
     going: list[tuple[int, ScheduledRequest]] = []
@@ -50,7 +50,7 @@ def sample_tokens(logits: Tensor, batch: Sequence[ScheduledRequest], output: Mod
 def _sample_once(
     logits: Tensor, states: Sequence[RequestState], output: ModelRunnerOutput, draw: Draw
 ) -> list[int | None]:
-    """A token for each row, and how likely it was where that is asked for."""
+    """A token for each row, and its logprobs where they are asked for."""
     asking = [index for index, state in enumerate(states) if state.params.logprobs is not None]
     raw = logits[asking] if asking else None  # sampling overwrites them
     rows = [state.sampling_row() for state in states]
@@ -68,7 +68,7 @@ def _sample_once(
 
 
 def _append(state: RequestState, token: int | None, output: ModelRunnerOutput) -> bool:
-    """Enter what was sampled; None: nothing could be. Returns whether another token may follow."""
+    """Append a sampled token; None: no token could be sampled. Returns whether another one may follow."""
     request_id, matcher = state.request_id, state.matcher
     if token is None:
         if matcher is not None and matcher.finished:

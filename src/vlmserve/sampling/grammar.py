@@ -39,9 +39,9 @@ _LIMITS: dict[str, Any] = {
 }
 _NEAR = 128
 """Tokens left, beside four times what an end takes, from which on it is seen to that the answer can be completed."""
-_LOOK_EVERY = 32
+_CHECK_EVERY = 32
 """Tokens after which it is looked how many an end takes, as long as many are left."""
-_LOOK_AGAIN = 8
+_CHECK_AGAIN_AFTER = 8
 """Tokens after which it is looked again where no end was found."""
 _LONGEST_END = 4096
 _LONGEST_MESSAGE = 600
@@ -148,7 +148,7 @@ class Matcher:
         """The same behind the token that was settled."""
         self._ends: list[int] = []
         self._longest_end = 0
-        self._unseen = _LOOK_EVERY
+        self._unseen = _CHECK_EVERY
 
     @property
     def complete(self) -> bool:
@@ -167,7 +167,7 @@ class Matcher:
         """
         vocabulary = self._vocabulary
         if self._closes and left is not None:
-            self._look_ahead(left)
+            self._find_end(left)
             if self._end and len(self._end) >= left:
                 self.cut = True
             if self.cut and self._end:
@@ -235,11 +235,11 @@ class Matcher:
         place = np.flatnonzero(self._vocabulary.spaced == token_id)
         return int(self._vocabulary.bare[place[0]]) if len(place) else token_id
 
-    def _look_ahead(self, left: int) -> None:
+    def _find_end(self, left: int) -> None:
         """Find the answer's end if few tokens are left; else now and then, to know how many an end takes."""
         self._left = left
         near = left <= 4 * self._longest_end + _NEAR
-        wait = _LOOK_EVERY if not near else _LOOK_AGAIN if self._has_none else 0
+        wait = _CHECK_EVERY if not near else _CHECK_AGAIN_AFTER if self._has_none else 0
         if self.cut or self._end is not None or self._unseen < wait:
             return
         end = self._vocabulary.closing.path(self._matcher, min(left, _LONGEST_END))

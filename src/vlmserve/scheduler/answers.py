@@ -1,4 +1,4 @@
-"""What a finished step adds to an answer, and whether the answer ends with it."""
+"""What a step adds to an answer, and whether it finishes the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vlmserve.types import EngineOutput, FinishReason
 
 
 def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
-    """Append the tokens that were sampled for a request. An end token ends its answer and is no part of it."""
+    """Append the tokens that were sampled for a request. An end token finishes its answer and is not part of it."""
     request_id = request.request_id
     new: list[int] = []
     reason: FinishReason | None = None
@@ -41,11 +41,11 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
 
 
 def _error(request: Request, output: ModelRunnerOutput) -> tuple[str | None, str | None]:
-    """Why it cannot go on, and the field of the request whose fault that is."""
+    """Why the request failed, and the field of the request that caused it."""
     failure = output.failures.get(request.request_id)
     if failure is None:
         return None, None
     if failure.kind == "not_finite":
         return "the model's output is not a number; try another dtype (--dtype float32)", None
     source = None if request.params.grammar is None else request.params.grammar.source
-    return f"the grammar cannot be followed any further: {failure.message}", source
+    return f"no token fits the grammar any more: {failure.message}", source

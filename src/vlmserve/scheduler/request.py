@@ -23,16 +23,16 @@ class Request:
     """Tokens so far, how many of them are in the KV cache, and where.
 
     token_ids: prompt and answer. num_computed: leading tokens whose keys and values are in `block_table`'s blocks.
-    block_table: grows while the request keeps its blocks; once they are gone, a new one takes its place.
-    first_block: the first block of the table that is held; those before it are behind the attention window.
-    num_cached: prompt tokens whose keys and values were there already when it first ran; None before.
+    block_table: ids of its KV blocks; a preempted request gets a new table.
+    first_block: the first block of the table that is held; those before it are outside the attention window.
+    num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
-    num_encoded: images encoded for its sake. cross, cross_key: what it attends to by cross attention, if anything.
-    seed: where this request's random numbers come from. max_len: prompt and answer may not exceed it.
-    max_short_len: with more tokens than that it is computed in another way, all of it; None: there is but one way.
-    prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet; as long as
-    that is so, it reads no cached prefix.
+    num_encoded: images encoded for it. cross, cross_key: its cross-attention input and the key of its states, if any.
+    seed: of its random numbers. max_len: the most tokens of prompt and answer together.
+    max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
+    prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet; until then
+    it reads no cached prefix.
     arrived, started, vision_started, answered: when it was added, first ran, had an image encoded and had its first
     token, on the clock of `time.perf_counter`, 0 before. arrived_at: when it was added, as Unix time. vision_seconds:
     how long steps encoded images that it needed.
@@ -125,12 +125,12 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has outgrown the way in which short ones are computed."""
+        """Whether it has more than `max_short_len` tokens."""
         return self.max_short_len is not None and len(self.token_ids) > self.max_short_len
 
     @property
     def num_short_left(self) -> int | None:
-        """How many more tokens it may have and still be short; None: any number, or it is long already."""
+        """How many more tokens fit below `max_short_len`; None: any number, or it is long already."""
         if self.max_short_len is None or self.is_long:
             return None
         return self.max_short_len - len(self.token_ids)
@@ -140,7 +140,7 @@ class Request:
         return self._known_to_runner
 
     def message(self, num_tokens: int) -> NewRequest | CachedRequest:
-        """What the runner has to know to compute the next `num_tokens` tokens, after all that it was told before."""
+        """The message that schedules the next `num_tokens` tokens: a new request, or what is new of a known one."""
         sent, self._num_blocks_sent = self._num_blocks_sent, len(self.block_table)
         if self._known_to_runner:
             new_blocks = () if sent == len(self.block_table) else tuple(self.block_table[sent:])
@@ -161,14 +161,14 @@ class Request:
         )
 
     def drop_blocks(self) -> None:
-        """It holds no blocks any more, and all of its tokens have to be computed again or found."""
+        """Forget its block table after its blocks were freed: all of its tokens have to be computed or found again."""
         self.block_table = array("i")
         self.first_block = 0
         self.num_computed = 0
         self._num_blocks_sent = 0
 
     def reset_block_keys(self) -> None:
-        """Forget the keys of blocks that were computed in the way of short requests."""
+        """Drop the keys of blocks that were computed while it was short."""
         self.block_keys = [self._long_root_key]
         self._tail = (0, b"")
 
@@ -197,9 +197,9 @@ class Request:
         return self.block_keys[1 : count + 1]
 
     def tail_key(self, num_tokens: int, block_size: int) -> bytes | None:
-        """The key of what the first `num_tokens` tokens leave behind their last full block; None for nothing.
+        """The key of the partly filled block after the last full one of the first `num_tokens` tokens; None: none.
 
-        Asked again for as many tokens, it is not computed again.
+        Kept for the last `num_tokens` that was asked for.
         """
         full = num_tokens // block_size
         start = full * block_size
@@ -220,7 +220,7 @@ class Request:
 
 
 def _without_model(params: SamplingParams) -> SamplingParams:
-    """A pydantic model is nothing that can be sent."""
+    """Without the grammar's pydantic model, which cannot be serialized."""
     if params.grammar is None or params.grammar.model is None:
         return params
     return msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, model=None))

@@ -20,13 +20,13 @@ from vlmserve.steps import CachedRequest, CrossStates, ModelRunnerOutput, Schedu
 from vlmserve.types import CrossInput, EngineOutput, ImageInput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
-"""Guesses the tokens, ids of the vocabulary, that follow on a request's newest one; none if it has no guess."""
+"""Proposes draft tokens, ids of the vocabulary, that may follow a request's newest token; none without a proposal."""
 
 
 class Scheduler:
     """Owns the requests, their blocks and their images' places in the encoder cache.
 
-    propose_drafts: asked for each request that decodes; a draft that turns out right saves a step.
+    propose_drafts: asked for each request that decodes; an accepted draft saves a step.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self._window = window
         self._state_bytes = state_bytes
-        # Who is computing the block with a key: whoever needs it too had better wait for it.
+        # By block key, the running request that computes the block; others that need it wait for that.
         self._computing: dict[bytes, Request] = {}
         self._requests: dict[str, Request] = {}
         self._not_finite: list[int] = []
-        # Requests that have ended, and that the runner still knows.
+        # Finished requests that the runner has not dropped yet.
         self._finished: list[str] = []
 
     def __contains__(self, request_id: object) -> bool:
@@ -87,7 +87,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests and free what they hold; unknown ids are ignored."""
+        """Drop requests and free what they hold; unknown ids are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -98,7 +98,7 @@ class Scheduler:
         step = SchedulerOutput()
         budget = self._schedule_running(step)
         while not step.has_requests and len(self.running) > 1:
-            # Each lacks what another holds, blocks or room for an image.
+            # Each needs what another one holds: KV blocks, or memory of the encoder cache.
             self._preempt(self.running.pop())
             budget = self._schedule_running(step)
         self._schedule_waiting(step, budget)
@@ -109,7 +109,7 @@ class Scheduler:
         return step
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Enter what came of a step. Requests that end free all they hold.
+        """Apply the output of a step. Finished requests free all they hold.
 
         Returns one output for each request whose newest token was computed.
         """
@@ -128,7 +128,7 @@ class Scheduler:
             length = len(request.token_ids)
             answer = extend_answer(request, output)
             if drafts := step.draft_token_ids.get(request.request_id):
-                # Those count that another token was sampled behind.
+                # Accepted are those after which another token was sampled.
                 end -= len(drafts) - max(0, len(sampled) - 1)
             self._set_computed(request, end)
             if answer.finish_reason is not None:
@@ -141,13 +141,13 @@ class Scheduler:
         return outputs
 
     def _set_computed(self, request: Request, num_computed: int) -> None:
-        """Of a request's tokens that many are in the KV cache now."""
+        """That many of a request's tokens are in the KV cache now."""
         before = request.num_computed
         for span in request.spans_between(before, num_computed):
             if span.end <= num_computed:
                 self._unpin(request, span.image.key, num_computed)
         if request.cross is not None:
-            # The states that it attends to were computed from the image, which nobody needs any more.
+            # The cross-attention states were computed from the image's features, which are not needed any more.
             self.encoder_cache.unpin(request.cross.image.key, request.request_id)
         self._register(request, num_computed)
         request.num_computed = num_computed
@@ -185,10 +185,10 @@ class Scheduler:
         return budget
 
     def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int) -> Sequence[int]:
-        """Drafts that can be computed behind a request's newest token, with blocks that nobody else may need soon.
+        """Drafts that can be computed after a request's newest token, in blocks that no other request may need soon.
 
-        A draft that is right is followed by one more token, and neither may go beyond the longest answer. A request
-        is not computed with drafts in one way that it would be too long for.
+        An accepted draft is followed by one more token, and neither may go beyond `max_len`. Nor may drafts go beyond
+        `max_short_len`, since longer requests are computed differently.
         """
         most = min(budget, request.max_len - len(request.token_ids) - 1)
         if request.num_short_left is not None:
@@ -202,7 +202,7 @@ class Scheduler:
         return drafts[: len(request.block_table) * self._block_size - len(request.token_ids)]
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
-        """Admit waiting requests in their order while there is room and budget."""
+        """Admit waiting requests in order while there are blocks and token budget."""
         deferred: list[Request] = []
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
             request = self.waiting.popleft()
@@ -218,26 +218,26 @@ class Scheduler:
         self.waiting.extendleft(reversed(deferred))
 
     def _shareable_keys(self, request: Request) -> list[bytes]:
-        """Keys of a waiting request's full blocks that others may have: at least one token is left, for its logits."""
+        """Keys of a waiting request's full blocks to look up; at least one token is left to compute, for its logits."""
         if not self._prefix_caching or request.prompt_logprobs is not None:
             return []
         return request.keys_of_full_blocks((len(request.token_ids) - 1) // self._block_size, self._block_size)
 
     def _find(self, request: Request, keys: list[bytes]) -> Hit:
-        """What is in memory of a waiting request with these shareable keys."""
+        """The cached prefix of a waiting request with these shareable keys."""
         if not self._prefix_caching or request.prompt_logprobs is not None:
             return Hit()
         tail_key = request.tail_key(len(request.token_ids) - 1, self._block_size)
         return self.cache.find(keys, tail_key, self._first_visible_block)
 
     def _first_visible_block(self, num_blocks: int) -> int:
-        """The first block that tokens behind that many blocks see."""
+        """The first block that tokens after that many blocks attend to."""
         if self._window is None:
             return 0
         return max(0, num_blocks * self._block_size - self._window + 1) // self._block_size
 
     def _is_being_computed(self, request: Request, keys: list[bytes], hit: Hit) -> bool:
-        """Whether running requests compute at least half of what a request lacks, which makes it worth a wait."""
+        """Whether running requests are computing at least half of what a request needs; then waiting for it pays."""
         end = hit.end
         while end < len(keys) and keys[end] in self._computing:
             end += 1
@@ -247,17 +247,17 @@ class Scheduler:
     def _admit(self, request: Request, keys: list[bytes], hit: Hit) -> bool:
         """Move a request to the running ones, with blocks for all tokens that it needs at a time, if there are enough.
 
-        With a window, these are a window and a chunk; the rest follow as those behind the window become free.
+        With a sliding window, these are a window and a chunk; more are allocated as blocks before the window are freed.
         """
         reach = len(request.token_ids)
         if self._window is not None:
             reach = min(reach, hit.end * self._block_size + self._window + self._max_num_batched_tokens)
         missing = -(-reach // self._block_size) - hit.end
-        # A free block for each running request, or the newcomer would soon be preempted.
-        room = self.pool.num_free - missing - len(self.running)
-        if hit.tail is not None and self.cache.num_taken(hit) > room:
+        # A free block is left for each running request, or this one would soon be preempted.
+        free = self.pool.num_free - missing - len(self.running)
+        if hit.tail is not None and self.cache.num_taken(hit) > free:
             hit = hit._replace(tail=None)
-        if self.cache.num_taken(hit) > room:
+        if self.cache.num_taken(hit) > free:
             return False
         request.first_block = hit.first
         request.block_table.extend([0] * hit.first)
@@ -275,7 +275,7 @@ class Scheduler:
         return True
 
     def _register(self, request: Request, num_computed: int) -> None:
-        """Make the blocks findable that become full when `num_computed` tokens are computed."""
+        """Register the keys of the blocks that become full when `num_computed` tokens are computed."""
         before, after = request.num_computed // self._block_size, num_computed // self._block_size
         if after > before and self._prefix_caching:
             keys = request.keys_of_full_blocks(after, self._block_size)
@@ -284,13 +284,13 @@ class Scheduler:
                 self._computing.pop(keys[index], None)
 
     def _register_tail(self, request: Request, num_tokens: int) -> None:
-        """Make the block findable that begins with the last of the first `num_tokens` tokens, all computed."""
+        """Register the key of the partly filled block that ends with token `num_tokens`, all of them computed."""
         key = request.tail_key(num_tokens, self._block_size) if self._prefix_caching else None
         if key is not None:
             self.pool.register(request.block_table[num_tokens // self._block_size], key)
 
     def _allocate_blocks(self, request: Request, num_tokens: int) -> int:
-        """Take the blocks that the next tokens of a request lack, as far as there are any.
+        """Allocate the blocks that the next tokens of a request need, as far as blocks are free.
 
         Returns how many of the next `num_tokens` tokens have blocks then.
         """
@@ -301,7 +301,7 @@ class Scheduler:
         return min(num_tokens, len(request.block_table) * self._block_size - request.num_computed)
 
     def _free_blocks_before_window(self, request: Request) -> None:
-        """Let go of blocks that no later token sees."""
+        """Free the blocks that no later token attends to."""
         if self._window is None:
             return
         needed = max(0, request.num_computed - self._window + 1) // self._block_size
@@ -312,9 +312,9 @@ class Scheduler:
     def _schedule_chunk(self, step: SchedulerOutput, request: Request, budget: int, drafts: Sequence[int] = ()) -> int:
         """A chunk of at most `budget` tokens, cut before the first image that cannot be encoded in this step.
 
-        Bidirectional spans are never cut: where not all of one fits the chunk is cut before it, and if it begins with
-        one it goes over the budget, which may be less than the span. It may begin inside of one: what others have
-        computed of it has seen all of it. Returns its number of tokens, drafts included, which may be 0.
+        Bidirectional spans are never cut: where one does not fit, the chunk is cut before it; a chunk that begins with
+        one exceeds the budget if need be. A chunk may begin inside a span, after a prefix hit: the cached tokens were
+        computed with all of the span. Returns the chunk's number of tokens, drafts included, which may be 0.
         """
         if budget <= 0:
             return 0
@@ -342,7 +342,7 @@ class Scheduler:
         return num_tokens
 
     def _schedule_image(self, step: SchedulerOutput, request: Request, image: ImageInput) -> bool:
-        """Pin an image's embeddings for a request, planning their encoding if they are missing."""
+        """Pin an image's embeddings for a request, and schedule its encoding if they are missing."""
         if image.key not in self.encoder_cache:
             if len(step.images_to_encode) >= self._max_encoded_images:
                 return False
@@ -361,9 +361,9 @@ class Scheduler:
         return True
 
     def _schedule_cross_states(self, step: SchedulerOutput, request: Request, cross: CrossInput) -> bool:
-        """Pin the states that a request attends to for as long as it runs, planning their computation if need be.
+        """Pin a request's cross-attention states for as long as it runs, and schedule their computation if missing.
 
-        The image's features are pinned for this step, in which they are needed only if it is.
+        The image's features are pinned for this step if the states are computed in it.
         """
         key, image, owner = request.cross_key, cross.image, request.request_id
         assert key is not None
@@ -396,7 +396,7 @@ class Scheduler:
         return True
 
     def _discard_contents(self, request: Request) -> None:
-        """Keep a failed request's keys and values, which may be NaN, from the next owner of its blocks.
+        """Unregister a failed request's blocks and have them zeroed, because they may hold NaN.
 
         A block is read as a whole, and a masked NaN still makes a sum NaN.
         """
@@ -406,15 +406,16 @@ class Scheduler:
                 self._not_finite.append(block)
 
     def _unpin(self, request: Request, key: bytes, num_computed: int) -> None:
-        """Unpin an image unless that many tokens end in the middle of it.
+        """Unpin an image unless the first `num_computed` tokens end in the middle of it.
 
-        Where it comes again later it may have been evicted by then: held on to, it could keep out the image between.
+        An image that occurs again later in the prompt is unpinned as well: kept, it could leave no memory for the
+        images in between.
         """
         if not any(s.image.key == key and s.start < num_computed < s.end for s in request.image_spans):
             self.encoder_cache.unpin(key, request.request_id)
 
     def _release(self, request: Request) -> None:
-        # The deepest block first: it is of no use without those before it, so it is to be evicted before them.
+        # The last block first: it is of no use without those before it, so it is evicted before them.
         self.pool.release(reversed(request.block_table[request.first_block :]))
         request.drop_blocks()
         for key in request.block_keys:
@@ -434,7 +435,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _recompute_as_long(self, request: Request) -> None:
-        """Compute a request again from its first token on, which is long now."""
+        """Compute a request again from its first token on, because it exceeds `max_short_len` now."""
         self._release(request)
         request.reset_block_keys()
         self.running.remove(request)

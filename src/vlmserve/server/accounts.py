@@ -19,7 +19,7 @@ from vlmserve.server.keys import MAX_KEY_LENGTH, StoredKey, read_keys, store
 logger = logging.getLogger(__name__)
 
 _MINUTE = 60.0
-_LOOK_INTERVAL = 1.0
+_RELOAD_INTERVAL = 1.0
 """Seconds between looks whether the file of keys has changed."""
 
 Clock = Callable[[], float]
@@ -143,7 +143,7 @@ class KeyRing:
         self._path = path
         self._stored: list[Account] = []
         self._seen = None if path is None else _signature(path)
-        self._looked = clock()
+        self._checked = clock()
         if path is not None:
             self._stored = [Account(key, clock) for key in read_keys(path)]
 
@@ -156,7 +156,7 @@ class KeyRing:
 
     def find(self, key: str) -> Account | None:
         """The account of a key. Compares with every key that there is, so that time says nothing of any."""
-        self._look()
+        self._reload()
         if not 0 < len(key) <= MAX_KEY_LENGTH:
             return None
         found = None
@@ -165,11 +165,11 @@ class KeyRing:
                 found = account
         return found
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         """Read the file again if it has changed. If it has become unreadable, the keys from before stay."""
-        if self._path is None or self._clock() - self._looked < _LOOK_INTERVAL:
+        if self._path is None or self._clock() - self._checked < _RELOAD_INTERVAL:
             return
-        self._looked = self._clock()
+        self._checked = self._clock()
         seen = _signature(self._path)
         if seen == self._seen:
             return

@@ -28,7 +28,7 @@ from vlmserve.server.errors import (
     retry_after,
 )
 from vlmserve.server.guard import Guard
-from vlmserve.server.live import LiveFigures, LiveView
+from vlmserve.server.live import LiveStats, LiveView
 from vlmserve.server.openapi import Operation, document, routes
 from vlmserve.server.page import page_routes
 from vlmserve.server.routes.chat import chat_completions
@@ -68,7 +68,7 @@ def operations(service: Service) -> list[Operation]:
         Operation("GET", "/ready", ready, answer=Health, errors=Health),
         Operation("GET", "/version", show_version, answer=dict[str, str]),
         Operation("GET", "/metrics", show_metrics, answer="text/plain"),
-        Operation("GET", "/live", show_live, answer=LiveFigures),
+        Operation("GET", "/live", show_live, answer=LiveStats),
         *([caches] if service.config.enable_debug else []),
     ]  # fmt: skip
 
@@ -181,7 +181,7 @@ async def show_metrics(request: Request) -> Response:
 async def show_live(request: Request) -> Response:
     """What the engine does now, and how long answers took in the last minutes."""
     view: LiveView = request.app.state.live
-    return json_response(await view.figures())
+    return json_response(await view.stats())
 
 
 async def count_and_handle_error(request: Request, error: Exception) -> Response:

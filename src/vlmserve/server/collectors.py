@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from vlmserve.media.cache import ImageCacheStats
-from vlmserve.server.gpu import GpuFigures, GpuReader
+from vlmserve.server.gpu import GpuReader, GpuStats
 from vlmserve.types import EngineStats, ModelInfo
 
 PREFIX = "vlmserve:"
@@ -27,7 +27,7 @@ Stats = TypeVar("Stats")
 
 
 @dataclass(frozen=True, slots=True)
-class Figure(Generic[Stats]):
+class StatMetric(Generic[Stats]):
     """A number among some statistics. A counter's name goes without its ``_total``.
 
     old_name: what it was called in the last release; it is shown under that name as well.
@@ -54,124 +54,132 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-ENGINE_FIGURES: tuple[Figure[EngineStats], ...] = (
-    Figure("gauge", "num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
-    Figure("gauge", "num_requests_waiting", "Requests that wait for their turn.", lambda s: s.num_waiting),
-    Figure(
+ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
+    StatMetric("gauge", "num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
+    StatMetric("gauge", "num_requests_waiting", "Requests that wait for their turn.", lambda s: s.num_waiting),
+    StatMetric(
         "gauge",
         "kv_cache_usage_perc",
         "Share of the KV cache's blocks that requests hold; 1 is all.",
         lambda s: _share(s.kv_blocks_used, s.kv_blocks_total),
     ),
-    Figure("gauge", "kv_cache_blocks", "Blocks of the KV cache.", lambda s: s.kv_blocks_total),
-    Figure("gauge", "kv_cache_used_blocks", "Blocks that requests hold.", lambda s: s.kv_blocks_used),
-    Figure(
+    StatMetric("gauge", "kv_cache_blocks", "Blocks of the KV cache.", lambda s: s.kv_blocks_total),
+    StatMetric("gauge", "kv_cache_used_blocks", "Blocks that requests hold.", lambda s: s.kv_blocks_used),
+    StatMetric(
         "gauge",
         "kv_cache_cached_blocks",
         "Blocks whose content can be found again, those that requests hold included.",
         lambda s: s.kv_blocks_cached,
     ),
-    Figure(
+    StatMetric(
         "counter", "kv_cache_evictions", "Cached blocks that were taken for something else.", lambda s: s.kv_evictions
     ),
-    Figure("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
-    Figure("gauge", "host_cache_used_blocks", "Host blocks with something in them.", lambda s: s.host_blocks_used),
-    Figure(
+    StatMetric("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
+    StatMetric("gauge", "host_cache_used_blocks", "Host blocks with something in them.", lambda s: s.host_blocks_used),
+    StatMetric(
         "counter",
         "kv_offload_blocks_saved",
         "Blocks copied to host memory.",
         lambda s: s.blocks_offloaded,
         old_name="blocks_swapped_out",
     ),
-    Figure(
+    StatMetric(
         "counter",
         "kv_offload_blocks_loaded",
         "Blocks copied back from host memory.",
         lambda s: s.blocks_loaded,
         old_name="blocks_swapped_in",
     ),
-    Figure("counter", "num_preemptions", "Running requests that had to give up their blocks.", lambda s: s.preemptions),
-    Figure(
+    StatMetric(
+        "counter", "num_preemptions", "Running requests that had to give up their blocks.", lambda s: s.preemptions
+    ),
+    StatMetric(
         "counter",
         "prompt_tokens",
         "Prompt tokens computed: cached ones are not in it, those computed again are.",
         lambda s: s.prompt_tokens,
     ),
-    Figure("counter", "generation_tokens", "Tokens generated, end tokens left out.", lambda s: s.generation_tokens),
-    Figure(
+    StatMetric("counter", "generation_tokens", "Tokens generated, end tokens left out.", lambda s: s.generation_tokens),
+    StatMetric(
         "counter",
         "prefix_cache_queries",
         "Prompt tokens of requests that have started.",
         lambda s: s.prefix_queried_tokens,
     ),
-    Figure(
+    StatMetric(
         "counter",
         "prefix_cache_hits",
         "Prompt tokens of requests that have started, found in the prefix cache.",
         lambda s: s.prefix_cached_tokens,
     ),
-    Figure(
+    StatMetric(
         "counter", "encoder_cache_queries", "Images whose embeddings a request needed.", lambda s: s.encoder_queries
     ),
-    Figure(
+    StatMetric(
         "counter",
         "encoder_cache_hits",
         "Images that a request needed and whose embeddings were there or about to be.",
         lambda s: s.encoder_hits,
     ),
-    Figure("gauge", "encoder_cache_bytes", "Bytes that the encoder cache may take.", lambda s: s.encoder_cache_bytes),
-    Figure(
+    StatMetric(
+        "gauge", "encoder_cache_bytes", "Bytes that the encoder cache may take.", lambda s: s.encoder_cache_bytes
+    ),
+    StatMetric(
         "gauge", "encoder_cache_used_bytes", "Bytes that the encoder cache takes.", lambda s: s.encoder_cache_used_bytes
     ),
-    Figure(
+    StatMetric(
         "gauge",
         "encoder_cache_pinned_images",
         "Images whose embeddings a running request needs.",
         lambda s: s.encoder_cache_pinned,
         old_name="encoder_cache_pinned_pictures",
     ),
-    Figure("counter", "images_encoded", "Images that went through the vision tower.", lambda s: s.images_encoded),
-    Figure("counter", "steps", "Batches run.", lambda s: s.steps),
-    Figure("counter", "step_seconds", "Seconds that the engine spent in steps.", lambda s: s.step_seconds),
-    Figure("counter", "vision_seconds", "Seconds of steps that went to the vision tower.", lambda s: s.vision_seconds),
+    StatMetric("counter", "images_encoded", "Images that went through the vision tower.", lambda s: s.images_encoded),
+    StatMetric("counter", "steps", "Batches run.", lambda s: s.steps),
+    StatMetric("counter", "step_seconds", "Seconds that the engine spent in steps.", lambda s: s.step_seconds),
+    StatMetric(
+        "counter", "vision_seconds", "Seconds of steps that went to the vision tower.", lambda s: s.vision_seconds
+    ),
 )
-IMAGE_CACHE_FIGURES: tuple[Figure[ImageCacheStats], ...] = (
-    Figure("counter", "mm_cache_queries", "Images in requests.", lambda s: s.hits + s.misses),
-    Figure(
+IMAGE_CACHE_METRICS: tuple[StatMetric[ImageCacheStats], ...] = (
+    StatMetric("counter", "mm_cache_queries", "Images in requests.", lambda s: s.hits + s.misses),
+    StatMetric(
         "counter",
         "mm_cache_hits",
         "Images in requests that were prepared already or about to be.",
         lambda s: s.hits,
     ),
-    Figure(
+    StatMetric(
         "gauge",
         "mm_cache_images",
         "Prepared images in memory.",
         lambda s: s.num_images,
         old_name="mm_cache_pictures",
     ),
-    Figure("gauge", "mm_cache_bytes", "Bytes that prepared images may take.", lambda s: s.capacity_bytes),
-    Figure("gauge", "mm_cache_used_bytes", "Bytes that prepared images take.", lambda s: s.used_bytes),
+    StatMetric("gauge", "mm_cache_bytes", "Bytes that prepared images may take.", lambda s: s.capacity_bytes),
+    StatMetric("gauge", "mm_cache_used_bytes", "Bytes that prepared images take.", lambda s: s.used_bytes),
 )
 
 
-class Figures(Collector, Generic[Stats]):
-    """Figures as they are at the scrape; none while there are no statistics."""
+class StatsCollector(Collector, Generic[Stats]):
+    """Exports metrics of the stats at the time of the scrape; none while there are no statistics."""
 
-    def __init__(self, model_name: str, figures: Sequence[Figure[Stats]], stats: Callable[[], Stats | None]) -> None:
+    def __init__(
+        self, model_name: str, metrics: Sequence[StatMetric[Stats]], stats: Callable[[], Stats | None]
+    ) -> None:
         self._model_name = model_name
-        self._figures = figures
+        self._metrics = metrics
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         if stats is None:
             return
-        for figure in self._figures:
-            make = GaugeMetricFamily if figure.kind == "gauge" else CounterMetricFamily
-            value = figure.value(stats)
-            for name in filter(None, (figure.name, figure.old_name)):
-                text = figure.text if name == figure.name else f"Old name of {PREFIX}{figure.name}."
+        for metric in self._metrics:
+            make = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+            value = metric.value(stats)
+            for name in filter(None, (metric.name, metric.old_name)):
+                text = metric.text if name == metric.name else f"Old name of {PREFIX}{metric.name}."
                 family = make(PREFIX + name, text, labels=("model_name",))
                 family.add_metric((self._model_name,), value)
                 yield family
@@ -257,7 +265,7 @@ class Processes(Collector):
         for name, pid in (("server", os.getpid()), ("engine", None if engine is None else engine.pid)):
             if pid is None:
                 continue
-            # An engine that has just died has no figures.
+            # An engine that has just died has no metrics.
             with contextlib.suppress(psutil.NoSuchProcess), (process := psutil.Process(pid)).oneshot():
                 times = process.cpu_times()
                 memory.add_metric((self._model_name, name), process.memory_info().rss)
@@ -273,32 +281,32 @@ class Processes(Collector):
 
 
 class Gpu(Collector):
-    """Figures of the latest look at the GPU; none without one."""
+    """Exports the latest stats of the GPU; none without a GPU."""
 
     def __init__(self, model_name: str, engine: Callable[[], RunningEngine | None]) -> None:
         self._model_name = model_name
         self._engine = engine
         self._reader = GpuReader()
-        self._figures: GpuFigures | None = None
+        self._stats: GpuStats | None = None
 
     async def refresh(self) -> None:
         engine = self._engine()
         uuid = None if engine is None else engine.info.gpu_uuid
-        self._figures = None
+        self._stats = None
         if engine is not None and uuid is not None:
-            self._figures = await asyncio.to_thread(self._reader.read, uuid, engine.pid)
+            self._stats = await asyncio.to_thread(self._reader.read, uuid, engine.pid)
 
     def collect(self) -> Iterator[Metric]:
-        figures = self._figures
-        if figures is None:
+        stats = self._stats
+        if stats is None:
             return
         for name, text, value in (
-            ("gpu_utilization_perc", "Share of time in which the GPU was busy; 1 is all.", figures.utilization),
-            ("gpu_memory_bytes", "Bytes of the GPU's memory.", figures.total_bytes),
-            ("gpu_memory_used_bytes", "Bytes of it in use, by whomever.", figures.used_bytes),
-            ("gpu_process_memory_bytes", "Bytes of it that the engine uses.", figures.process_bytes),
+            ("gpu_utilization_perc", "Share of time in which the GPU was busy; 1 is all.", stats.utilization),
+            ("gpu_memory_bytes", "Bytes of the GPU's memory.", stats.total_bytes),
+            ("gpu_memory_used_bytes", "Bytes of it in use, by whomever.", stats.used_bytes),
+            ("gpu_process_memory_bytes", "Bytes of it that the engine uses.", stats.process_bytes),
         ):
             if value is not None:
                 family = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "gpu"))
-                family.add_metric((self._model_name, str(figures.index)), value)
+                family.add_metric((self._model_name, str(stats.index)), value)
                 yield family

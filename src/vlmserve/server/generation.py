@@ -1,4 +1,4 @@
-"""Answers under way: from prompts to pieces of text, and what they cost."""
+"""Generation of a request's answers: from prompts to text deltas, and their usage."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from vlmserve.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a request asks for: `num_answers` answers to each prompt, found by a search if there are beams.
+class GenerationRequest:
+    """What a request asks for: `num_answers` answers to each prompt, by beam search if `beams` is set.
 
-    tools: what they may call. num_samples: answers to each prompt that are generated; `num_answers`, or more if these
-    are to be the likeliest of them.
+    tools: what they may call. num_samples: answers to each prompt that are generated; `num_answers`, or more if the
+    likeliest of them are returned (`best_of`).
     """
 
     prompts: Sequence[Prompt]
@@ -46,28 +46,28 @@ class Question:
     num_samples: int = 1
 
     def params_of(self, index: int) -> SamplingParams:
-        """The params of sample number `index`: with a seed every one gets its own, and to choose from several it has to
-        be told how likely they are."""
+        """The params of sample number `index`: with a seed each gets its own, and choosing from several takes their
+        logprobs."""
         return self.params.of_sample(index, ranked=self.num_samples > self.num_answers)
 
 
-class Told(NamedTuple):
-    """How likely a token of an answer was. offset: the answer's characters before it."""
+class OffsetLogprobs(NamedTuple):
+    """The logprobs of a token of an answer. offset: the number of the answer's characters before it."""
 
     logprobs: TokenLogprobs
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What is new in the answer number `index`. finish_reason: "stop" or "length" with the last piece;
-    stop_string: the one that ended it. told: of the tokens that `text` comes from, if that is asked for."""
+class TextDelta:
+    """New text of the answer number `index`. finish_reason: "stop" or "length" with the last delta;
+    stop_string: the one that ended it. logprobs: of the tokens that `text` comes from, if they are asked for."""
 
     index: int
     text: str
     finish_reason: str | None = None
     stop_string: str | None = None
-    told: tuple[Told, ...] = ()
+    logprobs: tuple[OffsetLogprobs, ...] = ()
 
 
 class OutputStream(Protocol):
@@ -89,13 +89,13 @@ class Answer:
         self.finish_reason: str | None = None
         """How it ended; None while it goes on, and if it was cut off."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        """Of the prompt's tokens, if they are asked for, from the first piece on."""
-        self._held: deque[Told] = deque()
+        """Of the prompt's tokens, if they are asked for, set with the first delta."""
+        self._held: deque[OffsetLogprobs] = deque()
         self._stream = stream
         self._text = text
         self._record = record
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """The text as it comes. Raises VLMServeError if it cannot be finished; closing it aborts the request."""
         try:
             async for output in self._stream:
@@ -116,7 +116,7 @@ class Answer:
                     self.finish_reason = finish_reason
                     self._record.end(finish_reason)
                 if text or finish_reason is not None:
-                    yield Piece(self.index, text, finish_reason, stop_string, self._shown(finish_reason))
+                    yield TextDelta(self.index, text, finish_reason, stop_string, self._shown(finish_reason))
                 if finish_reason is not None:
                     return
         except VLMServeError:
@@ -142,16 +142,16 @@ class Answer:
         else:
             text = ""
             for token_id, logprobs in zip(output.token_ids, output.logprobs, strict=True):
-                self._held.append(Told(logprobs, self._text.num_decoded))
+                self._held.append(OffsetLogprobs(logprobs, self._text.num_decoded))
                 text += self._text.push([token_id])
         return text if output.finish_reason is None else text + self._text.finish()
 
-    def _shown(self, finish_reason: str | None) -> tuple[Told, ...]:
-        """What is told with the text so far and was not before. Of a stop string's tokens nothing is told."""
+    def _shown(self, finish_reason: str | None) -> tuple[OffsetLogprobs, ...]:
+        """The logprobs of the tokens of all text so far that were not output before; none of a stop string's tokens."""
         if finish_reason is not None and self._text.stop_string is None:
             count = len(self._held)
         else:
-            count = sum(told.offset < self._text.num_shown for told in self._held)
+            count = sum(held.offset < self._text.num_shown for held in self._held)
         return tuple(self._held.popleft() for _ in range(count))
 
     def close(self) -> None:
@@ -161,42 +161,42 @@ class Answer:
 
 
 class Generation:
-    """A request under way: its id, its answers, and what they cost. answers: all that are generated, prompt by prompt.
-    firsts: the ids of the requests that the engine was given in the beginning."""
+    """A running generation: its id, its answers, and their usage. answers: all that are generated, prompt by prompt.
+    first_request_ids: the ids of the engine's requests with which it began."""
 
     def __init__(
         self,
         service: Service,
-        question: Question,
+        request: GenerationRequest,
         answers: Sequence[Answer],
         generation_id: str,
-        firsts: Sequence[str],
+        first_request_ids: Sequence[str],
     ) -> None:
         self.id = generation_id
-        self.firsts = firsts
+        self.first_request_ids = first_request_ids
         self.created = int(time.time())
         self.model = service.model_name
         self.token_bytes = service.preparer.token_bytes
         self.answers = answers
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
-        self.question = question
+        self.request = request
 
     @property
     def usage(self) -> Usage:
-        prompts = self.question.prompts
+        prompts = self.request.prompts
         asked = sum(len(prompt.token_ids) for prompt in prompts)
         generated = sum(answer.num_tokens for answer in self.answers)
         details = PromptTokensDetails(
             # The further answers find the first one's prompt, which says nothing of what was there before.
-            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self.question.num_samples]),
+            cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self.request.num_samples]),
             images=sum(prompt.num_images for prompt in prompts),
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
         )
         return Usage(asked, generated, asked + generated, details)
 
     def summary(self) -> tuple[str, dict[str, str | int]]:
-        """What its line in the access log says of it, as text and as fields."""
+        """Its part of the line in the access log, as text and as fields."""
         usage = self.usage
         text = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {self.id}"
         fields: dict[str, str | int] = {
@@ -217,36 +217,35 @@ class Generation:
             answer.close()
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
-        """Of the tokens of the prompt to which answer number `index` is, once it has begun; empty if they are not asked
-        for."""
-        prompt, number = divmod(index, self.question.num_answers)
-        return self.answers[prompt * self.question.num_samples + number].prompt_logprobs or []
+        """Of the prompt's tokens of answer number `index`, once it has begun; empty if they are not asked for."""
+        prompt, number = divmod(index, self.request.num_answers)
+        return self.answers[prompt * self.request.num_samples + number].prompt_logprobs or []
 
-    async def finished(self) -> list[Piece]:
-        """All answers that are wanted, each as one piece, when the last of them has ended: in order, or where there are
-        more to choose from, those to each prompt by how likely they are. Raises VLMServeError."""
-        collected: list[list[Piece]] = [[] for _ in self.answers]
-        async with contextlib.aclosing(self.pieces()) as pieces:
-            async for piece in pieces:
-                collected[piece.index].append(piece)
+    async def finished(self) -> list[TextDelta]:
+        """All answers, each as one delta, when the last one has ended: in order, or with `best_of` the likeliest of
+        each prompt, the likeliest first. Raises VLMServeError."""
+        collected: list[list[TextDelta]] = [[] for _ in self.answers]
+        async with contextlib.aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                collected[delta.index].append(delta)
         answers = [_joined(parts) for parts in collected]
-        wanted, sampled = self.question.num_answers, self.question.num_samples
+        wanted, sampled = self.request.num_answers, self.request.num_samples
         if sampled == wanted:
             return answers
-        best: list[Piece] = []
+        best: list[TextDelta] = []
         for first in range(0, len(answers), sampled):
             best += sorted(answers[first : first + sampled], key=_likelihood, reverse=True)[:wanted]
         return [replace(answer, index=index) for index, answer in enumerate(best)]
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """The pieces of all answers as they come."""
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """The deltas of all answers as they come."""
         if len(self.answers) == 1:
-            async with contextlib.aclosing(self.answers[0].pieces()) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async with contextlib.aclosing(self.answers[0].deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
             return
-        # Bounded, so that a slow client makes the pieces longer and not the queue.
-        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(len(self.answers))
+        # Bounded, so that a slow client makes the deltas longer and not the queue.
+        queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue(len(self.answers))
         tasks = [asyncio.ensure_future(_forward(answer, queue)) for answer in self.answers]
         try:
             running = len(tasks)
@@ -262,53 +261,51 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of an answer as one."""
+def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """All deltas of an answer as one."""
     return replace(
-        pieces[-1],
-        text="".join(piece.text for piece in pieces),
-        told=tuple(told for piece in pieces for told in piece.told),
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
     )
 
 
-def _likelihood(answer: Piece) -> float:
-    return mean_logprob([told.logprobs for told in answer.told])
+def _likelihood(answer: TextDelta) -> float:
+    return mean_logprob([token.logprobs for token in answer.logprobs])
 
 
-async def _forward(answer: Answer, queue: asyncio.Queue[Piece | Exception]) -> None:
+async def _forward(answer: Answer, queue: asyncio.Queue[TextDelta | Exception]) -> None:
     try:
-        async for piece in answer.pieces():
-            await queue.put(piece)
+        async for delta in answer.deltas():
+            await queue.put(delta)
     except Exception as error:
         await queue.put(error)
 
 
-async def begin(
-    service: Service, client: EngineClient, question: Question, generation_id: str, arrived: float
+async def start_generation(
+    service: Service, client: EngineClient, request: GenerationRequest, generation_id: str, arrived: float
 ) -> Generation:
     """Hand all answers to the engine, those to the first prompt first. Raises what `EngineClient.submit` does, and
     InvalidRequestError for a broken grammar."""
-    grammar, tools = question.params.grammar, question.tools
+    grammar, tools = request.params.grammar, request.tools
     if grammar is not None:
         await service.check_grammar(grammar, tools)
     shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
-    asked = [
-        (prompt, question.params_of(index)) for prompt in question.prompts for index in range(question.num_samples)
-    ]
-    requests = [
-        EngineRequest(f"{generation_id}-{number}", prompt, params, question.cache_salt)
-        for number, (prompt, params) in enumerate(asked)
+    samples = [(prompt, request.params_of(index)) for prompt in request.prompts for index in range(request.num_samples)]
+    engine_requests = [
+        EngineRequest(f"{generation_id}-{number}", prompt, params, request.cache_salt)
+        for number, (prompt, params) in enumerate(samples)
     ]
     streams: Sequence[OutputStream]
-    if question.beams is None:
-        streams = await client.submit_together(requests)
+    if request.beams is None:
+        streams = await client.submit_together(engine_requests)
     else:
         streams = [
             stream
-            for request in requests[:: question.num_answers]
-            for stream in start_beam_search(client, request, question.beams, question.num_answers, service.max_logprobs)
+            for root in engine_requests[:: request.num_answers]
+            for stream in start_beam_search(client, root, request.beams, request.num_answers, service.max_logprobs)
         ]
-    service.metrics.count_question(question.num_answers, question.params.max_tokens)
+    service.metrics.count_request(request.num_answers, request.params.max_tokens)
     answers = [
         Answer(
             number,
@@ -316,10 +313,10 @@ async def begin(
             service.detokenizer(params, shown_ids),
             AnswerRecord(service.metrics, arrived, len(prompt.token_ids)),
         )
-        for number, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True))
+        for number, (stream, (prompt, params)) in enumerate(zip(streams, samples, strict=True))
     ]
-    firsts = [
-        request.request_id if question.beams is None else first_request_id(request.request_id)
-        for request in requests[:: 1 if question.beams is None else question.num_answers]
+    first_request_ids = [
+        sent.request_id if request.beams is None else first_request_id(sent.request_id)
+        for sent in engine_requests[:: 1 if request.beams is None else request.num_answers]
     ]
-    return Generation(service, question, answers, generation_id, firsts)
+    return Generation(service, request, answers, generation_id, first_request_ids)

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GpuFigures:
+class GpuStats:
     """index: the GPU's number as the driver counts. None: the driver does not tell, as of a part of a divided GPU.
 
     utilization: share of the last moments in which anything ran on it. process_bytes: memory of one process.
@@ -31,8 +31,8 @@ class GpuReader:
         self._nvml: Any = None
         self._broken = False
 
-    def read(self, uuid: str, pid: int) -> GpuFigures | None:
-        """The figures of the GPU with that UUID, and of that process on it; None if there is nobody to ask.
+    def read(self, uuid: str, pid: int) -> GpuStats | None:
+        """The stats of the GPU with that UUID, and of that process on it; None if there is nobody to ask.
 
         Why nobody can be asked is logged once.
         """
@@ -49,15 +49,15 @@ class GpuReader:
         except self._errors() as error:
             self._give_up(str(error))
             return None
-        return self._figures(handle, index, pid)
+        return self._stats(handle, index, pid)
 
-    def _figures(self, handle: Any, index: int, pid: int) -> GpuFigures:
+    def _stats(self, handle: Any, index: int, pid: int) -> GpuStats:
         nvml = self._nvml
-        memory = self._told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        rates = self._told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        processes = self._told(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+        memory = self._or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = self._or_none(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        processes = self._or_none(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
         own = [process.usedGpuMemory for process in processes if process.pid == pid]
-        return GpuFigures(
+        return GpuStats(
             index=index,
             utilization=None if rates is None else rates.gpu / 100,
             used_bytes=None if memory is None else memory.used,
@@ -65,7 +65,7 @@ class GpuReader:
             process_bytes=own[0] if own else None,
         )
 
-    def _told(self, ask: Callable[[], Any]) -> Any:
+    def _or_none(self, ask: Callable[[], Any]) -> Any:
         """What the driver answers; None if it cannot tell that of this GPU."""
         try:
             return ask()
@@ -78,7 +78,7 @@ class GpuReader:
 
     def _give_up(self, reason: str) -> None:
         self._broken = True
-        logger.warning("/metrics has no figures of the GPU: %s", reason)
+        logger.warning("/metrics has no stats of the GPU: %s", reason)
 
 
 def _open_nvml() -> Any:

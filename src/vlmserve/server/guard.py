@@ -21,7 +21,7 @@ from vlmserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 """Paths that need no key: what load balancers ask, and the page, which asks for a key itself."""
-FIGURES_PATHS = frozenset({"/metrics", "/live"})
+METRICS_PATHS = frozenset({"/metrics", "/live"})
 """Paths that need one if the settings say so."""
 _PROBES = frozenset({"/health", "/ready", "/version"})
 """Paths that load balancers ask under any name."""
@@ -39,7 +39,7 @@ class Guard:
         self._keys = service.keys
         self._origins = Origins(service.config, needs_key=service.keys is not None)
         self._max_head = service.config.max_header_bytes
-        self._open = OPEN_PATHS if service.config.protect_metrics else OPEN_PATHS | FIGURES_PATHS
+        self._open = OPEN_PATHS if service.config.protect_metrics else OPEN_PATHS | METRICS_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -23,7 +23,7 @@ _PATIENCE = 0.2
 """Seconds to wait for the engine, which answers between two steps, before the map from before is shown."""
 
 
-class LiveFigures(msgspec.Struct):
+class LiveStats(msgspec.Struct):
     """``/live``. time: seconds on a clock of the server's own, by which rates can be computed from two answers.
 
     status: the server's phase, or "dead". engine: null without a living engine. blocks: null until the engine has first
@@ -48,15 +48,15 @@ class LiveView:
         self._asked = float("-inf")
         self._asking: asyncio.Task[None] | None = None
 
-    async def figures(self) -> LiveFigures:
-        """The figures as they are now; the blocks as of the engine's latest answer."""
+    async def stats(self) -> LiveStats:
+        """The stats as they are now; the blocks as of the engine's latest answer."""
         service = self._service
         stats = service.engine_stats()
         if stats is not None:
-            await self._look()
+            await self._refresh()
         alive = stats is not None or service.phase != "serving"
         recent = service.metrics.recent
-        return LiveFigures(
+        return LiveStats(
             time=time.monotonic(),
             status=service.phase if alive else "dead",
             model=service.model_name,
@@ -69,7 +69,7 @@ class LiveView:
             },
         )
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         now = time.monotonic()
         if self._asking is None and now - self._asked >= _MAP_AGE:
             self._asked = now

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the engine's figures as they are, and histograms of where requests spend their time.
+"""What Prometheus scrapes: the engine's stats as they are, and histograms of where requests spend their time.
 
 Names are those that dashboards know from vLLM, with another prefix, where they mean the same:
 https://docs.vllm.ai/en/stable/usage/metrics/
@@ -19,15 +19,15 @@ from prometheus_client.registry import Collector
 
 from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.collectors import (
-    ENGINE_FIGURES,
-    IMAGE_CACHE_FIGURES,
+    ENGINE_METRICS,
+    IMAGE_CACHE_METRICS,
     PREFIX,
     Distribution,
-    Figures,
     Gpu,
     ModelFacts,
     Processes,
     RunningEngine,
+    StatsCollector,
 )
 from vlmserve.server.recent import RecentLatencies
 from vlmserve.types import EngineOutput, EngineStats, FinishReason, RequestTimings
@@ -56,9 +56,9 @@ class ServerMetrics:
     ) -> None:
         self._model_name = model_name
         self._registry = CollectorRegistry()
-        self._registry.register(Figures(model_name, ENGINE_FIGURES, engine_stats))
+        self._registry.register(StatsCollector(model_name, ENGINE_METRICS, engine_stats))
         self._registry.register(ModelFacts(model_name, engine, engine_stats, cache_config))
-        self._registry.register(Figures(model_name, IMAGE_CACHE_FIGURES, image_cache_stats))
+        self._registry.register(StatsCollector(model_name, IMAGE_CACHE_METRICS, image_cache_stats))
         self._registry.register(Processes(model_name, engine))
         self._restarts = Counter(
             PREFIX + "engine_restarts",
@@ -138,7 +138,7 @@ class ServerMetrics:
         if after.images_encoded > before.images_encoded:
             self._step_vision.observe(after.vision_seconds - before.vision_seconds)
 
-    def count_question(self, num_answers: int, max_tokens: int | None) -> None:
+    def count_request(self, num_answers: int, max_tokens: int | None) -> None:
         """A request is handed to the engine. max_tokens: of each answer; None: as many as there is room for."""
         self._wanted_answers.observe(num_answers)
         if max_tokens is not None:

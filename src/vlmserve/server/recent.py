@@ -17,7 +17,7 @@ Latency = Literal["ttft", "tpot", "e2e"]
 _SLOT = 5.0
 """Seconds whose latencies are counted together."""
 WINDOWS = (60, 300)
-"""Seconds, whole slots, that figures are shown of."""
+"""Seconds, whole slots, over which percentiles are shown."""
 _NUM_SLOTS = int(WINDOWS[-1] / _SLOT)
 _LEAST = 1e-5
 _STEP = 1.1

@@ -235,7 +235,7 @@ class Service:
         return self._preparer is None or self._preparer.supports_videos
 
     def engine_stats(self) -> EngineStats | None:
-        """The engine's latest figures; None without a living engine. Requests that it has yet to report on wait."""
+        """The engine's latest stats; None without a living engine. Requests that it has yet to report on wait."""
         if self._client is None or not self._client.alive:
             return None
         stats = self._client.stats
@@ -247,7 +247,7 @@ class Service:
         return None if client is None else RunningEngine(client.pid, client.info, client.load_seconds, client.silence)
 
     def image_cache_stats(self) -> ImageCacheStats | None:
-        """The figures of the image cache; None while the model is loading."""
+        """The stats of the image cache; None while the model is loading."""
         return None if self._preparer is None else self._preparer.image_cache.stats()
 
     @property

@@ -1,6 +1,6 @@
-"""What a trace tells of a request: the parts of its way, and attributes by OpenTelemetry's conventions.
+"""The spans and attributes of a request's trace, by OpenTelemetry's conventions, without prompts and answers.
 
-Of what is asked and answered there is nothing in it. https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from vlmserve.server.generation import Generation, Question
+from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.types import RequestTimings
 
 if TYPE_CHECKING:
@@ -21,18 +21,18 @@ TRACE = "vlmserve.trace"
 
 
 def trace_of(request: Request) -> Trace | None:
-    """The trace that a request has, if somebody will see it."""
+    """A request's trace, if it is recorded."""
     trace: Trace | None = request.scope.get(TRACE)
     return trace if trace is not None and trace.is_recorded else None
 
 
-def tell_preparation(trace: Trace, seconds: float) -> None:
-    """The prompt is made, or cannot be: that took so long until now."""
+def record_preparation(trace: Trace, seconds: float) -> None:
+    """Add the span of preparing the prompt, which took `seconds` and ends now."""
     trace.part("media", time.time() - seconds, seconds)
 
 
-def tell_generation(trace: Trace, operation: str, generation: Generation) -> None:
-    """A request is answered, or its answer has ended in some other way. operation: as the conventions call it."""
+def record_generation(trace: Trace, operation: str, generation: Generation) -> None:
+    """Add the spans and attributes of a finished, failed or aborted generation. operation: its conventional name."""
     usage, details = generation.usage, generation.usage.prompt_tokens_details
     reasons = [answer.finish_reason for answer in generation.answers if answer.finish_reason is not None]
     attributes: dict[str, str | bool | int | float | list[str]] = {
@@ -52,16 +52,16 @@ def tell_generation(trace: Trace, operation: str, generation: Generation) -> Non
     firsts = [answer.ttft for answer in generation.answers if answer.ttft is not None]
     if firsts:
         attributes["gen_ai.response.time_to_first_chunk"] = min(firsts)
-    trace.describe(f"{operation} {generation.model}", {**attributes, **_asked(generation.question)})
+    trace.describe(f"{operation} {generation.model}", {**attributes, **_request_attributes(generation.request)})
     for answer in generation.answers:
         if answer.timings is not None:
-            _tell_parts(trace, answer.timings, {"vlmserve.answer": answer.index})
+            _record_parts(trace, answer.timings, {"vlmserve.answer": answer.index})
 
 
-def _asked(question: Question) -> Attributes:
-    params = question.params
+def _request_attributes(request: GenerationRequest) -> Attributes:
+    params = request.params
     asked: dict[str, int | float | None] = {
-        "gen_ai.request.choice.count": question.num_answers if question.num_answers > 1 else None,
+        "gen_ai.request.choice.count": request.num_answers if request.num_answers > 1 else None,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -73,9 +73,9 @@ def _asked(question: Question) -> Attributes:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _tell_parts(trace: Trace, timings: RequestTimings, attributes: Attributes) -> None:
-    """An answer's way through the engine. Encoding may be spread over several steps of a prefill; it is shown from
-    where it began, as long as it took in all."""
+def _record_parts(trace: Trace, timings: RequestTimings, attributes: Attributes) -> None:
+    """The spans of an answer in the engine. Encoding images may be spread over several steps of a prefill; its span
+    begins with the first and has the sum of their lengths."""
     started = timings.arrived + timings.queue
     answered = started + timings.prefill
     trace.part("queue", timings.arrived, timings.queue, attributes)

@@ -1,4 +1,4 @@
-"""What a request's answers say, and which functions they call, whatever the API."""
+"""The text and the tool calls of a request's answers, for all APIs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from vlmserve.frontend.tool_parser import Event, Said, ToolParser
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolParser
 from vlmserve.frontend.tools import ToolForm, ToolUse
-from vlmserve.server.generation import Piece
+from vlmserve.server.generation import TextDelta
 from vlmserve.types import SamplingParams
 
 
 class AnswerReader:
-    """Reads the answers to one request as they come. Until `expect` is told of tools, all that they say is text."""
+    """Parses the answers to one request as they come. Without a call of `expect`, all of it is text."""
 
     def __init__(self) -> None:
         self._parsers: Sequence[ToolParser] = ()
@@ -36,12 +36,12 @@ class AnswerReader:
         """Whether answers may call anything."""
         return bool(self._parsers)
 
-    def read(self, piece: Piece) -> list[Event]:
-        """What is new in a piece of an answer. Each is read once."""
+    def read(self, delta: TextDelta) -> list[Event]:
+        """The events of a delta of an answer. Each delta is read once."""
         if not self._parsers:
-            return [Said(piece.text)] if piece.text else []
-        parser = self._parsers[piece.index]
-        return parser.push(piece.text) + (parser.finish() if piece.finish_reason is not None else [])
+            return [ContentDelta(delta.text)] if delta.text else []
+        parser = self._parsers[delta.index]
+        return parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
 
     def has_called(self, index: int) -> bool:
         """Whether the answer of that number has called anything so far."""

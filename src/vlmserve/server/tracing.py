@@ -90,7 +90,7 @@ class Tracing:
         about = {"service.name": "vlmserve", "service.version": __version__}
         resource = Resource.create(about).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_TellingExporter(OTLPSpanExporter(url), url)))
+        self._provider.add_span_processor(BatchSpanProcessor(_LoggingExporter(OTLPSpanExporter(url), url)))
         self._tracer = self._provider.get_tracer("vlmserve")
         self._propagator = TraceContextTextMapPropagator()
 
@@ -113,7 +113,7 @@ class Tracing:
         last.join(_LAST_SPANS)
 
 
-class _TellingExporter(SpanExporter):
+class _LoggingExporter(SpanExporter):
     """Warns when a collector goes away, and tells when it is back."""
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:

@@ -1,4 +1,4 @@
-"""How long a request may wait for its turn."""
+"""Limits on how long a request may wait in the queue."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ async def limit_preparation(limit: float) -> AsyncGenerator[None, None]:
 
 @contextlib.contextmanager
 def limit_wait(client: EngineClient, generation: Generation, arrived: float, limit: float) -> Iterator[None]:
-    """While the block runs: fail the generation with RefusedError (503) if the engine has not begun with any of its
-    answers `limit` seconds after `arrived`, on the clock of `time.monotonic`. limit: 0: never."""
+    """While the block runs: fail the generation with RefusedError (503) if the engine has not begun any of its answers
+    `limit` seconds after `arrived`, on the clock of `time.monotonic`. limit 0: never."""
     if limit == 0:
         yield
         return
-    looking: asyncio.Future[None] | None = None
+    check_task: asyncio.Future[None] | None = None
 
-    def look() -> None:
-        nonlocal looking
-        looking = asyncio.ensure_future(_give_up(client, generation, limit))
+    def check() -> None:
+        nonlocal check_task
+        check_task = asyncio.ensure_future(_give_up(client, generation, limit))
 
-    # A timer, since most requests are done before it rings, and a task would cost them more.
-    timer = asyncio.get_running_loop().call_later(max(0.0, arrived + limit - time.monotonic()), look)
+    # A timer, since most requests are done before it fires, and a task would cost more.
+    timer = asyncio.get_running_loop().call_later(max(0.0, arrived + limit - time.monotonic()), check)
     try:
         yield
     finally:
         timer.cancel()
-        if looking is not None:
-            looking.cancel()
+        if check_task is not None:
+            check_task.cancel()
 
 
 async def _give_up(client: EngineClient, generation: Generation, limit: float) -> None:
@@ -52,9 +52,9 @@ async def _give_up(client: EngineClient, generation: Generation, limit: float) -
         return
     # An engine that is gone has failed the generation already.
     with contextlib.suppress(VLMServeError):
-        await client.fail_waiting(generation.firsts, lambda: _too_long(limit))
+        await client.fail_waiting(generation.first_request_ids, lambda: _too_long(limit))
 
 
 def _too_long(limit: float) -> RefusedError:
-    message = f"The request waited for {limit:g} s and its turn did not come; try again later"
+    message = f"The request waited for {limit:g} s and was not started; try again later"
     return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, message, "queue_timeout")

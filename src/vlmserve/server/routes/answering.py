@@ -20,13 +20,13 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.server.connection import EventStream, note, unless_disconnected
 from vlmserve.server.errors import json_response
-from vlmserve.server.generation import Generation, Question, begin
+from vlmserve.server.generation import Generation, GenerationRequest, start_generation
 from vlmserve.server.guard import account_of, salt_of
 from vlmserve.server.prompt_log import log_prompt
 from vlmserve.server.routes.reading import read_parsed
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.service import Service
-from vlmserve.server.spans import tell_generation, tell_preparation, trace_of
+from vlmserve.server.spans import record_generation, record_preparation, trace_of
 from vlmserve.server.waiting import limit_preparation, limit_wait
 from vlmserve.types import ModelInfo
 
@@ -42,12 +42,12 @@ _STOP_STRINGS = ("stop", "stop_sequences")
 
 
 class Dialect(ABC, Generic[Body]):
-    """How one API asks and answers."""
+    """How one API's requests are read and its responses written."""
 
     kind: type[Body]
     id_prefix: str
     operation: str = "chat"
-    """What it does, in the words of OpenTelemetry's conventions."""
+    """The operation's name in OpenTelemetry's conventions."""
     content_field: str = "messages"
     """Of the body, where the prompt comes from."""
 
@@ -56,8 +56,8 @@ class Dialect(ABC, Generic[Body]):
         """How many answers a request wants in all."""
 
     @abstractmethod
-    async def ask(self, service: Service, body: Body) -> Question:
-        """What the engine is to do. Raises VLMServeError."""
+    async def ask(self, service: Service, body: Body) -> GenerationRequest:
+        """What to generate for a request. Raises VLMServeError."""
 
     @abstractmethod
     async def complete(self, body: Body, generation: Generation) -> object:
@@ -65,15 +65,15 @@ class Dialect(ABC, Generic[Body]):
 
     @abstractmethod
     def events(self, body: Body, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The events of the response with ``stream``, the last of which tells of an error if there is one."""
+        """The events of the response with ``stream``; the last one is the error if there is one."""
 
     def reword(self, error: InvalidRequestError) -> None:
-        """Let an error that speaks of the prompt, in chat completions' words, speak of this API's request."""
+        """Name this API's fields in an error that names those of chat completions."""
         if error.param in (None, "messages"):
             error.param = self.content_field
 
     def close(self) -> None:
-        """Let go of what the request holds besides its generation; called once, however it ends."""
+        """Free what the request holds besides its generation; called once, however it ends."""
 
 
 async def answer(request: Request, dialect: Dialect[Body]) -> Response:
@@ -98,10 +98,10 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
             client = service.client
             stack.enter_context(service.admit(dialect.num_answers(body)))
             async with limit_preparation(service.config.max_wait):
-                beginning = _begin(service, client, dialect, body, arrived, trace)
+                beginning = _start_generation(service, client, dialect, body, arrived, trace)
                 generation = await unless_disconnected(request, beginning)
             body = body.without_content()  # its images are prepared, and an answer may take long
-        stack.callback(_tell, request, dialect, generation, trace)
+        stack.callback(_report, request, dialect, generation, trace)
         stack.callback(generation.close)
         if account is not None:
             account.charge(generation.usage.prompt_tokens)
@@ -112,39 +112,39 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
         return json_response(await unless_disconnected(request, dialect.complete(body, generation)))
 
 
-async def _begin(
+async def _start_generation(
     service: Service, client: EngineClient, dialect: Dialect[Body], body: Body, arrived: float, trace: Trace | None
 ) -> Generation:
     started = time.monotonic()
     try:
         try:
-            question = _bounded(await dialect.ask(service, body), body, service.config.max_output_tokens)
-            _check_lengths(question, body, client.info)
+            request = _bounded(await dialect.ask(service, body), body, service.config.max_output_tokens)
+            _check_lengths(request, body, client.info)
         finally:
             if trace is not None:
-                tell_preparation(trace, time.monotonic() - started)
+                record_preparation(trace, time.monotonic() - started)
         service.metrics.media.observe(time.monotonic() - started)
-        return await begin(service, client, question, f"{dialect.id_prefix}{secrets.token_hex(16)}", arrived)
+        return await start_generation(service, client, request, f"{dialect.id_prefix}{secrets.token_hex(16)}", arrived)
     except InvalidRequestError as error:
         dialect.reword(error)
         raise
 
 
-def _check_lengths(question: Question, body: SamplingRequest, info: ModelInfo) -> None:
-    """Raises InvalidRequestError if the request asks for a longer answer than the context leaves to a prompt. What is
-    longer because the server chose its length ends where the context does."""
+def _check_lengths(request: GenerationRequest, body: SamplingRequest, info: ModelInfo) -> None:
+    """Raises InvalidRequestError if the request asks for a longer answer than the context has left after a prompt. An
+    answer whose length the request does not set ends where the context does."""
     for field in _LIMITS:
         wanted = getattr(body, field, None) or 0
-        for prompt in question.prompts:
+        for prompt in request.prompts:
             check_length(field, wanted, prompt, info)
 
 
-def _tell(request: Request, dialect: Dialect[Body], generation: Generation, trace: Trace | None) -> None:
-    """Say in the log, and in the trace if there is one, what came of a request."""
+def _report(request: Request, dialect: Dialect[Body], generation: Generation, trace: Trace | None) -> None:
+    """Write the outcome of a request to the log, and to the trace if there is one."""
     text, fields = generation.summary()
     note(request, text, **fields)
     if trace is not None:
-        tell_generation(trace, dialect.operation, generation)
+        record_generation(trace, dialect.operation, generation)
 
 
 def _check_stop(body: SamplingRequest, config: ServerConfig) -> None:
@@ -163,14 +163,14 @@ def _check_stop(body: SamplingRequest, config: ServerConfig) -> None:
             )
 
 
-def _bounded(question: Question, body: SamplingRequest, most: int | None) -> Question:
+def _bounded(request: GenerationRequest, body: SamplingRequest, most: int | None) -> GenerationRequest:
     """The same with answers of at most so many tokens. Raises InvalidRequestError if the request says more."""
     if most is None:
-        return question
+        return request
     for field in _LIMITS:
         wanted = getattr(body, field, None)
         if wanted is not None and wanted > most:
             raise InvalidRequestError(f"{field} is {wanted}; an answer has at most {most} tokens here", param=field)
-    limit = question.params.max_tokens
-    params = msgspec.structs.replace(question.params, max_tokens=most if limit is None else min(limit, most))
-    return dataclasses.replace(question, params=params)
+    limit = request.params.max_tokens
+    params = msgspec.structs.replace(request.params, max_tokens=most if limit is None else min(limit, most))
+    return dataclasses.replace(request, params=params)

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
 from vlmserve.server.errors import error_body
-from vlmserve.server.generation import Generation, Piece, Question
+from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event, usage_until_now
@@ -44,7 +44,7 @@ class ChatDialect(Dialect[ChatRequest]):
     def num_answers(self, body: ChatRequest) -> int:
         return body.num_running
 
-    async def ask(self, service: Service, body: ChatRequest) -> Question:
+    async def ask(self, service: Service, body: ChatRequest) -> GenerationRequest:
         if (body.top_logprobs or 0) > service.max_logprobs:
             raise InvalidRequestError(f"top_logprobs must be at most {service.max_logprobs} here", param="top_logprobs")
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
@@ -55,7 +55,7 @@ class ChatDialect(Dialect[ChatRequest]):
             messages = await with_files(service, self._owner, conversation(body.messages), share)
             settings = body.template_settings(service.preparer.template_settings)
             prompt = await service.prepare(messages, cache_salt, tools=tools, template_settings=settings)
-        return Question([prompt], params, body.n, cache_salt, body.beams, tools, body.num_samples)
+        return GenerationRequest([prompt], params, body.n, cache_salt, body.beams, tools, body.num_samples)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
         choices = [self._choice(answer, _logprobs(body, answer, generation)) for answer in await generation.finished()]
@@ -69,17 +69,17 @@ class ChatDialect(Dialect[ChatRequest]):
         try:
             beginning = Delta("assistant", None if self._reader.expects_calls else "")
             yield b"".join(chunk([ChunkChoice(answer.index, beginning)]) for answer in generation.answers)
-            async with contextlib.aclosing(generation.pieces()) as pieces:
-                async for piece in pieces:
+            async with contextlib.aclosing(generation.deltas()) as text_deltas:
+                async for text_delta in text_deltas:
                     events = b""
-                    deltas = [_delta(new) for new in self._reader.read(piece)]
-                    if piece.told and not deltas:
+                    deltas = [_delta(new) for new in self._reader.read(text_delta)]
+                    if text_delta.logprobs and not deltas:
                         deltas = [Delta(content="")]
                     for place, delta in enumerate(deltas):
-                        logprobs = _logprobs(body, piece, generation) if place == 0 else None
-                        events += chunk([ChunkChoice(piece.index, delta, logprobs=logprobs)])
-                    if piece.finish_reason is not None:
-                        events += chunk([ChunkChoice(piece.index, Delta(), self._finish_reason(piece))])
+                        logprobs = _logprobs(body, text_delta, generation) if place == 0 else None
+                        events += chunk([ChunkChoice(text_delta.index, delta, logprobs=logprobs)])
+                    if text_delta.finish_reason is not None:
+                        events += chunk([ChunkChoice(text_delta.index, Delta(), self._finish_reason(text_delta))])
                     if events:
                         yield events
             if body.includes_usage:
@@ -89,21 +89,21 @@ class ChatDialect(Dialect[ChatRequest]):
             generation.failure = error
             yield event(error_body(error))
 
-    def _finish_reason(self, piece: Piece) -> str:
-        called = piece.finish_reason == "stop" and self._reader.has_called(piece.index)
-        return "tool_calls" if called else piece.finish_reason or ""
+    def _finish_reason(self, text_delta: TextDelta) -> str:
+        called = text_delta.finish_reason == "stop" and self._reader.has_called(text_delta.index)
+        return "tool_calls" if called else text_delta.finish_reason or ""
 
-    def _choice(self, answer: Piece, logprobs: ChoiceLogprobs | None) -> AnswerChoice:
+    def _choice(self, answer: TextDelta, logprobs: ChoiceLogprobs | None) -> AnswerChoice:
         """An answer as a whole."""
         text: list[str] = []
         calls: list[AnswerToolCall] = []
         for new in self._reader.read(answer):
             match new:
-                case Said(said):
+                case ContentDelta(said):
                     text.append(said)
-                case CallBegun(_, id_, name):
+                case ToolCallStart(_, id_, name):
                     calls.append(AnswerToolCall(id_, FunctionCall("", name)))
-                case CallGoesOn(index, arguments):
+                case ToolCallDelta(index, arguments):
                     function = calls[index].function
                     calls[index].function = FunctionCall(f"{function.arguments}{arguments}", function.name)
         message = AnswerMessage("".join(text) if text or not calls else None)
@@ -114,18 +114,18 @@ class ChatDialect(Dialect[ChatRequest]):
 
 def _delta(new: Event) -> Delta:
     match new:
-        case Said(text):
+        case ContentDelta(text):
             return Delta(content=text)
-        case CallBegun(index, id_, name):
+        case ToolCallStart(index, id_, name):
             return Delta(tool_calls=[DeltaToolCall(index, FunctionCall("", name), id_, "function")])
-        case CallGoesOn(index, arguments):
+        case ToolCallDelta(index, arguments):
             return Delta(tool_calls=[DeltaToolCall(index, FunctionCall(arguments))])
 
 
-def _logprobs(body: ChatRequest, piece: Piece, generation: Generation) -> ChoiceLogprobs | None:
+def _logprobs(body: ChatRequest, text_delta: TextDelta, generation: Generation) -> ChoiceLogprobs | None:
     if not body.logprobs:
         return None
-    return choice_logprobs((told.logprobs for told in piece.told), generation.token_bytes)
+    return choice_logprobs((token.logprobs for token in text_delta.logprobs), generation.token_bytes)
 
 
 async def chat_completions(request: Request) -> Response:

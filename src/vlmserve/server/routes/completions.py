@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from vlmserve.errors import VLMServeError
 from vlmserve.server.errors import error_body
-from vlmserve.server.generation import Generation, Piece, Question
+from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event, usage_until_now
 from vlmserve.server.schema.completions import Completion, CompletionChoice, CompletionRequest
@@ -41,7 +41,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
     def num_answers(self, body: CompletionRequest) -> int:
         return body.num_running * len(body.prompts)
 
-    async def ask(self, service: Service, body: CompletionRequest) -> Question:
+    async def ask(self, service: Service, body: CompletionRequest) -> GenerationRequest:
         params = body.sampling_params(service.defaults, body.max_tokens, service.default_limit)
 
         def prepare(preparer: Preparer) -> list[Prompt]:
@@ -58,19 +58,21 @@ class CompletionDialect(Dialect[CompletionRequest]):
             return prompts
 
         prompts = await service.prepare_text(prepare, sum(map(len, body.prompts)))
-        return Question(prompts, params, body.n, body.cache_salt or "", body.beams, num_samples=body.num_samples)
+        return GenerationRequest(
+            prompts, params, body.n, body.cache_salt or "", body.beams, num_samples=body.num_samples
+        )
 
     async def complete(self, body: CompletionRequest, generation: Generation) -> Completion:
-        choices = [self._choice(body, generation, piece, begins=True) for piece in await generation.finished()]
+        choices = [self._choice(body, generation, delta, begins=True) for delta in await generation.finished()]
         return Completion(generation.id, generation.created, generation.model, choices, generation.usage)
 
     async def events(self, body: CompletionRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
         try:
-            async with contextlib.aclosing(generation.pieces()) as pieces:
-                async for piece in pieces:
-                    choices = [self._choice(body, generation, piece, begins=piece.index not in begun)]
-                    begun.add(piece.index)
+            async with contextlib.aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    choices = [self._choice(body, generation, delta, begins=delta.index not in begun)]
+                    begun.add(delta.index)
                     usage = usage_until_now(body.stream_options, generation)
                     yield event(Completion(generation.id, generation.created, generation.model, choices, usage))
             if body.includes_usage:
@@ -81,22 +83,22 @@ class CompletionDialect(Dialect[CompletionRequest]):
             yield event(error_body(error))
 
     def _choice(
-        self, body: CompletionRequest, generation: Generation, piece: Piece, *, begins: bool
+        self, body: CompletionRequest, generation: Generation, delta: TextDelta, *, begins: bool
     ) -> CompletionChoice:
-        """A piece of an answer, with the prompt before it where one is wanted and it begins the answer."""
-        echo = self._echoes[piece.index] if self._echoes else Echo("", [])
+        """A delta of an answer, with the prompt before the first one if `echo` is set."""
+        echo = self._echoes[delta.index] if self._echoes else Echo("", [])
         logprobs = None
         if body.logprobs is not None:
             logprobs, token_bytes = CompletionLogprobs(), generation.token_bytes
             if begins and self._echoes:
                 offsets = offsets_in(echo.text, map(token_bytes, echo.token_ids))
-                told_of_prompt = generation.prompt_logprobs(piece.index)
-                for token_id, told, offset in zip(echo.token_ids, told_of_prompt, offsets, strict=True):
-                    logprobs.add(token_id, told, offset, token_bytes)
-            for one in piece.told:
+                prompt_logprobs = generation.prompt_logprobs(delta.index)
+                for token_id, scores, offset in zip(echo.token_ids, prompt_logprobs, offsets, strict=True):
+                    logprobs.add(token_id, scores, offset, token_bytes)
+            for one in delta.logprobs:
                 logprobs.add(one.logprobs.token_id, one.logprobs, len(echo.text) + one.offset, token_bytes)
-        text = echo.text + piece.text if begins else piece.text
-        return CompletionChoice(piece.index, text, piece.finish_reason, logprobs)
+        text = echo.text + delta.text if begins else delta.text
+        return CompletionChoice(delta.index, text, delta.finish_reason, logprobs)
 
 
 async def completions(request: Request) -> Response:

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
 from vlmserve.server.errors import json_response, messages_error_body
-from vlmserve.server.generation import Generation, Piece, Question
+from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.guard import salt_of
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import named_event
@@ -45,7 +45,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
     def num_answers(self, body: MessagesRequest) -> int:
         return 1
 
-    async def ask(self, service: Service, body: MessagesRequest) -> Question:
+    async def ask(self, service: Service, body: MessagesRequest) -> GenerationRequest:
         stop = [*body.stop, *body.stop_sequences]
         named = body.model_copy(update={"stop": stop})
         params = named.sampling_params(service.defaults, body.max_tokens, service.default_limit)
@@ -55,7 +55,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
         self._chat = body.chat()
         prompt = await service.prepare(self._chat.messages, cache_salt, tools=tools)
         self._chat.messages.clear()  # their images are prepared, and an answer may take long
-        return Question([prompt], params, 1, cache_salt, tools=tools)
+        return GenerationRequest([prompt], params, 1, cache_salt, tools=tools)
 
     def reword(self, error: InvalidRequestError) -> None:
         self._chat.reword(error)
@@ -74,12 +74,12 @@ class MessagesDialect(Dialect[MessagesRequest]):
             begun = MessageAnswer(generation.id, generation.model, [], None, None, _usage(generation))
             yield named_event({"type": "message_start", "message": begun}) + named_event({"type": "ping"})
             blocks = BlockEvents()
-            async with contextlib.aclosing(generation.pieces()) as pieces:
-                async for piece in pieces:
-                    events = b"".join(map(blocks.push, self._reader.read(piece)))
+            async with contextlib.aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    events = b"".join(map(blocks.push, self._reader.read(delta)))
                     if events:
                         yield events
-            end = {"stop_reason": self._stop_reason(piece), "stop_sequence": piece.stop_string}
+            end = {"stop_reason": self._stop_reason(delta), "stop_sequence": delta.stop_string}
             yield (
                 blocks.finish()
                 + named_event({"type": "message_delta", "delta": end, "usage": _usage(generation)})
@@ -89,7 +89,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
             generation.failure = error
             yield named_event(messages_error_body(error))
 
-    def _stop_reason(self, said: Piece) -> str:
+    def _stop_reason(self, said: TextDelta) -> str:
         if said.stop_string is not None:
             return "stop_sequence"
         if said.finish_reason == "length":
@@ -107,12 +107,12 @@ class BlockEvents:
     def push(self, new: Event) -> bytes:
         """What is to be sent now."""
         match new:
-            case Said(text):
+            case ContentDelta(text):
                 begun = b"" if self._open is TextContent else self._begin(TextContent(""))
                 return begun + self._delta({"type": "text_delta", "text": text})
-            case CallBegun():
+            case ToolCallStart():
                 return self._begin(_call(new))
-            case CallGoesOn(_, arguments):
+            case ToolCallDelta(_, arguments):
                 return self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def finish(self) -> bytes:
@@ -129,7 +129,7 @@ class BlockEvents:
         return named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
 
-def _call(begun: CallBegun) -> ToolUseContent:
+def _call(begun: ToolCallStart) -> ToolUseContent:
     """A call whose input is still to come."""
     return ToolUseContent(f"toolu_{begun.id.removeprefix('call_')}", begun.name, msgspec.Raw(b"{}"))
 
@@ -141,16 +141,16 @@ def _content(events: Iterable[Event], *, cut: bool) -> list[TextContent | ToolUs
     inputs: list[str] = []
     for new in events:
         match new:
-            case Said(text):
+            case ContentDelta(text):
                 if content and isinstance(content[-1], TextContent):
                     content[-1].text += text
                 else:
                     content.append(TextContent(text))
-            case CallBegun():
+            case ToolCallStart():
                 calls.append(_call(new))
                 content.append(calls[-1])
                 inputs.append("")
-            case CallGoesOn(index, arguments):
+            case ToolCallDelta(index, arguments):
                 inputs[index] += arguments
     if cut and calls:
         inputs[-1] = _whole_part(inputs[-1])

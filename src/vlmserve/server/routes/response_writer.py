@@ -1,4 +1,4 @@
-"""What an answer becomes in the Responses API: a response's items, and the events that tell of them."""
+"""Writes an answer for the Responses API: a response's items, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from vlmserve.frontend.tool_parser import CallBegun, CallGoesOn, Event, Said
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
 from vlmserve.server.routes.events import named_event
 from vlmserve.server.schema.items import function_call, message, output_text
 from vlmserve.server.schema.responses import ResponseObject, ResponseUsage
@@ -16,41 +16,41 @@ from vlmserve.server.schema.usage import Usage
 
 
 class ResponseWriter:
-    """Fills in one response, item by item. What its methods return are the events that tell of it, numbered."""
+    """Fills in one response, item by item. Its methods return the numbered events of the stream."""
 
     def __init__(self, response: ResponseObject) -> None:
         self.response = response
         self._num_events = 0
         self._item: dict[str, Any] | None = None
-        """The one that is being written, as it was when it began."""
+        """The item that is being written, as it was when it began."""
         self._written: list[str] = []
-        """What is known of its text, or of its arguments."""
+        """Its text or arguments so far."""
 
     def begin(self, *, only_text: bool) -> bytes:
-        """All that there is to tell before the first token. only_text: whether the answer can have no calls."""
+        """The events before the first token. only_text: whether the answer cannot have tool calls."""
         events = self._event("response.created", response=self.response)
         events += self._event("response.in_progress", response=self.response)
         return events + self._open_message() if only_text else events
 
     def write(self, news: Sequence[Event]) -> bytes:
-        """What is new in the answer."""
+        """The events for what is new in the answer."""
         events = b""
         for new in news:
             match new:
-                case Said(text):
+                case ContentDelta(text):
                     if self._item is None or self._item["type"] != "message":
                         events += self._open_message()
                     self._written.append(text)
                     events += self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
-                case CallBegun(_, call_id, name):
+                case ToolCallStart(_, call_id, name):
                     events += self._open(function_call(call_id, name, "", "in_progress"))
-                case CallGoesOn(_, arguments):
+                case ToolCallDelta(_, arguments):
                     self._written.append(arguments)
                     events += self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
         return events
 
     def finish(self, finish_reason: str | None, usage: Usage) -> bytes:
-        """The last token is there."""
+        """The events after the last token."""
         events = b"" if self._item or self.response.output else self._open_message()
         if finish_reason == "length":
             self.response.status = "incomplete"
@@ -61,18 +61,18 @@ class ResponseWriter:
         return events + self._close(self.response.status)
 
     def end(self) -> bytes:
-        """The response is all there is to be."""
+        """The last event, with the complete response."""
         return self._event(f"response.{self.response.status}", response=self.response)
 
     def fail(self, reason: str) -> bytes:
-        """There will be no more of it."""
+        """The last event of a response that failed."""
         self.response.status, self.response.completed_at = "failed", None
         self.response.error = {"code": "server_error", "message": reason}
         return self.end()
 
     @property
     def _place(self) -> dict[str, Any]:
-        """What events say of where they belong."""
+        """The fields of events that name the item they belong to."""
         assert self._item is not None
         place = {"item_id": self._item["id"], "output_index": len(self.response.output)}
         return {**place, "content_index": 0} if self._item["type"] == "message" else place
@@ -91,7 +91,7 @@ class ResponseWriter:
         return events + self._event("response.output_item.added", output_index=len(self.response.output), item=item)
 
     def _close(self, status: str) -> bytes:
-        """The item that is being written, if there is one, is all there. status: of the answer."""
+        """The events that end the item that is being written, if there is one. status: of the answer."""
         if self._item is None:
             return b""
         text, id_ = "".join(self._written), self._item["id"]
@@ -110,7 +110,7 @@ class ResponseWriter:
 
 
 def _is_json(text: str) -> bool:
-    """Whether arguments were written to their end, and not cut off."""
+    """Whether arguments are complete, and not cut off."""
     try:
         msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from vlmserve.errors import InvalidRequestError, NotFoundError, VLMServeError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.body import BodyShare
-from vlmserve.server.generation import Generation, Question
+from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import file_ids, fitting, kept_items, needed_store, owner_of, read_items, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.response_writer import ResponseWriter
@@ -48,7 +48,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     def num_answers(self, body: ResponsesRequest) -> int:
         return 1
 
-    async def ask(self, service: Service, body: ResponsesRequest) -> Question:
+    async def ask(self, service: Service, body: ResponsesRequest) -> GenerationRequest:
         if body.store and self._store is None:
             raise InvalidRequestError("This server keeps no history; leave store out", param="store")
         params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
@@ -62,7 +62,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             prompt = await self._prepare(service, body, turns, tools, share)
         if self._keeps(body) or body.conversation is not None:
             await self._pack(needed_store(service), new)
-        return Question([prompt], self._params, 1, cache_salt, tools=tools)
+        return GenerationRequest([prompt], self._params, 1, cache_salt, tools=tools)
 
     async def complete(self, body: ResponsesRequest, generation: Generation) -> ResponseObject:
         [whole] = await generation.finished()
@@ -77,10 +77,10 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         finish_reason = None
         try:
             yield writer.begin(only_text=not self._reader.expects_calls)
-            async with contextlib.aclosing(generation.pieces()) as pieces:
-                async for piece in pieces:
-                    finish_reason = piece.finish_reason
-                    if news := writer.write(self._reader.read(piece)):
+            async with contextlib.aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    finish_reason = delta.finish_reason
+                    if news := writer.write(self._reader.read(delta)):
                         yield news
             last = writer.finish(finish_reason, generation.usage)
             # Whoever hears that it is complete finds it again.

@@ -73,7 +73,7 @@ class NamedToolChoice(RequestModel):
     disable_parallel_tool_use: bool = False
 
 
-class Asked(RequestModel):
+class PromptFields(RequestModel):
     """What the prompt is made of."""
 
     messages: Annotated[list[Turn], Field(min_length=1)]
@@ -115,7 +115,7 @@ class OutputConfig(RequestModel):
     format: MessagesFormat | None = None
 
 
-class CountRequest(Asked):
+class CountRequest(PromptFields):
     """The body of ``POST /v1/messages/count_tokens``."""
 
     model: str | None = None
@@ -124,7 +124,7 @@ class CountRequest(Asked):
     thinking: dict[str, Any] | None = None
 
 
-class MessagesRequest(Asked, SamplingRequest):
+class MessagesRequest(PromptFields, SamplingRequest):
     """The body of ``POST /v1/messages``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
