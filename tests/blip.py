@@ -44,7 +44,7 @@ VISION: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 FEATURES = 10
-"""Of a picture: the class token and 3 x 3 patches."""
+"""Of an image: the class token and 3 x 3 patches."""
 NEW_TOKENS = 12
 
 
@@ -62,7 +62,7 @@ def make_blip(folder: Path, kind: str = "caption", *, dtype: torch.dtype = torch
 
 
 def _livelier(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Weights that make answers which vary, and depend on pictures and positions."""
+    """Weights that make answers which vary, and depend on images and positions."""
     if name.endswith("LayerNorm.weight"):
         return tensor + 0.2 * torch.randn(tensor.shape)
     if "position_embeddings" in name:
@@ -108,15 +108,15 @@ class BlipOracle:
         model.text_decoder.generation_config.eos_token_id = None
         return cls(folder, kind, model)
 
-    def picture(self, seed: int) -> ImageInput:
+    def make_image(self, seed: int) -> ImageInput:
         shape = (1, 3, VISION["image_size"], VISION["image_size"])
         pixels = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
         return ImageInput(hashlib.sha256(pixels.tobytes()).digest(), pixels, FEATURES)
 
-    def prompt(self, picture: int, length: int, text: int = 0) -> Prompt:
-        """About a picture, with so many tokens of a text: how a caption begins, or a question."""
+    def prompt(self, image_seed: int, length: int, text: int = 0) -> Prompt:
+        """About an image, with so many tokens of a text: how a caption begins, or a question."""
         ids = np.random.default_rng(1000 + text).integers(5, VOCABULARY, length).tolist()
-        image = self.picture(picture)
+        image = self.make_image(image_seed)
         if self.kind == "caption":
             return Prompt([BEGIN, *ids], cross=CrossInput(image))
         return Prompt([BEGIN], cross=CrossInput(image, [2, *ids, 3]))

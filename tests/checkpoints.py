@@ -248,7 +248,7 @@ GEMMA3_PICTURE_TOKENS = 16
 
 
 def make_gemma3(folder: Path, *, published_names: bool = False, **overrides: Any) -> Path:
-    """A Gemma 3 checkpoint with eyes in `folder`; overrides are fields of its text config."""
+    """A Gemma 3 checkpoint with its vision tower in `folder`; overrides are fields of its text config."""
     tokenizer = write_tokenizer(folder, sees=False)
     special = ["<start_of_turn>", "<end_of_turn>", *GEMMA3_NAMED.values()]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -331,7 +331,7 @@ def write_tokenizer(folder: Path, *, sees: bool) -> Tokenizer:
 
 
 def write_image_processor(folder: Path, vision: CLIPVisionConfig, strategy: str) -> None:
-    """The files that tell pictures' size and how many placeholders they take."""
+    """The files that tell images' size and how many placeholders they take."""
     processor = {
         "image_processor_type": "CLIPImageProcessor",
         "size": {"shortest_edge": vision.image_size},

@@ -23,7 +23,7 @@ from vlmserve.types import ImageInput, ImageSpan, Prompt
 
 BEGIN = 0
 TOKENS = 25
-"""Of a picture."""
+"""Of an image."""
 NEW_TOKENS = 12
 TEXT: dict[str, int] = {
     "dim": 48,
@@ -144,26 +144,26 @@ class Moondream:
         settings = json.loads((folder / "config.json").read_text())["config"]
         return cls(folder, MoondreamOracle(settings, weights))
 
-    def picture(self, seed: int) -> tuple[Image.Image, ImageInput]:
+    def make_image(self, seed: int) -> tuple[Image.Image, ImageInput]:
         """Of some shape."""
         width, height = [(20, 20), (61, 30), (17, 90), (45, 44), (200, 30), (36, 80)][seed % 6]
-        picture = noise(seed, width, height)
+        pil_image = noise(seed, width, height)
         processor = CropProcessor({"config": SETTINGS})
-        pixels = processor.process(DecodedImage.whole(picture))
-        return picture, ImageInput(
-            hashlib.sha256(pixels.tobytes()).digest(), pixels, processor.placeholders(pixels, picture.size).num_tokens
+        pixels = processor.process(DecodedImage.whole(pil_image))
+        return pil_image, ImageInput(
+            hashlib.sha256(pixels.tobytes()).digest(), pixels, processor.placeholders(pixels, pil_image.size).num_tokens
         )
 
-    def prompt(self, picture: int, length: int, text: int = 0) -> Prompt:
-        """A picture and so many tokens of a question."""
+    def prompt(self, image_seed: int, length: int, text: int = 0) -> Prompt:
+        """An image and so many tokens of a question."""
         ids = np.random.default_rng(1000 + text).integers(1, TEXT["vocab_size"], length).tolist()
-        _, image = self.picture(picture)
+        _, image = self.make_image(image_seed)
         return Prompt([BEGIN] * (1 + TOKENS) + ids, (ImageSpan(image, 1),))
 
-    def greedy(self, picture: int, prompt: Prompt, count: int = NEW_TOKENS) -> list[int]:
-        """picture: the number of the prompt's."""
+    def greedy(self, image_seed: int, prompt: Prompt, count: int = NEW_TOKENS) -> list[int]:
+        """image_seed: of the prompt's."""
         embeddings = self.oracle.embed(prompt.token_ids)
-        embeddings[1 : 1 + TOKENS] = self.oracle.see(*self.oracle.crops(self.picture(picture)[0]))
+        embeddings[1 : 1 + TOKENS] = self.oracle.see(*self.oracle.crops(self.make_image(image_seed)[0]))
         answer: list[int] = []
         for _ in range(count):
             answer.append(int(self.oracle.logits(embeddings, 1 + TOKENS)[-1].argmax()))

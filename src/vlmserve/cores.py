@@ -1,8 +1,8 @@
 """How many CPU cores there are to use, who gets them, and how long a thread that waits keeps its own.
 
-The engine's threads work in step: each product waits for the slowest of them, so one that shares its core with a
-picture's decoder holds up all. On a small machine everything shares; on a large one the engine leaves some cores to the
-server's process.
+The engine's threads work in step: each product waits for the slowest of them, so one that shares its core with a thread
+that decodes images holds up all of them. On a small machine everything shares; on a large one the engine leaves some
+cores to the server's process.
 
 A thread that waits for the others of its team spins before it sleeps, which is faster than waking up. OpenMP spins for
 milliseconds: as soon as anything else computes on the same cores, the threads that spin hold up the ones that they wait
@@ -92,6 +92,6 @@ def engine_threads(cores: int | None = None, threads_per_core: int | None = None
 
 
 def media_threads(cores: int | None = None) -> int:
-    """Threads that decode and resize pictures on so many logical cores; default: those of this machine."""
+    """Threads that decode and resize images on so many logical cores; default: those of this machine."""
     cores = usable_cores() if cores is None else cores
     return min(8, max(2, cores // 8))

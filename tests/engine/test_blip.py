@@ -76,19 +76,19 @@ def test_the_prefix_cache_tells_cross_states_apart(tmp_path_factory: pytest.Temp
     """Token ids are equal, and so would blocks be whose keys knew nothing else."""
     oracle = BlipOracle.make(tmp_path_factory.mktemp("caption"), "caption")
     engine = engine_for(oracle, block_size=4)
-    pictures = [oracle.prompt(picture, 22, 0) for picture in range(3)]
-    expected = [oracle.greedy(prompt) for prompt in pictures]
+    images = [oracle.prompt(image, 22, 0) for image in range(3)]
+    expected = [oracle.greedy(prompt) for prompt in images]
     assert len({tuple(answer) for answer in expected}) == 3
-    assert [generate(engine, [prompt])[0] for prompt in pictures] == expected
+    assert [generate(engine, [prompt])[0] for prompt in images] == expected
     assert engine.stats().prefix_cached_tokens == 0
-    assert [generate(engine, [prompt])[0] for prompt in pictures] == expected
+    assert [generate(engine, [prompt])[0] for prompt in images] == expected
     assert engine.stats().prefix_cached_tokens > 3 * 19
 
 
 def test_the_prefix_cache_tells_questions_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
     oracle = BlipOracle.make(tmp_path_factory.mktemp("question"), "question")
     engine = engine_for(oracle, block_size=1)
-    about = [oracle.prompt(picture, 6, text) for picture, text in ((0, 0), (0, 1), (1, 0))]
+    about = [oracle.prompt(image, 6, text) for image, text in ((0, 0), (0, 1), (1, 0))]
     # Prompts that begin alike, though an answer's beginning is nothing that a user gives.
     longer = [Prompt([*prompt.token_ids, 9, 9, 9], cross=prompt.cross) for prompt in about]
     alone = [generate(engine_for(oracle), [prompt])[0] for prompt in longer]

@@ -74,7 +74,7 @@ def request_of(name: str = "a", tokens: Iterable[int] = (5, 6, 7), images: Any =
     return EngineRequest(name, Prompt(list(tokens), tuple(images)), SamplingParams(**params))
 
 
-def picture_request(shade: float, name: str = "a") -> EngineRequest:
+def image_request(shade: float, name: str = "a") -> EngineRequest:
     pixels = np.full((1, 3, 28, 28), shade, np.float32)
     image = ImageInput(int(shade * 100).to_bytes(32, "big"), pixels, IMAGE_TOKENS)
     tokens = [5, *[IMAGE_TOKEN_ID] * IMAGE_TOKENS, 6]
@@ -118,7 +118,7 @@ def test_timings_come_with_the_first_token_and_with_the_end(engine):
 
 def test_timings_say_when_a_request_came_and_that_its_images_were_encoded_within_its_prefill(engine):
     before = time.time()
-    [first, *_] = run(engine, picture_request(0.7))["a"]
+    [first, *_] = run(engine, image_request(0.7))["a"]
     timings = first.timings
     assert before <= timings.arrived <= time.time()
     assert (timings.before_vision > 0) == (timings.vision > 0) == (engine.stats().vision_seconds > 0)
@@ -192,13 +192,13 @@ def test_a_seed_reproduces_an_answer_and_another_changes_it(engine):
 
 
 def test_another_image_gives_another_answer(engine):
-    red, again, blue = (tokens_of(engine, picture_request(shade)) for shade in (0.1, 0.1, 0.9))
+    red, again, blue = (tokens_of(engine, image_request(shade)) for shade in (0.1, 0.1, 0.9))
     assert red == again != blue
 
 
 def test_images_for_a_model_that_cannot_see_are_refused(make):
     with pytest.raises(TooManyImagesError):
-        make(supports_images=False).add(picture_request(0.5))
+        make(supports_images=False).add(image_request(0.5))
 
 
 def test_refused_requests_name_the_reason_and_leave_nothing_behind(engine):
@@ -271,7 +271,7 @@ def test_aborting_everything_leaves_no_work_and_no_blocks(engine):
 
 
 def test_stats_count_what_was_done(engine):
-    run(engine, request_of("a", max_tokens=4, ignore_eos=True), picture_request(0.3, "b"))
+    run(engine, request_of("a", max_tokens=4, ignore_eos=True), image_request(0.3, "b"))
     stats = engine.stats()
     assert stats.generation_tokens == 4 + 8
     assert stats.prompt_tokens == 3 + IMAGE_TOKENS + 2
@@ -298,7 +298,7 @@ def test_what_joins_later_does_not_change_what_runs(engine):
 def test_a_look_inside_shows_every_unfinished_request_and_where_it_stands(make):
     engine = make(max_num_seqs=1)
     assert engine.inspect().requests == []
-    engine.add(picture_request(0.5, "a"))
+    engine.add(image_request(0.5, "a"))
     engine.add(request_of("b", range(5, 25)))
     waiting = engine.inspect()
     assert [(r.request_id, r.state, r.num_blocks, r.num_images) for r in waiting.requests] == [
@@ -349,9 +349,9 @@ def test_logprobs_come_one_for_each_token_the_likeliest_in_order(engine):
 
 
 def test_prompt_logprobs_come_once_with_the_first_output_and_leave_images_out(engine):
-    picture = picture_request(0.4)
+    image = image_request(0.4)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
-    first, *later = run(engine, EngineRequest("a", picture.prompt, params))["a"]
+    first, *later = run(engine, EngineRequest("a", image.prompt, params))["a"]
     told = first.prompt_logprobs
     assert [one is None for one in told] == [True] + [True] * IMAGE_TOKENS + [False]
     assert (told[-1].token_id, len(told[-1].top)) == (6, 2)

@@ -49,7 +49,7 @@ def finish(engine: Engine) -> dict[str, str]:
     return reasons
 
 
-def picture(num_tokens=4, key=b"k" * 32) -> ImageInput:
+def make_image(num_tokens=4, key=b"k" * 32) -> ImageInput:
     return ImageInput(key, np.zeros((1, 3, 28, 28), np.float32), num_tokens)
 
 
@@ -87,15 +87,15 @@ def test_a_bad_prompt_is_refused_and_the_next_request_runs(engine, bad, message)
 
 def test_images_for_a_model_that_cannot_see_are_refused(engine):
     with pytest.raises(TooManyImagesError, match="cannot see"):
-        engine.add(request(tokens=[5] * 8, images=[ImageSpan(picture(), 0)]))
+        engine.add(request(tokens=[5] * 8, images=[ImageSpan(make_image(), 0)]))
 
 
 @pytest.mark.parametrize(
     "spans",
     [
-        [ImageSpan(picture(), 6)],
-        [ImageSpan(picture(), 0), ImageSpan(picture(), 3)],
-        [ImageSpan(picture(num_tokens=0), 0)],
+        [ImageSpan(make_image(), 6)],
+        [ImageSpan(make_image(), 0), ImageSpan(make_image(), 3)],
+        [ImageSpan(make_image(num_tokens=0), 0)],
     ],
 )
 def test_images_that_do_not_fit_their_prompt_are_refused(llava_folder, spans):

@@ -1,4 +1,4 @@
-"""Gemma 3 with eyes against transformers' processor and model: images that see themselves whole, however prompts are
+"""Gemma 3 with images against transformers' processor and model: images that see themselves whole, however prompts are
 cut and cached."""
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def blotches(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(levels).resize((width, height), Image.Resampling.BILINEAR)
 
 
-PICTURES = [blotches(40, 30, 0), blotches(20, 60, 1), blotches(90, 50, 2)]
+IMAGES = [blotches(40, 30, 0), blotches(20, 60, 1), blotches(90, 50, 2)]
 CONVERSATIONS: list[list[dict[str, Any]]] = [
-    [user(PICTURES[0], "What is in the picture?")],
-    [user("Hi"), assistant("Hello world"), user("First", PICTURES[1], "then\n", PICTURES[2], "\n?")],
-    [user(PICTURES[2], PICTURES[0], PICTURES[1])],
+    [user(IMAGES[0], "What is in the picture?")],
+    [user("Hi"), assistant("Hello world"), user("First", IMAGES[1], "then\n", IMAGES[2], "\n?")],
+    [user(IMAGES[2], IMAGES[0], IMAGES[1])],
     [user("How many green triangles are there?")],
-    [user("The end of it is ", PICTURES[1])],
-    [user(PICTURES[2], "?"), assistant("A number"), user("And now?")],
+    [user("The end of it is ", IMAGES[1])],
+    [user(IMAGES[2], "?"), assistant("A number"), user("And now?")],
 ]
 
 
@@ -65,9 +65,9 @@ class Oracle:
         parts = [
             part for message in conversation if isinstance(message["content"], list) for part in message["content"]
         ]
-        pictures = [part["image"] for part in parts if part["type"] == "image"]
+        images = [part["image"] for part in parts if part["type"] == "image"]
         # The template has written the token that begins a text.
-        return dict(self.processor(text=text, images=pictures or None, return_tensors="pt", add_special_tokens=False))
+        return dict(self.processor(text=text, images=images or None, return_tensors="pt", add_special_tokens=False))
 
     @torch.inference_mode()
     def greedy(self, inputs: dict[str, torch.Tensor]) -> list[int]:
@@ -104,14 +104,14 @@ def test_ids_and_pixels_are_those_of_the_processor(oracle: Oracle) -> None:
         if prompt.images:
             pixels = np.concatenate([span.image.pixels for span in prompt.images])
             np.testing.assert_allclose(pixels, theirs["pixel_values"].numpy(), rtol=0, atol=1e-6)
-    raw = preparer.text("a <start_of_image> b", [PICTURES[0]], allow_local=True)
-    assert raw.token_ids == oracle.processor(text="a <start_of_image> b", images=[PICTURES[0]])["input_ids"][0]
+    raw = preparer.text("a <start_of_image> b", [IMAGES[0]], allow_local=True)
+    assert raw.token_ids == oracle.processor(text="a <start_of_image> b", images=[IMAGES[0]])["input_ids"][0]
 
 
 def test_tokens_around_images_that_users_write_are_only_words(oracle: Oracle) -> None:
     preparer = oracle.llm(load="lazy")._preparer
     words = " ".join(GEMMA3_NAMED.values())
-    prompt = preparer.chat([user(words, PICTURES[0], words)], allow_local=True)
+    prompt = preparer.chat([user(words, IMAGES[0], words)], allow_local=True)
     controls = {preparer.tokenizer.token_id(token) for token in GEMMA3_NAMED.values()}
     assert sum(token_id in controls for token_id in prompt.token_ids) == GEMMA3_PICTURE_TOKENS + 2
 
@@ -165,7 +165,7 @@ def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
     llm = oracle.llm(block_size=16)
     inside = 0
     for words in ("a", "green triangles", "The number is 42. hello world, the quick brown fox"):
-        one, other = ([user(words, PICTURES[0], question)] for question in ("What?", "How many?"))
+        one, other = ([user(words, IMAGES[0], question)] for question in ("What?", "How many?"))
         llm.chat(one, GREEDY, use_tqdm=False)
         [result] = llm.chat(other, GREEDY, use_tqdm=False)
         assert tokens([result]) == [oracle.greedy(oracle.inputs(other))]
@@ -177,15 +177,13 @@ def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
 def test_an_image_may_end_a_prompt(oracle: Oracle) -> None:
     """Then nothing but the last of its tokens is left to compute when the prompt comes again."""
     llm = oracle.llm()
-    prompt = llm._preparer.chat([user("See", PICTURES[1])], allow_local=True)
+    prompt = llm._preparer.chat([user("See", IMAGES[1])], allow_local=True)
     [span] = prompt.images
     cut = Prompt(prompt.token_ids[: span.end], prompt.images)
     inputs = {
-        name: value[:, : span.end]
-        for name, value in oracle.inputs([user("See", PICTURES[1])]).items()
-        if value.ndim == 2
+        name: value[:, : span.end] for name, value in oracle.inputs([user("See", IMAGES[1])]).items() if value.ndim == 2
     }
-    inputs["pixel_values"] = oracle.inputs([user("See", PICTURES[1])])["pixel_values"]
+    inputs["pixel_values"] = oracle.inputs([user("See", IMAGES[1])])["pixel_values"]
     answer = oracle.greedy(inputs)
     for _ in range(2):
         assert generate(llm.engine, [cut]) == [answer]  # type: ignore[arg-type]
@@ -250,7 +248,7 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle) -> None:
 
 def test_another_image_means_another_answer(oracle: Oracle) -> None:
     llm = oracle.llm()
-    asked = [[user("What is in", picture, "?")] for picture in PICTURES]
+    asked = [[user("What is in", image, "?")] for image in IMAGES]
     answers = tokens(llm.chat(asked, GREEDY, use_tqdm=False))
     assert answers == [oracle.greedy(oracle.inputs(conversation)) for conversation in asked]
     assert len({tuple(answer) for answer in answers}) > 1

@@ -119,9 +119,9 @@ def test_arrays_that_are_not_plain_float32_memory_are_made_so():
 def test_images_that_requests_share_cross_once_and_are_shared_again():
     request = request_with_pictures()
     sisters = [EngineRequest(name, request.prompt, cache_salt="s") for name in "abcd"]
-    picture = request.prompt.images[1].image
-    equal = ImageInput(picture.key, picture.pixels.copy(), picture.num_tokens)
-    other = EngineRequest("e", Prompt([1] * 8, (ImageSpan(equal, 0), ImageSpan(picture, 4))))
+    image = request.prompt.images[1].image
+    equal = ImageInput(image.key, image.pixels.copy(), image.num_tokens)
+    other = EngineRequest("e", Prompt([1] * 8, (ImageSpan(equal, 0), ImageSpan(image, 4))))
     frames = encode(Add([*sisters, other]))
     assert len(frames) == 1 + len(SHAPES) + 1
     received = decode_to_engine(frames)
@@ -132,19 +132,19 @@ def test_images_that_requests_share_cross_once_and_are_shared_again():
         assert len({id(array) for array in arrays}) == 1
         np.testing.assert_array_equal(arrays[0], span.image.pixels)
     assert received.requests[4].prompt.images[1].image.pixels is received.requests[0].prompt.images[1].image.pixels
-    np.testing.assert_array_equal(received.requests[4].prompt.images[0].image.pixels, picture.pixels)
+    np.testing.assert_array_equal(received.requests[4].prompt.images[0].image.pixels, image.pixels)
 
 
 def test_what_a_request_looks_at_crosses_with_it():
-    picture = ImageInput(b"k" * 32, np.ones((1, 3, 2, 2), np.float32), 5)
-    request = EngineRequest("a", Prompt([7], cross=CrossInput(picture, [1, 2])))
+    image = ImageInput(b"k" * 32, np.ones((1, 3, 2, 2), np.float32), 5)
+    request = EngineRequest("a", Prompt([7], cross=CrossInput(image, [1, 2])))
     received = decode_to_engine(encode(Add([request])))
     assert isinstance(received, Add)
     [got] = received.requests
     assert got.prompt.num_images == 1
     assert got.prompt.cross is not None
-    assert (got.prompt.cross.token_ids, got.prompt.cross.image.key) == ([1, 2], picture.key)
-    np.testing.assert_array_equal(got.prompt.cross.image.pixels, picture.pixels)
+    assert (got.prompt.cross.token_ids, got.prompt.cross.image.key) == ([1, 2], image.key)
+    np.testing.assert_array_equal(got.prompt.cross.image.pixels, image.pixels)
 
 
 def test_read_only_images_cross_a_socket(sockets):

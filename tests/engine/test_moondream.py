@@ -72,11 +72,11 @@ def test_few_images_at_a_time_give_the_same(
 
 def test_what_stands_before_an_image_is_part_of_its_prefix(moondream: Moondream) -> None:
     """Tokens of the first block see the image and the words before it, so the block is not that of another."""
-    _, image = moondream.picture(0)
-    _, other = moondream.picture(1)
+    _, image = moondream.make_image(0)
+    _, other = moondream.make_image(1)
     engine = engine_for(moondream, block_size=4)
     variants = [([5] * 8, image), ([5] * 8, other), ([5] * 7 + [6], image)]
-    asked = [Prompt([*words, *[BEGIN] * TOKENS, 9, 10, 11], (ImageSpan(picture, 8),)) for words, picture in variants]
+    asked = [Prompt([*words, *[BEGIN] * TOKENS, 9, 10, 11], (ImageSpan(image, 8),)) for words, image in variants]
     alone = [generate(engine_for(moondream), [prompt])[0] for prompt in asked]
     assert len({tuple(answer) for answer in alone}) == 3
     assert [generate(engine, [prompt])[0] for prompt in asked] == alone
@@ -98,8 +98,8 @@ def test_bfloat16_is_within_its_own_rounding(
 ) -> None:
     """Of logits, on average, a few parts in a hundred of their spread."""
     ours = first_logits(engine_for(moondream, dtype="bfloat16"), prompts)
-    for (picture, _, _), prompt, logits in zip(ASKED, prompts, ours, strict=True):
+    for (image, _, _), prompt, logits in zip(ASKED, prompts, ours, strict=True):
         embeddings = moondream.oracle.embed(prompt.token_ids)
-        embeddings[1 : 1 + TOKENS] = moondream.oracle.see(*moondream.oracle.crops(moondream.picture(picture)[0]))
+        embeddings[1 : 1 + TOKENS] = moondream.oracle.see(*moondream.oracle.crops(moondream.make_image(image)[0]))
         exact = moondream.oracle.logits(embeddings, 1 + TOKENS)[-1]
         assert (logits.double() - exact).abs().mean() < 0.04 * exact.std()

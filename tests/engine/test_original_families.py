@@ -41,7 +41,7 @@ class Oracle:
     vision: QwenVLVision | None = None
     embeddings: dict[bytes, torch.Tensor] = field(default_factory=dict)
 
-    def picture(self, seed: int) -> ImageInput:
+    def make_image(self, seed: int) -> ImageInput:
         side = SMALL["image_size"]
         pixels = np.random.default_rng(seed).standard_normal((1, 3, side, side)).astype(np.float32)
         return ImageInput(hashlib.sha256(pixels.tobytes()).digest(), pixels, VISUAL["n_queries"])
@@ -55,9 +55,9 @@ class Oracle:
             if isinstance(part, int):
                 token_ids += random.integers(3, 290, part).tolist()
                 continue
-            picture = self.picture(seed * 100 + len(spans))
-            spans.append(ImageSpan(picture, len(token_ids) + 1))
-            token_ids += [IMAGE_TOKEN - 2, *[IMAGE_TOKEN] * picture.num_tokens, IMAGE_TOKEN - 1]
+            image = self.make_image(seed * 100 + len(spans))
+            spans.append(ImageSpan(image, len(token_ids) + 1))
+            token_ids += [IMAGE_TOKEN - 2, *[IMAGE_TOKEN] * image.num_tokens, IMAGE_TOKEN - 1]
         return Prompt(token_ids, tuple(spans))
 
     def greedy(self, prompt: Prompt, count: int = NEW_TOKENS) -> list[int]:
@@ -72,14 +72,14 @@ class Oracle:
 
 # Lengths on both sides of 32, 64 and 128 tokens, at which the base of Qwen's wavelengths grows.
 TEXTS: list[tuple[Part, ...]] = [(40,), (1,), (29,), (62,), (70,), (33,), (131,)]
-PICTURES: list[tuple[Part, ...]] = [
+IMAGES: list[tuple[Part, ...]] = [
     (5, "image", 9), ("image", 3), (7, "image"), (4,), ("image", 2, "image", 3, "image", 1), (33,), (60, "image", 16),
     (55, "image"), (1,),
 ]  # fmt: skip
 KINDS: dict[str, tuple[type[OriginalDecoder], Callable[..., Path], dict[str, Any], list[tuple[Part, ...]]]] = {
     "chatglm3": (ChatGLM, make_chatglm, {"num_layers": 2}, TEXTS),
     "qwen": (Qwen, make_qwen, {"num_hidden_layers": 2}, TEXTS),
-    "qwen_vl": (Qwen, make_qwen_vl, {"num_hidden_layers": 2, "visual": SMALL}, PICTURES),
+    "qwen_vl": (Qwen, make_qwen_vl, {"num_hidden_layers": 2, "visual": SMALL}, IMAGES),
 }
 
 
@@ -99,7 +99,7 @@ def prompts(oracle: Oracle) -> list[Prompt]:
 
 
 def _matches(oracle: Oracle, kind: type[OriginalDecoder], parts: list[tuple[Part, ...]]) -> bool:
-    return isinstance(oracle.decoder, kind) and (parts is PICTURES) == (oracle.vision is not None)
+    return isinstance(oracle.decoder, kind) and (parts is IMAGES) == (oracle.vision is not None)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_the_same_prompt_with_another_image_gives_another_answer(tmp_path: Path)
     decoder = Qwen(folder)
     oracle = Oracle(folder, decoder, QwenVLVision(decoder.tensors, decoder.config["visual"]))
     one = oracle.prompt(1, 3, "image", 5)
-    other = Prompt(one.token_ids, (ImageSpan(oracle.picture(77), one.images[0].start),))
+    other = Prompt(one.token_ids, (ImageSpan(oracle.make_image(77), one.images[0].start),))
     first, second = generate(engine_for(oracle), [one, other])
     assert (first, second) == (oracle.greedy(one), oracle.greedy(other))
     assert first != second

@@ -34,7 +34,7 @@ class Oracle:
     image_tokens: int
     vocab_size: int
 
-    def picture(self, seed: int) -> ImageInput:
+    def make_image(self, seed: int) -> ImageInput:
         pixels = np.random.default_rng(seed).standard_normal((1, *self.image_shape)).astype(np.float32)
         return ImageInput(hashlib.sha256(pixels.tobytes()).digest(), pixels, self.image_tokens)
 
@@ -45,7 +45,7 @@ class Oracle:
         spans = []
         for part in parts:
             if part == "image":
-                spans.append(ImageSpan(self.picture(seed * 100 + len(spans)), len(token_ids)))
+                spans.append(ImageSpan(self.make_image(seed * 100 + len(spans)), len(token_ids)))
                 token_ids += [self.image_token] * self.image_tokens
             else:
                 token_ids += random.integers(3, self.vocab_size - 8, part).tolist()
@@ -166,7 +166,7 @@ def test_each_request_alone_gives_transformers_tokens(llava, expected):
         pytest.param({}, id="one batch"),
         pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
         pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 3}, id="three at a time"),
-        pytest.param({"max_encoded_images": 1, "max_num_batched_tokens": 50}, id="one picture a step"),
+        pytest.param({"max_encoded_images": 1, "max_num_batched_tokens": 50}, id="one image a step"),
         pytest.param({"block_size": 1}, id="blocks of one token"),
         pytest.param({"block_size": 5}, id="blocks of five tokens"),
     ],
@@ -256,7 +256,7 @@ def test_seeded_sampling_is_the_same_alone_batched_and_preempted(llava):
 
 def test_the_same_prompt_with_another_image_gives_another_answer(llava):
     one, other = llava.prompt(1, 3, "image", 5), llava.prompt(1, 3, "image", 5)
-    other = Prompt(other.token_ids, (ImageSpan(llava.picture(77), 3),))
+    other = Prompt(other.token_ids, (ImageSpan(llava.make_image(77), 3),))
     first, second = generate(engine_for(llava), [one, other])
     assert first == llava.greedy(one)
     assert second == llava.greedy(other)
@@ -357,15 +357,15 @@ def test_a_second_turn_finds_the_first_with_its_answer_and_its_image(llava):
 
 def test_images_in_another_order_share_only_what_comes_before_them(llava):
     engine = engine_for(llava, block_size=4)
-    one, other = llava.picture(1), llava.picture(2)
+    one, other = llava.make_image(1), llava.make_image(2)
     text, placeholders = [5, 6, 7, 8], [llava.image_token] * llava.image_tokens
 
-    def prompt(*pictures: ImageInput) -> Prompt:
+    def prompt(*images: ImageInput) -> Prompt:
         token_ids, spans = list(text), []
-        for picture in pictures:
-            spans.append(ImageSpan(picture, len(token_ids)))
+        for image in images:
+            spans.append(ImageSpan(image, len(token_ids)))
             token_ids += placeholders
         return Prompt([*token_ids, 9, 10, 11], tuple(spans))
 
-    for pictures in ((one, other), (other, one), (one, one), (other, other), (one, other)):
-        assert generate(engine, [prompt(*pictures)]) == [llava.greedy(prompt(*pictures))]
+    for images in ((one, other), (other, one), (one, one), (other, other), (one, other)):
+        assert generate(engine, [prompt(*images)]) == [llava.greedy(prompt(*images))]

@@ -30,7 +30,7 @@ from vlmserve.verify import record_logits
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-PICTURES = [noise(40, 30), noise(20, 60, seed=1), noise(90, 50, seed=2), noise(9, 9, seed=3)]
+IMAGES = [noise(40, 30), noise(20, 60, seed=1), noise(90, 50, seed=2), noise(9, 9, seed=3)]
 FRAMES = [noise(40, 24, seed=seed) for seed in range(10, 23)]
 
 
@@ -64,9 +64,9 @@ class Oracle:
         settings = {"kv_cache_memory": "16MiB", "dtype": "float32", "device": "cpu", "block_size": 4, **settings}
         return LLM(str(self.folder), **settings)
 
-    def images(self, pictures: Sequence[Image.Image], **limits: int) -> Any:
+    def images(self, images: Sequence[Image.Image], **limits: int) -> Any:
         """What transformers' image processor makes of them."""
-        return self.processor.image_processor(images=list(pictures), return_tensors="pt", **limits)
+        return self.processor.image_processor(images=list(images), return_tensors="pt", **limits)
 
     def inputs(self, conversation: Sequence[dict[str, Any]], **limits: int) -> dict[str, torch.Tensor]:
         """What transformers' processor makes of a conversation without videos."""
@@ -74,8 +74,8 @@ class Oracle:
         parts = [
             part for message in conversation if isinstance(message["content"], list) for part in message["content"]
         ]
-        pictures = [part["image"] for part in parts if part["type"] == "image"]
-        return dict(self.processor(text=text, images=pictures or None, return_tensors="pt", **limits))
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        return dict(self.processor(text=text, images=images or None, return_tensors="pt", **limits))
 
     @torch.inference_mode()
     def greedy(self, conversation: Sequence[dict[str, Any]], **limits: int) -> list[int]:
@@ -98,7 +98,7 @@ class Oracle:
     def greedy_with_videos(
         self,
         token_ids: list[int],
-        pictures: Sequence[Image.Image],
+        images: Sequence[Image.Image],
         videos: Sequence[Sequence[Image.Image]],
         order: str,
         fps: float = 2.0,
@@ -110,14 +110,14 @@ class Oracle:
             "pixel_values_videos": torch.cat([rows for rows, _ in made]),
             "video_grid_thw": torch.cat([grid for _, grid in made]),
         }
-        if pictures:
-            inputs |= dict(self.images(pictures))
+        if images:
+            inputs |= dict(self.images(images))
         step = 2 / fps * config.vision_config.tokens_per_second if self.kind == "qwen2_5_vl" else 1.0
         videos_left = [tuple(grid) for grid in inputs["video_grid_thw"].tolist()]
-        pictures_left = [tuple(grid) for grid in inputs["image_grid_thw"].tolist()] if pictures else []
+        grids_left = [tuple(grid) for grid in inputs["image_grid_thw"].tolist()] if images else []
         grids = []
         for kind in order:
-            frames, rows, columns = (videos_left if kind == "v" else pictures_left).pop(0)
+            frames, rows, columns = (videos_left if kind == "v" else grids_left).pop(0)
             grids.append(((frames, rows // 2, columns // 2), step if kind == "v" else 1.0))
         places = {config.image_token_id, config.video_token_id}
         answer: list[int] = []
@@ -148,11 +148,11 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
-    [user(PICTURES[0], "What is in the picture?")],
-    [user("Hi"), assistant("Hello world"), user("First", PICTURES[1], "then", PICTURES[2], "?")],
-    [user(PICTURES[3], PICTURES[0], PICTURES[1])],
+    [user(IMAGES[0], "What is in the picture?")],
+    [user("Hi"), assistant("Hello world"), user("First", IMAGES[1], "then", IMAGES[2], "?")],
+    [user(IMAGES[3], IMAGES[0], IMAGES[1])],
     [user("How many green triangles are there?")],
-    [user(PICTURES[2]), assistant("A number"), user("And now?")],
+    [user(IMAGES[2]), assistant("A number"), user("And now?")],
 ]
 
 
@@ -198,9 +198,9 @@ def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[i
 
 def test_limits_of_a_request_and_of_the_server_are_those_of_the_processor(oracle: Oracle) -> None:
     llm = oracle.llm()
-    picture = PICTURES[2]
-    wide, narrow = [user(picture, "What?")], [user(picture, "What?", max_pixels=600)]
-    grown = [user(PICTURES[3], "What?", min_pixels=2000)]
+    image = IMAGES[2]
+    wide, narrow = [user(image, "What?")], [user(image, "What?", max_pixels=600)]
+    grown = [user(IMAGES[3], "What?", min_pixels=2000)]
     results = llm.chat([wide, narrow, wide, grown], GREEDY, use_tqdm=False)
     lengths = [len(result.prompt_token_ids) for result in results]
     assert lengths[0] == lengths[2] > lengths[1]
@@ -222,7 +222,7 @@ def test_limits_of_a_request_and_of_the_server_are_those_of_the_processor(oracle
 VIDEOS: list[tuple[list[dict[str, Any]], str, list[Image.Image], list[list[Image.Image]], float]] = [
     ([user(FRAMES[:4], "What is in it?")], "v", [], [FRAMES[:4]], 2.0),
     ([user("Odd", FRAMES[:5], "?")], "v", [], [FRAMES[:5]], 2.0),
-    ([user(PICTURES[0], FRAMES[:13], "both", PICTURES[1])], "pvp", [PICTURES[0], PICTURES[1]], [FRAMES[:13]], 2.0),
+    ([user(IMAGES[0], FRAMES[:13], "both", IMAGES[1])], "pvp", [IMAGES[0], IMAGES[1]], [FRAMES[:13]], 2.0),
     ([user(FRAMES[:3], FRAMES[2:6], "two", fps=0.7)], "vv", [], [FRAMES[:3], FRAMES[2:6]], 0.7),
     ([user(FRAMES[:12], "slow", fps=0.01)], "v", [], [FRAMES[:12]], 0.01),
 ]
@@ -234,9 +234,9 @@ or columns, which moves all that follows."""
 def expected_of_videos(oracle: Oracle) -> list[list[int]]:
     preparer = oracle.llm(load="lazy")._preparer
     answers = []
-    for conversation, order, pictures, videos, fps in VIDEOS:
+    for conversation, order, images, videos, fps in VIDEOS:
         prompt = preparer.chat(conversation, allow_local=True)
-        answers.append(oracle.greedy_with_videos(prompt.token_ids, pictures, videos, order, fps))
+        answers.append(oracle.greedy_with_videos(prompt.token_ids, images, videos, order, fps))
     return answers
 
 
@@ -289,11 +289,11 @@ def test_preempted_requests_and_further_turns_keep_their_positions(
 
     first = VIDEOS[2][0]
     said = probe.chat(first, GREEDY, use_tqdm=False)[0].outputs[0].text
-    further = [*first, assistant(said), user("And", PICTURES[2], FRAMES[:2], "?")]
+    further = [*first, assistant(said), user("And", IMAGES[2], FRAMES[:2], "?")]
     [result] = probe.chat(further, GREEDY, use_tqdm=False)
     assert result.num_cached_tokens > 100, "the first turn should be found"
-    pictures, videos = [PICTURES[0], PICTURES[1], PICTURES[2]], [FRAMES[:13], FRAMES[:2]]
-    assert tokens([result]) == [oracle.greedy_with_videos(result.prompt_token_ids, pictures, videos, "pvppv")]
+    images, videos = [IMAGES[0], IMAGES[1], IMAGES[2]], [FRAMES[:13], FRAMES[:2]]
+    assert tokens([result]) == [oracle.greedy_with_videos(result.prompt_token_ids, images, videos, "pvppv")]
 
 
 def test_a_video_that_spans_more_positions_than_the_model_has_is_refused(oracle: Oracle) -> None:
@@ -362,7 +362,7 @@ def test_the_server_gives_the_same(
             body = {"messages": over_http(conversation), "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
             answered = server.post(body).json()
             assert answered["choices"][0]["message"]["content"] == detokenize(answer)
-        narrow = over_http([user(PICTURES[2])])
+        narrow = over_http([user(IMAGES[2])])
         lengths = []
         for limits in ({}, {"max_pixels": 600}):
             part = {**narrow[0]["content"][0], **limits}

@@ -40,7 +40,7 @@ class Oracle:
     folder: Path
     model: nn.Module
 
-    def picture(self, seed: int, rows: int, columns: int) -> ImageInput:
+    def make_image(self, seed: int, rows: int, columns: int) -> ImageInput:
         """Of so many embeddings each way."""
         shape = (1, 3, SIDE * rows, SIDE * columns)
         pixels = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
@@ -54,9 +54,9 @@ class Oracle:
         spans = []
         for part in parts:
             if isinstance(part, tuple):
-                picture = self.picture(seed * 100 + len(spans), *part)
-                spans.append(ImageSpan(picture, len(token_ids)))
-                token_ids += [IMAGE_TOKEN] * picture.num_tokens
+                image = self.make_image(seed * 100 + len(spans), *part)
+                spans.append(ImageSpan(image, len(token_ids)))
+                token_ids += [IMAGE_TOKEN] * image.num_tokens
             else:
                 token_ids += random.integers(3, 280, part).tolist()
         return Prompt(token_ids, tuple(spans))

@@ -62,13 +62,13 @@ Part = str | tuple[int, int]
 def user(*parts: Part, seed: int = 0) -> dict[str, Any]:
     """A message of texts and of images of some width and height."""
     content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": picture(*part, seed)}
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": make_image(*part, seed)}
         for part in parts
     ]
     return {"role": "user", "content": content}
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
     levels = np.random.default_rng([width, height, seed]).integers(
         0, 256, (height // 4 + 1, width // 4 + 1, 3), np.uint8
     )
@@ -238,7 +238,7 @@ def test_an_image_that_comes_again_is_found_and_no_other_is(oracle: Oracle) -> N
         cached.append(engine.stats().prefix_cached_tokens - before)
     start, length = prompts[0].images[0].start, len(prompts[0].token_ids)
     assert cached[0] == 0
-    assert cached[1] <= start, "not even the words inside of another picture"
+    assert cached[1] <= start, "not even the words inside of another image"
     assert min(cached[2:]) >= length - 4
     assert engine.stats().images_encoded == 2
 

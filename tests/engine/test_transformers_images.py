@@ -25,7 +25,7 @@ from vlmserve.engine.messages import Add, decode_to_engine, encode
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.models.transformers_vision import TransformersVision
 from vlmserve.models.vision_families import VISION_FAMILIES
-from vlmserve.prompt.checkpoint import OWN_VISION_CODE
+from vlmserve.prompt.checkpoint import OWN_PREPROCESSING
 from vlmserve.types import EngineRequest, FurtherInputs
 
 NEW_TOKENS = 8
@@ -179,9 +179,9 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "tiles": make_aya_vision,
     "prompts that see ahead": make_paligemma,
     "prompts that see ahead through windows": make_paligemma2,
-    "pictures that see themselves": make_seeing_gemma3,
+    "images that see themselves": make_seeing_gemma3,
     "grids": make_paddleocr,
-    "pictures for several layers": make_qwen3_vl,
+    "images for several layers": make_qwen3_vl,
 }
 
 
@@ -200,24 +200,24 @@ def _processors_without_videos() -> Iterator[None]:
         if json.loads((folder / "config.json").read_text())["model_type"] != "qwen3_vl":
             return load(folder, **settings)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        return ImagesOnly(pictures, tokenizer, chat_template=tokenizer.chat_template)
+        images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        return ImagesOnly(images, tokenizer, chat_template=tokenizer.chat_template)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoProcessor, "from_pretrained", from_pretrained)
         yield
 
 
-def picture(seed: int, height: int, width: int) -> Image.Image:
+def make_image(seed: int, height: int, width: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
-WIDE = picture(0, 60, 90)
-PICTURES = [[WIDE], [picture(1, 28, 28)], [picture(2, 100, 40)], [picture(3, 50, 50), WIDE], []]
+WIDE = make_image(0, 60, 90)
+IMAGES = [[WIDE], [make_image(1, 28, 28)], [make_image(2, 100, 40)], [make_image(3, 50, 50), WIDE], []]
 
 
-def conversation(pictures: list[Image.Image]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in pictures]
+def conversation(images: list[Image.Image]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
 
 
@@ -226,7 +226,7 @@ class Oracle:
     """transformers' prompts and answers, one conversation at a time."""
 
     folder: Path
-    pictures: list[list[Image.Image]]
+    images: list[list[Image.Image]]
     prompts: list[list[int]]
     answers: list[list[int]]
 
@@ -238,17 +238,17 @@ class Oracle:
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
         # What has no form for conversations is asked about images only.
-        oracle = cls(folder, PICTURES if processor.chat_template else PICTURES[:4], [], [])
-        for pictures in oracle.pictures:
+        oracle = cls(folder, IMAGES if processor.chat_template else IMAGES[:4], [], [])
+        for images in oracle.images:
             if processor.chat_template is None:
-                text = "<image>" * len(pictures) + QUESTION
+                text = "<image>" * len(images) + QUESTION
             else:
                 text = processor.apply_chat_template(
-                    conversation([None] * len(pictures)), add_generation_prompt=True, tokenize=False
+                    conversation([None] * len(images)), add_generation_prompt=True, tokenize=False
                 )
             begun = text.startswith("<s>")
             inputs = processor(
-                text=[text], images=[pictures] if pictures else None, return_tensors="pt", add_special_tokens=not begun
+                text=[text], images=[images] if images else None, return_tensors="pt", add_special_tokens=not begun
             )
             length = inputs["input_ids"].shape[1]
             answer = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0, length:]
@@ -274,14 +274,14 @@ def answers(llm: LLM, conversations: list[Any]) -> list[list[int]]:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle) -> None:
-    conversations = [conversation(pictures) for pictures in oracle.pictures]
+    conversations = [conversation(images) for images in oracle.images]
     llm = oracle.llm()
     alone = [llm.chat([one], GREEDY, use_tqdm=False)[0] for one in conversations]
     assert [result.prompt_token_ids for result in alone] == oracle.prompts
     assert [result.outputs[0].token_ids for result in alone] == oracle.answers
     encoded = llm.engine.stats().encoder_queries
     assert answers(llm, conversations) == oracle.answers, "with what is cached of them"
-    assert llm.engine.stats().encoder_queries == encoded, "pictures that are seen again cost nothing"
+    assert llm.engine.stats().encoder_queries == encoded, "images that are seen again cost nothing"
     assert answers(oracle.llm(), conversations[::-1]) == oracle.answers[::-1]
     assert answers(oracle.llm(max_num_batched_tokens=5), conversations) == oracle.answers
     probe = oracle.llm().engine
@@ -298,12 +298,12 @@ def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle) -> None:
 def test_a_model_of_another_family_is_found_by_itself(tmp_path: Path) -> None:
     oracle = Oracle.of(make_vip_llava(tmp_path))
     llm = LLM(str(tmp_path), dtype="float32", kv_cache_memory="8MiB")
-    assert answers(llm, [conversation(pictures) for pictures in PICTURES]) == oracle.answers
+    assert answers(llm, [conversation(images) for images in IMAGES]) == oracle.answers
 
 
 def test_what_towers_take_beside_pixels_crosses_to_the_engine_process(tmp_path: Path) -> None:
     llm = LLM(str(make_aya_vision(tmp_path)), kv_cache_memory="8MiB")
-    prompt = llm._preparer.chat(conversation(PICTURES[0]), allow_local=True)
+    prompt = llm._preparer.chat(conversation(IMAGES[0]), allow_local=True)
     sent = decode_to_engine(encode(Add([EngineRequest("1", prompt, GREEDY)])))
     assert isinstance(sent, Add)
     [before], [after] = ([span.image for span in images] for images in (prompt.images, sent.requests[0].prompt.images))
@@ -318,7 +318,7 @@ def test_pixels_that_were_made_for_another_code_are_refused(tmp_path: Path) -> N
     folder = make_llava(tmp_path)
     ours = LLM(str(folder), kv_cache_memory="8MiB")
     theirs = LLM(str(folder), kv_cache_memory="8MiB", model_impl="transformers")
-    prompt = ours._preparer.chat(conversation(PICTURES[0]), allow_local=True)
+    prompt = ours._preparer.chat(conversation(IMAGES[0]), allow_local=True)
     with pytest.raises(InvalidImageError, match="--model-impl transformers"):
         theirs.engine.add(EngineRequest("1", prompt, GREEDY))
 
@@ -329,7 +329,7 @@ def test_an_image_that_its_model_cannot_take_ends_its_own_request_alone(
     oracle = Oracle.of(make_vip_llava(tmp_path))
     llm = oracle.llm()
     look = llm.engine._runner.model.vision._model.get_image_features
-    dark = picture(1, 28, 28).point(lambda _: 0)
+    dark = make_image(1, 28, 28).point(lambda _: 0)
 
     def get_image_features(pixel_values: torch.Tensor, **further: Any) -> Any:
         if pixel_values.std(dim=(2, 3)).max() < 1e-6:
@@ -337,7 +337,7 @@ def test_an_image_that_its_model_cannot_take_ends_its_own_request_alone(
         return look(pixel_values=pixel_values, **further)
 
     monkeypatch.setattr(llm.engine._runner.model.vision._model, "get_image_features", get_image_features)
-    conversations = [conversation(pictures) for pictures in ([dark], *PICTURES)]
+    conversations = [conversation(images) for images in ([dark], *IMAGES)]
     results = llm.chat(conversations, GREEDY, use_tqdm=False)
     assert results[0].outputs[0].finish_reason == "error"
     assert [result.outputs[0].token_ids for result in results[1:]] == oracle.answers
@@ -351,4 +351,4 @@ def test_models_that_put_no_image_into_prompts_are_refused(tmp_path: Path) -> No
 def test_both_sides_know_for_which_models_there_is_code_of_our_own() -> None:
     """The frontend, which must do without torch, has a list of its own."""
     own = {name for name, family in VISION_FAMILIES.items() if family.section is None}
-    assert own - {"blip_vqa"} == OWN_VISION_CODE, "BLIP's two architectures share a model type"
+    assert own - {"blip_vqa"} == OWN_PREPROCESSING, "BLIP's two architectures share a model type"

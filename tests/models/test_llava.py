@@ -1,4 +1,4 @@
-"""Vision tower, projector and pictures in prompts against transformers, in float32."""
+"""Vision tower, projector and images in prompts against transformers, in float32."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reference(folder: Path) -> LlavaForConditionalGeneration:
     return model.eval()
 
 
-def pictures(model: LlavaForConditionalGeneration, count: int) -> torch.Tensor:
+def images(model: LlavaForConditionalGeneration, count: int) -> torch.Tensor:
     vision = model.config.vision_config
     generator = torch.Generator().manual_seed(2)
     return torch.randn(count, vision.num_channels, vision.image_size, vision.image_size, generator=generator)
@@ -60,7 +60,7 @@ def test_pictures_and_logits_equal_transformers(tmp_path: Path, overrides: dict[
     folder = make_llava(tmp_path, **overrides)
     ours, theirs = load(folder), reference(folder)
     assert ours.vision is not None
-    pixels = pictures(theirs, 2)
+    pixels = images(theirs, 2)
     expected = theirs.model.get_image_features(pixels).pooler_output
     embeddings = ours.vision.encode([pixels[:1], pixels[1:]])
     assert expected[0].abs().max() > 0.1
@@ -73,18 +73,18 @@ def test_pictures_and_logits_equal_transformers(tmp_path: Path, overrides: dict[
 def assert_prompts_equal(
     ours: LoadedModel, theirs: LlavaForConditionalGeneration, layouts: list[list[int]], step: int = 100
 ) -> None:
-    """Compare logits of prompts; a layout is the number of text tokens before each picture and after the last."""
+    """Compare logits of prompts; a layout is the number of text tokens before each image and after the last."""
     assert ours.vision is not None
     assert ours.image_token_id is not None
     generator = torch.Generator().manual_seed(3)
-    available = pictures(theirs, max(len(layout) for layout in layouts))
+    available = images(theirs, max(len(layout) for layout in layouts))
     sequences, expected = [], []
     for layout in layouts:
         embeddings = ours.vision.encode(list(available[: len(layout) - 1, None]))
         parts = [torch.randint(3, ours.image_token_id, (count,), generator=generator) for count in layout]
         ids = parts[0]
-        for picture, text in zip(embeddings, parts[1:], strict=True):
-            ids = torch.cat([ids, torch.full((len(picture),), ours.image_token_id), text])
+        for image, text in zip(embeddings, parts[1:], strict=True):
+            ids = torch.cat([ids, torch.full((len(image),), ours.image_token_id), text])
         embedded = ours.language_model.embed(ids)
         if embeddings:
             embedded[ids == ours.image_token_id] = torch.cat(embeddings)

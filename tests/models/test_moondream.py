@@ -40,8 +40,8 @@ def test_embeddings_equal_the_oracles(moondream: Moondream) -> None:
     assert vision is not None
     tilings = set()
     for seed in range(6):
-        picture, image = moondream.picture(seed)
-        crops, tiles = moondream.oracle.crops(picture)
+        pil_image, image = moondream.make_image(seed)
+        crops, tiles = moondream.oracle.crops(pil_image)
         tilings.add(tiles)
         vision.check(image.pixels.shape, image.num_tokens)
         (actual,) = vision.encode([torch.from_numpy(image.pixels)])
@@ -49,8 +49,8 @@ def test_embeddings_equal_the_oracles(moondream: Moondream) -> None:
         assert expected.abs().max() > 0.5
         torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=1e-4)
     assert len(tilings) > 3, tilings
-    pictures = [torch.from_numpy(moondream.picture(seed)[1].pixels) for seed in (3, 1)]
-    assert torch.equal(vision.encode(pictures)[1], vision.encode(pictures[1:])[0])
+    images = [torch.from_numpy(moondream.make_image(seed)[1].pixels) for seed in (3, 1)]
+    assert torch.equal(vision.encode(images)[1], vision.encode(images[1:])[0])
 
 
 @pytest.mark.parametrize("size", [(900, 21), (21, 900), (3, 4000)])
@@ -58,8 +58,8 @@ def test_pictures_of_extreme_shapes_are_seen(moondream: Moondream, size: tuple[i
     vision = load(moondream.folder).vision
     assert vision is not None
     processor = CropProcessor({"config": SETTINGS})
-    picture = DecodedImage.whole(noise(0, *size))
-    pixels = processor.process(picture)
+    pil_image = DecodedImage.whole(noise(0, *size))
+    pixels = processor.process(pil_image)
     vision.check(pixels.shape, processor.placeholders(pixels, size).num_tokens)
 
 
@@ -135,9 +135,9 @@ def test_other_revisions_names_are_missed_by_name(tmp_path: Path) -> None:
     ids=str,
 )
 def test_crops_equal_the_oracles(moondream: Moondream, size: tuple[int, int]) -> None:
-    picture = noise(1, *size)
-    expected, (rows, columns) = moondream.oracle.crops(picture)
-    pixels = CropProcessor({"config": SETTINGS}).process(DecodedImage.whole(picture))
+    pil_image = noise(1, *size)
+    expected, (rows, columns) = moondream.oracle.crops(pil_image)
+    pixels = CropProcessor({"config": SETTINGS}).process(DecodedImage.whole(pil_image))
     assert pixels.dtype == np.float32
     whole, large = pixels[0, :, :20], pixels[0, :, 20:]
     assert large.shape[1:] == (12 * rows + 8, 12 * columns + 8)
@@ -153,13 +153,13 @@ def test_crops_equal_the_oracles(moondream: Moondream, size: tuple[int, int]) ->
 def test_a_picture_of_low_detail_is_one_crop(moondream: Moondream) -> None:
     oracle = MoondreamOracle({"text": TEXT, "vision": {**VISION, "max_crops": 1}}, moondream.oracle.weights)
     processor = CropProcessor({"config": SETTINGS})
-    low, picture = processor.within(PixelLimits(low_detail=True)), noise(2, 45, 44)
-    crops, tiles = oracle.crops(picture)
+    low, pil_image = processor.within(PixelLimits(low_detail=True)), noise(2, 45, 44)
+    crops, tiles = oracle.crops(pil_image)
     assert tiles == (1, 1)
-    pixels, placeholders = low.prepare(DecodedImage.whole(picture))
+    pixels, placeholders = low.prepare(DecodedImage.whole(pil_image))
     np.testing.assert_allclose(pixels[0, :, :20], crops[0], atol=1e-6)
     np.testing.assert_allclose(pixels[0, :, 20:], crops[1], atol=1e-6)
-    assert placeholders == processor.prepare(DecodedImage.whole(picture))[1]
+    assert placeholders == processor.prepare(DecodedImage.whole(pil_image))[1]
     vision = load(moondream.folder).vision
     assert vision is not None
     vision.check(pixels.shape, TOKENS)

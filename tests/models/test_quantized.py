@@ -122,6 +122,15 @@ def test_packed_tensors_come_back_as_they_were(bits: int, columns: int, symmetri
         torch.testing.assert_close(unpacked["weight"].float(), weight.dequantize(), atol=1e-3, rtol=1e-2)
 
 
+def test_minimums_are_found_under_the_name_that_earlier_versions_wrote() -> None:
+    weight = round_to_nearest(
+        torch.randn(21, 64, generator=torch.Generator().manual_seed(0)), bits=4, group_size=32, symmetric=False
+    )
+    tensors = to_tensors(weight, symmetric=False)
+    tensors["weight_shift"] = tensors.pop("weight_minimum")
+    assert torch.equal(from_tensors(tensors, [32]).dequantize(), weight.dequantize())
+
+
 @pytest.mark.parametrize(
     ("bits", "columns", "symmetric"), [(4, 64, False), (4, 32, True), (8, 37, True), (8, 64, False)]
 )

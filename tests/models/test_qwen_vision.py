@@ -81,10 +81,10 @@ def test_embeddings_equal_those_of_transformers(
 @torch.inference_mode()
 def test_pictures_do_not_see_each_other(towers: tuple[QwenVisionTower, nn.Module]) -> None:
     ours, _ = towers
-    pictures = [torch.randn(1, 3, height, 24) for height in (8, 16, 8)]
-    together = ours.encode(pictures)
-    for picture, embeddings in zip(pictures, together, strict=True):
-        torch.testing.assert_close(ours.encode([picture])[0], embeddings)
+    images = [torch.randn(1, 3, height, 24) for height in (8, 16, 8)]
+    together = ours.encode(images)
+    for image, embeddings in zip(images, together, strict=True):
+        torch.testing.assert_close(ours.encode([image])[0], embeddings)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 24, 20), (1, 4, 24, 24), (3, 24, 24), (0, 3, 8, 8)], ids=str)

@@ -44,13 +44,13 @@ def test_embeddings_equal_those_of_the_architecture(tmp_path: Path, visual: dict
     oracle = Qwen(folder)
     theirs = QwenVLVision(oracle.tensors, oracle.config["visual"])
     ours = encoder(folder)
-    pictures = [pixels(seed, oracle.config["visual"]["image_size"]) for seed in range(2)]
-    actual = ours.encode(pictures)
-    for picture, embeddings in zip(pictures, actual, strict=True):
-        expected = theirs.encode(picture[0]).float()
+    images = [pixels(seed, oracle.config["visual"]["image_size"]) for seed in range(2)]
+    actual = ours.encode(images)
+    for image, embeddings in zip(images, actual, strict=True):
+        expected = theirs.encode(image[0]).float()
         torch.testing.assert_close(embeddings, expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(ours.encode([picture])[0], expected, atol=1e-4, rtol=1e-4)
-        ours.check(tuple(picture.shape), len(expected))
+        torch.testing.assert_close(ours.encode([image])[0], expected, atol=1e-4, rtol=1e-4)
+        ours.check(tuple(image.shape), len(expected))
     assert (actual[0] - actual[1]).abs().max() > 0.1
 
 

@@ -1,4 +1,4 @@
-"""Towers that see pictures in tiles against transformers, in float32: LLaVA-NeXT, Idefics3 and SmolVLM."""
+"""Towers that see images in tiles against transformers, in float32: LLaVA-NeXT, Idefics3 and SmolVLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = [(40, 30), (30, 40), (90, 10), (16, 16), (20, 60), (33, 31), (97, 1), (1
 
 
 def tiles(size: tuple[int, int]) -> tuple[torch.Tensor, Tiling | None, int]:
-    """Pixels of a picture for LLaVA-NeXT, how they lie, and how many embeddings they become."""
+    """Pixels of an image for LLaVA-NeXT, how they lie, and how many embeddings they become."""
     processor = next_processor({**NEXT, "image_grid_pinpoints": PINPOINTS})
     pixels = processor.process(DecodedImage.whole(noise(*size)))
     placeholders = processor.placeholders(pixels, size)
@@ -52,9 +52,9 @@ def test_llava_next_puts_tiles_together_as_transformers_does(tmp_path: Path, ove
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     vision = load(folder).vision
     assert vision is not None
-    pictures = [tiles(size) for size in SIZES]
-    encoded = vision.encode([pixels for pixels, _, _ in pictures], [tiling for _, tiling, _ in pictures])
-    for (width, height), (pixels, tiling, count), ours in zip(SIZES, pictures, encoded, strict=True):
+    images = [tiles(size) for size in SIZES]
+    encoded = vision.encode([pixels for pixels, _, _ in images], [tiling for _, tiling, _ in images])
+    for (width, height), (pixels, tiling, count), ours in zip(SIZES, images, encoded, strict=True):
         features = theirs.model.get_image_features(pixels[None], torch.tensor([[height, width]]))
         torch.testing.assert_close(ours, features.pooler_output[0], atol=1e-4, rtol=0)
         vision.check(tuple(pixels.shape), count, tiling)
@@ -70,15 +70,15 @@ def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_pat
     vision = load(folder).vision
     assert vision is not None
     processor = next_processor({**NEXT, "image_grid_pinpoints": PINPOINTS}).within(PixelLimits(low_detail=True))
-    pictures = []
+    images = []
     for size in SIZES:
         pixels, placeholders = processor.prepare(DecodedImage.whole(noise(*size)))
         assert placeholders.tiling is None
         vision.check(pixels.shape, placeholders.num_tokens)
-        pictures.append(torch.from_numpy(pixels))
+        images.append(torch.from_numpy(pixels))
     cut, tiling, _ = tiles(SIZES[0])
-    encoded = vision.encode([*pictures, cut], [None] * len(pictures) + [tiling])
-    for (width, height), pixels, ours in zip(SIZES, pictures, encoded[:-1], strict=True):
+    encoded = vision.encode([*images, cut], [None] * len(images) + [tiling])
+    for (width, height), pixels, ours in zip(SIZES, images, encoded[:-1], strict=True):
         features = theirs.model.get_image_features(pixels[None], torch.tensor([[height, width]])).pooler_output[0]
         torch.testing.assert_close(ours, features, atol=1e-4, rtol=0)
     torch.testing.assert_close(encoded[0][:16], encoded[-1][:16], atol=1e-5, rtol=0)
@@ -90,10 +90,10 @@ def test_rows_of_tiles_lie_beside_each_other_and_end_in_newlines(tmp_path: Path)
     model = load(make_llava_next(tmp_path))
     vision: Any = model.vision
     pixels = torch.randn(7, 3, 16, 16)
-    [picture] = vision.encode([pixels], [Tiling(2, 3, 4, 12)])
+    [image] = vision.encode([pixels], [Tiling(2, 3, 4, 12)])
     alone = [vision._encode_tiles([pixels[tile : tile + 1]])[0][0].view(4, 4, -1) for tile in range(7)]
-    torch.testing.assert_close(picture[:16], alone[0].flatten(0, 1), atol=1e-5, rtol=0)
-    rows = picture[16:].view(4, 13, -1)
+    torch.testing.assert_close(image[:16], alone[0].flatten(0, 1), atol=1e-5, rtol=0)
+    rows = image[16:].view(4, 13, -1)
     # The middle rows of both rows of tiles: the last two of the upper ones, the first two of the lower ones.
     upper, lower = torch.cat(alone[1:4], 1)[2:], torch.cat(alone[4:7], 1)[:2]
     torch.testing.assert_close(rows[:, :12], torch.cat((upper, lower)), atol=1e-5, rtol=0)
@@ -171,10 +171,10 @@ def test_embeddings_of_tiles_equal_those_of_transformers(tmp_path: Path, overrid
     vision = load(folder).vision
     assert vision is not None
     generator = torch.Generator().manual_seed(1)
-    # The last picture has more tiles than go through the tower together.
-    pictures = [torch.randn(count, 3, tile, tile, generator=generator) for count in (1, 5, 19)]
-    encoded = vision.encode(pictures)
-    for pixels, ours in zip(pictures, encoded, strict=True):
+    # The last image has more tiles than go through the tower together.
+    images = [torch.randn(count, 3, tile, tile, generator=generator) for count in (1, 5, 19)]
+    encoded = vision.encode(images)
+    for pixels, ours in zip(images, encoded, strict=True):
         features = torch.cat(theirs.model.get_image_features(pixels[None]).pooler_output)
         assert features.abs().max() > 0.1
         torch.testing.assert_close(ours, features, atol=1e-4, rtol=1e-4)

@@ -26,19 +26,19 @@ class MoondreamOracle:
         self.text, self.vision = config["text"], config["vision"]
         self.weights = {name.removeprefix("model."): tensor.double() for name, tensor in weights.items()}
 
-    # Pictures
+    # Images
 
-    def crops(self, picture: Image.Image) -> tuple[Tensor, tuple[int, int]]:
-        """The whole picture and its crops, ``[1 + rows * columns, 3, size, size]``, and how many rows and columns."""
+    def crops(self, pil_image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
+        """The whole image and its crops, ``[1 + rows * columns, 3, size, size]``, and how many rows and columns."""
         size, patch = self.vision["crop_size"], self.vision["enc_patch_size"]
         margin = patch * self.vision["overlap_margin"]
         window = size - 2 * margin
-        tiles = self._tiles(picture.height - 2 * margin, picture.width - 2 * margin, window)
-        large = picture.resize(
+        tiles = self._tiles(pil_image.height - 2 * margin, pil_image.width - 2 * margin, window)
+        large = pil_image.resize(
             (tiles[1] * window + 2 * margin, tiles[0] * window + 2 * margin), Image.Resampling.LANCZOS
         )
         levels = np.asarray(large)
-        crops = [np.asarray(picture.resize((size, size), Image.Resampling.LANCZOS))]
+        crops = [np.asarray(pil_image.resize((size, size), Image.Resampling.LANCZOS))]
         for row in range(tiles[0]):
             for column in range(tiles[1]):
                 top, left = row * window, column * window
@@ -64,7 +64,7 @@ class MoondreamOracle:
         return max(1, down), max(1, across)
 
     def see(self, crops: Tensor, tiles: tuple[int, int]) -> Tensor:
-        """Embeddings of a picture, ``[side * side, dim]``."""
+        """Embeddings of an image, ``[side * side, dim]``."""
         features = [self._encode(crop) for crop in crops.double()]
         side = self.vision["crop_size"] // self.vision["enc_patch_size"]
         margin = self.vision["overlap_margin"]

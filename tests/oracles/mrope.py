@@ -1,6 +1,6 @@
 """Positions of tokens in Qwen2-VL (https://arxiv.org/abs/2409.12191, section 2.1) and Qwen2.5-VL, written out slowly.
 
-A text token counts all three up by one. A picture's or video's tokens begin, all three, behind the highest position
+A text token counts all three up by one. An image's or video's tokens begin, all three, behind the highest position
 before them, and count its frames (Qwen2.5-VL: in seconds), rows and columns. What follows begins behind the highest of
 these. transformers 5 leaves the frames out of "the highest" for what follows in a prompt, though not for what is
 generated; the models were trained as written here.

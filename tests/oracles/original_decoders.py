@@ -32,20 +32,20 @@ class OriginalDecoder:
         raise NotImplementedError
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int], prompt_len: int | None = None, pictures: Any = ()) -> Tensor:
-        """``[tokens, vocabulary]``. prompt_len: how many of them are the prompt; None: all. pictures: pairs of a place
+    def logits(self, token_ids: Sequence[int], prompt_len: int | None = None, images: Any = ()) -> Tensor:
+        """``[tokens, vocabulary]``. prompt_len: how many of them are the prompt; None: all. images: pairs of a place
         and the ``[embeddings, width]`` that stand there."""
         x = self.tensors[self.embeddings][torch.tensor(token_ids)].clone()
-        for start, rows in pictures:
+        for start, rows in images:
             x[start : start + len(rows)] = rows
         for number in range(self.num_layers):
             x = self.layer(number, x, prompt_len or len(token_ids))
         return self.norm(x, self.final_norm) @ self.tensors[self.head].T
 
-    def greedy(self, token_ids: Sequence[int], count: int, pictures: Any = ()) -> list[int]:
+    def greedy(self, token_ids: Sequence[int], count: int, images: Any = ()) -> list[int]:
         ids = list(token_ids)
         for _ in range(count):
-            ids.append(int(self.logits(ids, len(token_ids), pictures)[-1].argmax()))
+            ids.append(int(self.logits(ids, len(token_ids), images)[-1].argmax()))
         return ids[len(token_ids) :]
 
     @property

@@ -1,4 +1,4 @@
-"""The vision side of the first Qwen-VL, written out in float64, one picture at a time.
+"""The vision side of the first Qwen-VL, written out in float64, one image at a time.
 
 Source: https://huggingface.co/Qwen/Qwen-VL (``visual.py``) and https://arxiv.org/abs/2308.12966. Tensors have their
 published names.

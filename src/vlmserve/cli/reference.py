@@ -29,7 +29,7 @@ A setting is a flag, an environment variable or a key in a file, in this order o
 ```toml
 [server]
 port = 8001
-served_model_name = ["eyes", "gpt-4o"]
+served_model_name = ["vision", "gpt-4o"]
 
 [engine]
 model = "llava-hf/llava-1.5-7b-hf"
@@ -62,21 +62,21 @@ host = "0.0.0.0"
 [engine]
 kv_cache_memory = "8GiB"
 
-[worker.eyes]
+[worker.vision]
 model = "Qwen/Qwen2.5-VL-7B-Instruct"
 port = 8001
 device = "cuda:0"
 
-[worker.words]
+[worker.text]
 model = "Qwen/Qwen2.5-7B-Instruct"
 port = 8002
 device = "cuda:1"
 kv_cache_memory = "20GiB"
 ```
 
-    vlmserve serve --config vlmserve.toml --worker eyes
-    VLMSERVE_WORKER=words vlmserve serve --config vlmserve.toml
-    vlmserve config --config vlmserve.toml --worker words
+    vlmserve serve --config vlmserve.toml --worker vision
+    VLMSERVE_WORKER=text vlmserve serve --config vlmserve.toml
+    vlmserve config --config vlmserve.toml --worker text
 
 A worker's section counts over the others, and below variables and flags. Without `--worker` no worker's section counts;
 the keys of all of them are checked in any case. A name that the file does not have is an error.

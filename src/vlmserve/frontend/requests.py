@@ -76,7 +76,7 @@ class RequestPreparer:
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._one_image = one_image_prompts(read_json(folder / "config.json"))
         supports_images = self.tokenizer.image_token_id is not None or self._one_image is not None
-        theirs = implementation == "transformers" or (implementation == "auto" and not files.has_own_vision_code)
+        theirs = implementation == "transformers" or (implementation == "auto" and not files.has_own_preprocessing)
         choose = _transformers_processor if theirs else _image_processor
         # Before the template, which writes the mark that the processor reads.
         self._processor = choose(folder, self.tokenizer, media) if supports_images else None

@@ -1,5 +1,8 @@
-"""Gemma 3's eyes (https://arxiv.org/abs/2503.19786): a SigLIP tower whose patches are averaged in squares, normed and
-projected into the decoder's embedding space. Implements `VisionEncoder`."""
+"""Gemma 3's vision tower and projector (https://arxiv.org/abs/2503.19786).
+
+A SigLIP tower whose patches are averaged in squares, normed and projected into the decoder's embedding space.
+Implements `VisionEncoder`.
+"""
 
 from __future__ import annotations
 

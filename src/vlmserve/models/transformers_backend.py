@@ -461,10 +461,10 @@ class TransformersCheckpoint:
             return None
         noise = np.random.default_rng(0).integers(0, 256, (*SAMPLE_SIZE, 3), np.uint8)
         processor = TransformersProcessor(self.folder, self.image_token_id)
-        picture = DecodedImage.whole(Image.fromarray(noise))
-        pixels, placeholders = processor.prepare(picture)
+        sample_image = DecodedImage.whole(Image.fromarray(noise))
+        pixels, placeholders = processor.prepare(sample_image)
         image = ImageInput(bytes(KEY_BYTES), pixels, **placeholders._asdict())
-        return Sample(image, processor.token_types(picture), self.image_token_id, TransformersVision(model))
+        return Sample(image, processor.token_types(sample_image), self.image_token_id, TransformersVision(model))
 
     def load(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The model with its weights. Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""

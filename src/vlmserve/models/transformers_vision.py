@@ -1,4 +1,4 @@
-"""The eyes of models that run by transformers' code."""
+"""The vision tower of models that run by transformers' code."""
 
 from __future__ import annotations
 

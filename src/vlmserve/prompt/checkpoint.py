@@ -20,7 +20,7 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "gemma3": 262144,
 }
 """Placeholders of images, by model types whose config.json may leave them out."""
-OWN_VISION_CODE = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
+OWN_PREPROCESSING = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
 """Model types for whose images there is code of our own."""
 DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656}
 """Placeholders of videos, by the model types that take any."""
@@ -39,12 +39,12 @@ LLAVA_TEMPLATE = (
 
 
 QWEN_TEMPLATE = (
-    "{% set pictures = namespace(count=0) %}"
+    "{% set images = namespace(count=0) %}"
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}{% set pictures.count = pictures.count + 1 %}"
-    "Picture {{ pictures.count }}: <img>{{ image_token }}</img>{{ '\n' }}"
+    "{% if part.type == 'image' %}{% set images.count = images.count + 1 %}"
+    "Picture {{ images.count }}: <img>{{ image_token }}</img>{{ '\n' }}"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -98,7 +98,7 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         image_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
         if ends is not None
         else None,
-        has_own_vision_code=model_type in OWN_VISION_CODE or isinstance(visual, dict),
+        has_own_preprocessing=model_type in OWN_PREPROCESSING or isinstance(visual, dict),
     )
 
 

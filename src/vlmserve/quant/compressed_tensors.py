@@ -6,9 +6,9 @@ range stands for zero, ``X.weight_zero_point``, packed along the outputs; and, w
 side, ``X.weight_g_idx``, the group of each. A weight is ``scale * (value - zero point)``. The formats of one byte for
 each weight are those of `scaled`.
 
-A zero point is a whole number, which a range from the least weight of a group to its largest does not have in general.
-For such weights there is a format of our own, which differs in one thing: instead of zero points it has
-``X.weight_shift`` ``[out_features, groups]``, and a weight is ``scale * value + shift``.
+A zero point is a whole number, which a range from the smallest weight of a group to its largest does not have in
+general. Such weights are stored in a format of our own, which differs in one thing: instead of zero points it has
+``X.weight_minimum`` ``[out_features, groups]``, and a weight is ``scale * value + minimum``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ NUMBERS = {
 }
 """The formats that can be loaded, and what kinds of numbers they hold."""
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
-ZERO_POINT, MINIMUM, GROUP_OF = "weight_zero_point", "weight_shift", "weight_g_idx"
+ZERO_POINT, MINIMUM, GROUP_OF = "weight_zero_point", "weight_minimum", "weight_g_idx"
+OLD_MINIMUM = "weight_shift"
+"""The name of minimums in checkpoints that earlier versions of vlmserve have written."""
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool) -> dict[str, Tensor]:
@@ -64,10 +66,11 @@ def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> S
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(out_features, 1).contiguous()
     values, middle = unpack(packed, bits, in_features), 2 ** (bits - 1)
-    if MINIMUM in tensors:
+    minimums = tensors.get(MINIMUM, tensors.get(OLD_MINIMUM))
+    if minimums is not None:
         symmetric = grouped(bits, values, scales, torch.zeros_like(scales), group_sizes, None)
         assert isinstance(symmetric, QuantizedWeight)
-        return QuantizedWeight(bits, symmetric.group_size, values, scales, tensors[MINIMUM].float())
+        return QuantizedWeight(bits, symmetric.group_size, values, scales, minimums.float())
     if ZERO_POINT not in tensors:
         zeros = torch.full_like(scales, middle)
     elif tensors[ZERO_POINT].dtype == torch.int32:
@@ -127,7 +130,10 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
         blocks.add(tuple(weights.get("block_structure") or ()) if weights["strategy"] == "block" else None)
     check_setting(METHOD, "a number of block structures of", len(blocks - {None}), [0, 1])
     packed = Layout(
-        PACKED, (SCALE, SHAPE), (MINIMUM, ZERO_POINT, GROUP_OF), partial(from_tensors, group_sizes=tuple(sizes))
+        PACKED,
+        (SCALE, SHAPE),
+        (MINIMUM, OLD_MINIMUM, ZERO_POINT, GROUP_OF),
+        partial(from_tensors, group_sizes=tuple(sizes)),
     )
     block = next(iter(blocks - {None}), None)
     in_bytes = partial(_in_bytes, block=block, stated=tuple(sizes))
