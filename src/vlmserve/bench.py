@@ -178,7 +178,7 @@ class Rounds:
         return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length, pairs)
 
     def decode(self, count: int, length: int) -> Figure:
-        """Steps in which all of `count` requests generate a token behind `length` tokens and more."""
+        """Steps in which each of `count` requests generates a token after `length` tokens and more."""
         self._add(count, length, WARM_UP_STEPS + self._steps)
         seconds = []
         before = time.perf_counter()

@@ -97,7 +97,7 @@ OLD_NAMES: Mapping[str, str] = {"swap_memory": "kv_offload_memory", "picture_cac
 
 
 def renamed(old: str, new: str) -> str:
-    """What to tell somebody who wrote the old name of a setting. old, new: as they are written there."""
+    """The notice about the old name of a setting. old, new: as they are written there."""
     return f"{old} is now called {new}; the old name will stop working in the next release"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_SHOWN_ERRORS = 20
-"""How many of several errors the message of all of them tells."""
+"""How many of several errors their common message shows."""
 
 
 class VLMServeError(Exception):
@@ -104,7 +104,7 @@ class VideoTooLargeError(InvalidRequestError):
 
 
 class TooManyImagesError(InvalidRequestError):
-    """More images or videos in one request than the limits allow, or any for a model that cannot see them."""
+    """More images or videos in one request than the limits allow, or any for a model that takes none."""
 
     code = "too_many_images"
 

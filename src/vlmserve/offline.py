@@ -65,7 +65,7 @@ class Generation:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def take(self, output: EngineOutput) -> None:
-        """What a step brought. What comes behind a stop string is dropped."""
+        """Add a step's output. Text after a stop string is dropped."""
         self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.pieces.append(self.detokenizer.push(output.token_ids))
@@ -178,7 +178,7 @@ class OfflineRequests:
         return request
 
     def step(self) -> int:
-        """One step of the engine; what it brings goes to whoever waits for it, a suspended stream as well.
+        """One step of the engine; its outputs go to all unfinished requests, suspended streams included.
 
         Returns the number of new tokens.
         """
@@ -227,7 +227,7 @@ class OfflineBatch:
 
     items: what prepares each of them, in a worker thread, and its params. window: how many may be under way or wait for
     an earlier one; None: any number, as the caller keeps all results anyway. raises: whether to end with an error if
-    something is wrong with any of them. name: adds an item's place to what is said of it. advance: told of each step
+    something is wrong with any of them. name: adds an item's place to an error. advance: called after each step
     how many requests have finished, and of new tokens.
     """
 

@@ -93,7 +93,7 @@ class RequestOutput:
 
 
 def logprobs_by_id(told: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
-    """What is told of a token, by token ids: the token itself first. token_bytes: what a token's id stands for."""
+    """A token and its alternatives by token ids, the token itself first. token_bytes: the bytes of a token id."""
     others = [(token_id, score, rank) for rank, (token_id, score) in enumerate(told.top, start=1)]
     return {
         token_id: Logprob(score, rank, token_bytes(token_id).decode(errors="replace"))

@@ -49,7 +49,7 @@ def perplexity(
 ) -> Perplexity:
     """Measure a model on a text. window: tokens of a window, at most what the model's positions allow.
 
-    progress: is told the tokens done and how many there are. Raises InvalidRequestError for less than two tokens.
+    progress: called with the number of tokens done and of all. Raises InvalidRequestError for less than two tokens.
     """
     window = min(window, model.max_position)
     if len(token_ids) < 2:

@@ -1,4 +1,4 @@
-"""What a request asks of its answers: how tokens are chosen, when generation ends, and what the text looks like."""
+"""What a request asks of its answers: how tokens are sampled, when generation ends, and the format of the text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_SAMPLES = 1024
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer has to look like.
+    """The format of an answer.
 
     text: a JSON schema; nothing for "json_object"; a regular expression that fits the whole answer; a JSON list of
     strings to choose from; a grammar in llguidance's dialect of Lark, or in GBNF.
@@ -74,7 +74,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen, what is told of the choice, and when generation ends.
+    """How tokens are sampled, which logprobs are returned, and when generation ends.
 
     n: answers to each prompt. best_of: answers that are sampled, of which the `n` with the highest mean log probability
     are returned; None: as many as are returned. With a seed, answer number i has the seed plus i.
@@ -82,14 +82,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: what is added to the logits of tokens, by their ids, -100 to 100.
     repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied.
     frequency_penalty: subtracted from a token's logit for each time that the answer has it. presence_penalty: for
-    having it at all. repeat_last_n: how many of the latest tokens the penalties look at, images not counted; -1: all.
-    logprobs: how many alternatives are told beside each token, 0 for its own log probability alone; None tells nothing.
+    having it at all. repeat_last_n: how many of the latest tokens are penalized, images not counted; -1: all.
+    logprobs: how many alternatives are returned with each token; 0: only the token's own logprob; None: no logprobs.
     prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
     seed: makes a request reproducible whatever else is in the batch; None draws one.
     stop: a string, or several, that end the answer and are not part of it. stop_token_ids: token ids that do the same.
     max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
     ignore_eos: keep going after the model's own end tokens.
-    grammar: what the answer has to look like. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`
+    grammar: the format of the answer. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`
     only if nothing can follow there.
     Raises InvalidRequestError, naming the field, for a value out of range or of another type.
     """
@@ -199,7 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def of_sample(self, index: int, *, ranked: bool) -> SamplingParams:
         """The params of the answer number `index` alone: with a seed every one gets its own.
 
-        ranked: whether answers are to be compared, for which it has to be told how likely they are.
+        ranked: whether answers are compared by likelihood, which needs logprobs.
         """
         changes: dict[str, Any] = {}
         if self.num_samples > 1:

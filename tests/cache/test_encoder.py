@@ -34,7 +34,7 @@ def test_a_pinned_image_stays_until_every_request_has_unpinned_it():
 
 def test_an_image_without_room_is_refused():
     cache = EncoderCache(10)
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="does not fit"):
         cache.add(key(0), 11)
 
 

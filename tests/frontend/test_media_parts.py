@@ -100,7 +100,7 @@ def test_too_many_videos_are_refused_before_any_is_read(folder: Path) -> None:
 def test_models_that_see_images_of_one_size_take_neither_videos_nor_limits(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, byte_level())
     preparer = RequestPreparer(folder, MediaConfig())
-    with pytest.raises(TooManyImagesError, match="cannot see videos"):
+    with pytest.raises(TooManyImagesError, match="takes no videos"):
         preparer.chat([user(VIDEO)])
     with pytest.raises(InvalidRequestError, match="leave min_pixels and max_pixels out"):
         preparer.chat([user({**TINY, "max_pixels": 900})])

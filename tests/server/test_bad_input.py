@@ -234,7 +234,7 @@ def test_too_many_images(live):
 
 def test_an_image_for_a_model_that_cannot_see(tmp_path):
     with LiveServer(make_mock_checkpoint(tmp_path, supports_images=False)) as blind:
-        refused(blind.post(with_images(data_url(png()))), 400, "cannot see", param="messages", code="too_many_images")
+        refused(blind.post(with_images(data_url(png()))), 400, "takes no", param="messages", code="too_many_images")
         assert blind.ask().status_code == 200
 
 

@@ -33,7 +33,7 @@ class CostModel:
             self.seconds_per_token = _smooth(self.seconds_per_token, seconds / num_tokens)
 
     def copied(self, block_copies: Sequence[BlockCopy], seconds: float) -> None:
-        """A step made these copies in that time, which tells nothing if some stayed on the device."""
+        """A step made these copies in that time, which says nothing if some stayed on the device."""
         if block_copies and all(copy.kind != "copy" for copy in block_copies):
             self.seconds_per_copy = _smooth(self.seconds_per_copy, seconds / len(block_copies))
 

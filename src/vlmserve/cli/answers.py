@@ -18,7 +18,7 @@ from vlmserve.types import SamplingParams
 
 URL_SCHEMES = ("http://", "https://", "data:")
 REPLY_TIMEOUT = 600.0
-"""Seconds of silence after which a server is given up: it may have to wait for its turn behind many others."""
+"""Seconds of silence after which a server is given up: the request may wait in a long queue."""
 
 
 class Answers(Protocol):

@@ -14,7 +14,7 @@ from vlmserve.config import Settings, is_secret
 
 DEFAULT = Origin("default", "default")
 WIDE = 200
-"""Columns where nobody looks: no line is broken."""
+"""Columns if the output is not a terminal: no line is broken."""
 
 
 def show(settings: Mapping[str, Settings], origins: Origins) -> None:

@@ -164,7 +164,7 @@ def _choices(field: FieldInfo) -> list[str]:
 
 
 def _completion(choices: Collection[str]) -> Callable[[str], list[str]] | None:
-    """What tells a shell how a half typed value may go on."""
+    """Completes a partly typed value in a shell."""
     if not choices:
         return None
 

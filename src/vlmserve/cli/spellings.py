@@ -62,7 +62,7 @@ class Spelling:
         self._takes_model = takes_model
 
     def read(self, words: Sequence[str]) -> CommandLine:
-        """The same line in our flags; what nobody knows stays as it is. Raises ConfigurationError."""
+        """The same line in our flags; unknown words stay as they are. Raises ConfigurationError."""
         line = CommandLine()
         keys: dict[str, dict[str, Any]] = {}
         rest = list(words)

@@ -44,7 +44,7 @@ class Device(Operations, Protocol):
     """One device and all that depends on it. An object serves one loaded model.
 
     torch_device: where tensors lie. kernels: what computes, for people: "torch" or an instruction set.
-    keeps_packed: whether weights that a file holds in few bits stay so unless somebody asks for plain ones.
+    keeps_packed: whether weights that a file holds in few bits stay packed unless the settings say otherwise.
     images_per_step: images that go through the vision tower in one step, unless the settings say.
     """
 

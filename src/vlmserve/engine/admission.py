@@ -26,7 +26,7 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
             param="messages",
         )
     if prompt.num_images and not info.supports_images:
-        raise TooManyImagesError("this model cannot see images; send text only", param="messages")
+        raise TooManyImagesError("this model takes no images; send text only", param="messages")
     end = 0
     for span in prompt.images:
         if span.start < end or span.end > len(prompt.token_ids) or span.image.num_embeddings < 1:

@@ -66,7 +66,7 @@ class Heartbeat:
             socket.set(zmq.SNDHWM, _QUEUE)
             socket.connect(beat_endpoint(endpoint))
             while True:
-                with contextlib.suppress(zmq.Again):  # nobody reads, and the next one says more
+                with contextlib.suppress(zmq.Again):  # no reader; the next heartbeat replaces this one
                     socket.send(msgspec.msgpack.encode(Beat(self._clock.seconds)), zmq.NOBLOCK)
                 if self._over.wait(INTERVAL):
                     return

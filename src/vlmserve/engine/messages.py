@@ -39,17 +39,17 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Forget requests at once."""
+    """Drop requests immediately."""
 
     request_ids: list[str]
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Tell what the engine holds. Answered with `Inspected`, in order."""
+    """Asks for the engine's state. Answered with `Inspected`, in order."""
 
 
 class MapBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Tell what the KV cache's blocks are in. Answered with `Mapped`, in order."""
+    """Asks for the map of the KV cache's blocks. Answered with `Mapped`, in order."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

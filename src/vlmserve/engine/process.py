@@ -103,7 +103,7 @@ class EngineProcess:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vlmserve.engine.process"],
             stdin=subprocess.PIPE,
-            stdout=_STDERR,  # the parent's output may be an answer that somebody pipes on
+            stdout=_STDERR,  # the parent's output may be an answer that is piped on
             env=_environment(),
             process_group=0,  # Ctrl-C in a terminal goes to the parent alone, which drains first
         )
@@ -145,7 +145,7 @@ class EngineProcess:
 def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock | None = None) -> None:
     """Answer messages and step while there is work, until `Shutdown`. Exceptions of `step` pass through.
 
-    clock: told when the loop begins and ends something.
+    clock: notes when the loop begins and ends a step.
     """
     clock = clock or StepClock()
     while True:
@@ -182,7 +182,7 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
 
 
 def _add(engine: VLMEngine, requests: list[EngineRequest], socket: zmq.Socket[bytes]) -> list[str]:
-    """Queue requests, each on its own. Returns the ids of those that the engine took; the others' senders are told."""
+    """Queue requests, each on its own. Returns the ids of accepted ones; refusals are sent."""
     accepted = []
     for request in requests:
         try:

@@ -118,7 +118,7 @@ def first_request_id(request_id: str) -> str:
 def start_beam_search(
     client: EngineClient, request: EngineRequest, search: BeamSearch, num_answers: int, max_logprobs: int
 ) -> list[BeamStream]:
-    """The `num_answers` best answers to a request, the best first. max_logprobs: alternatives that the engine tells.
+    """The `num_answers` best answers to a request, the best first. max_logprobs: of the engine.
 
     Raises InvalidRequestError for what cannot be searched for; the streams raise what `EngineClient.submit` does.
     """
@@ -133,11 +133,11 @@ def start_beam_search(
     if beams.num_choices > max_logprobs:
         raise InvalidRequestError(
             f"a search of {search.width} beams needs {beams.num_choices} alternatives of each token, and at most "
-            f"{max_logprobs} are told; --max-logprobs sets how many",
+            f"{max_logprobs} are available; --max-logprobs sets how many",
             param="best_of",
         )
     task = asyncio.ensure_future(_search(client, request, beams, num_answers))
-    # Whoever closed the streams does not ask what became of it.
+    # The streams are closed: nobody reads the error.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return [BeamStream(task, place) for place in range(num_answers)]
 
@@ -163,7 +163,7 @@ async def _search(client: EngineClient, request: EngineRequest, beams: Beams, nu
             for stream in streams:
                 stream.close()
         first = first or outputs[0]
-        beams.advance([told[0].top for output in outputs if (told := output.logprobs) is not None])
+        beams.advance([logprobs[0].top for output in outputs if (logprobs := output.logprobs) is not None])
         step += 1
     assert first is not None
     return [

@@ -50,7 +50,7 @@ _LAST_WORDS = 1.0
 
 
 class EngineStream:
-    """The outputs of one request, in order. Outputs that came while nobody waited arrive as one.
+    """The outputs of one request, in order. Outputs that arrive between two reads are merged.
 
     Iterating raises EngineDeadError or UnavailableError when the engine is gone. Close it to abort the request.
     """
@@ -100,7 +100,7 @@ class EngineStream:
         """The engine produced something."""
         if self._pending is not None:
             token_ids, logprobs = self._pending.token_ids, self._pending.logprobs
-            # In place: else what nobody has read yet would be copied with every token.
+            # In place: otherwise the unread tokens would be copied with every token.
             token_ids += output.token_ids
             if logprobs is not None:
                 logprobs += output.logprobs or ()
@@ -284,13 +284,13 @@ class EngineClient:
         return answer
 
     def fail_all(self, error: Callable[[], VLMServeError]) -> None:
-        """Abort every request; whoever waits for one gets this error."""
+        """Abort every request; its stream raises this error."""
         for stream in list(self._streams.values()):
             stream.fail(error)
             self._forget(stream.request_id)
 
     async def fail_waiting(self, request_ids: Collection[str], error: Callable[[], VLMServeError]) -> None:
-        """Abort these requests if the engine has begun with none of them; whoever waits for one gets this error.
+        """Abort these requests if the engine has begun none of them; their streams raise this error.
 
         Raises as `inspect` does.
         """
@@ -330,7 +330,7 @@ class EngineClient:
         self._heartbeat.close()
         self._context.term()
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # seen: nobody else may have asked for it
+            self._ready.exception()  # retrieved, so that asyncio does not log it
         self._process.close()
 
     async def _wait_until_ready(self, model: str, timeout: float) -> None:

@@ -29,7 +29,7 @@ class HeartbeatListener:
                 async with asyncio.timeout(_PATIENCE):
                     frame = await self._socket.recv()
             except TimeoutError:
-                # Not by the clock: while this process itself stands still nobody hears the engine.
+                # Not by the clock: while this process itself is suspended, no heartbeat arrives.
                 self.silence += _PATIENCE
             else:
                 self.silence, self.step_seconds = 0.0, msgspec.msgpack.decode(frame, type=Beat).step_seconds

@@ -106,7 +106,7 @@ class _CutCall(NamedTuple):
 
 
 def _with_cut_calls(content: Any, texts: Sequence[str]) -> Any:
-    """A message's content with calls that are no whole ones, as text behind it."""
+    """A message's content, followed by its incomplete tool calls as text."""
     if not texts:
         return content
     if isinstance(content, str):

@@ -46,7 +46,7 @@ from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParam
 
 _SMALL_IMAGE = (64, 64)
 _LARGE_ENCODER_CACHE = 64 * 1024**2
-"""Bytes in which a small image fits with every model, so that nobody has to try."""
+"""Bytes; an encoder cache of this size holds a small image of every model."""
 
 
 class RequestPreparer:
@@ -154,10 +154,10 @@ class RequestPreparer:
     ) -> Prompt:
         """The prompt of a conversation in OpenAI's form.
 
-        Text in it is only ever text: a placeholder or another control token that somebody writes has no effect.
+        Text stays text: a placeholder or another control token in it has no effect.
         allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, and videos of
         such frames; for callers in the same process, never for what came over HTTP. cache_salt: of the request;
-        images are only shared with requests of the same one. tools: what the model is told that it may call.
+        images are only shared with requests of the same one. tools: that the model may call.
         template_settings: values that the chat template may know by name.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for an image and for text
         that is far too long; CancelledWorkError.
@@ -315,7 +315,7 @@ class RequestPreparer:
 
     def _check_count(self, count: int, param: str) -> None:
         if count and not self.supports_images:
-            raise TooManyImagesError("this model cannot see images; send text only", param=param)
+            raise TooManyImagesError("this model takes no images; send text only", param=param)
         if count > self._media.max_images:
             raise TooManyImagesError(
                 f"the request has {count} images; at most {self._media.max_images} are allowed (--max-images)",
@@ -324,7 +324,7 @@ class RequestPreparer:
 
     def _check_videos(self, count: int) -> None:
         if count and self._video_processor is None:
-            raise TooManyImagesError("this model cannot see videos; send images or text", param="messages")
+            raise TooManyImagesError("this model takes no videos; send images or text", param="messages")
         if count > self._media.max_videos:
             raise TooManyImagesError(
                 f"the request has {count} videos; at most {self._media.max_videos} are allowed (--max-videos)",

@@ -87,7 +87,7 @@ class ToolParser:
         return self._say(text)
 
     def _read_beginning(self) -> list[Event]:
-        """Only the first characters tell whether these are calls."""
+        """The first characters decide whether these are calls."""
         beginnings = [self._trigger] if self._trigger else list(self._heads)
         for beginning in beginnings:
             if self._held.startswith(beginning):

@@ -1,4 +1,4 @@
-"""Tools that a model may call: what it is told of them, how it writes calls, and the grammar that holds it to that."""
+"""Tool calls: how tools are described to the model, how it writes calls, and the grammar that enforces this."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ToolUse:
     """What an answer may do with functions.
 
     must_call: whether it has to call one. parallel: whether it may call more than one. allowed: the names of those that
-    it may call, of all that it is told of; None for all.
+    it may call, of all that the prompt describes; None: all.
     """
 
     functions: tuple[Function, ...]
@@ -66,8 +66,8 @@ class ToolUse:
 class ToolForm:
     """How a model writes calls of functions: each is JSON with `name` and the arguments under `key`.
 
-    trigger: what the first call begins with; nothing where only an answer's first character tells. opening, closing:
-    around all calls, behind the trigger. prefix, suffix: around each. separator: between two. trigger_id: the control
+    trigger: what the first call begins with; empty where an answer's first character decides. opening, closing:
+    around all calls, after the trigger. prefix, suffix: around each. separator: between two. trigger_id: the control
     token that the trigger is. native: whether the chat template describes functions and writes calls itself.
     call_id_length: of the ids of calls that the template accepts. bounds: of what schemas leave open.
     """
@@ -171,7 +171,7 @@ _FORMS = {form.name: form for form in (_HERMES, _LLAMA3, _MISTRAL)}
 
 def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ToolCallParser) -> ToolForm:
     """How a model writes calls: as `wanted`, or else as its chat template does. Where the template knows no functions,
-    or writes calls in another way, the model is told of them, and how to call them, in the system's message."""
+    or writes calls in another way, they and the form of calls are described in the system message."""
     source = "" if template is None or not template.knows_tools else template.source
     if wanted != "auto":
         form, native = _FORMS[wanted], bool(source)
@@ -234,7 +234,7 @@ def _with_instructions(
 
 
 def _with_images_behind(messages: Sequence[Message]) -> list[Message]:
-    """Messages for a chat template that writes results, but only their text: what they show comes right behind them, in
+    """Messages for a chat template that writes results, but only their text: their images come right after them, in
     order, at the beginning of what the user says then. A number says what belongs where."""
     turns: list[Message] = []
     shown: list[Part] = []

@@ -52,8 +52,8 @@ class BatchMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a layer's attention computes. head sizes in elements; `window` is the number of positions a token sees,
-    itself included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off); `sinks`
+    """What a layer's attention computes. Sizes in elements; `window`: how many positions a token attends to, itself
+    included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off); `sinks`
     are scores of nothing, one a head, that take a share of its attention (None: off)."""
 
     num_heads: int
@@ -164,7 +164,7 @@ class RotatingBackend(AttentionBackend, Protocol):
         """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
         queries and keys are still to be rotated.
 
-        Element ``i`` of a head pairs with ``i + size / 2`` of those that are rotated; what lies behind them stays as it
+        Element ``i`` of a head pairs with ``i + size / 2`` of those that are rotated; what follows them stays as it
         is.
         """
         ...

@@ -95,7 +95,7 @@ def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX on x86, BF16 on Arm)."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # older releases cannot tell
+    if not hasattr(torch.cpu, "get_capabilities"):  # older releases do not report them
         return False
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

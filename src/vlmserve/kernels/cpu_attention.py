@@ -1,7 +1,7 @@
 """Paged attention by the native kernels for a CPU: an `AttentionBackend` that also rotates queries and keys.
 
 A layer is one call, which writes the new keys and values and attends straight over the block table. How the cache lies
-in memory is told in csrc/attention.h.
+in memory is documented in csrc/attention.h.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class CpuAttention:
 
 
 def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    """Query starts, context lengths and block tables of a batch in which no row sees what comes after it.
+    """Query starts, context lengths and block tables of a causal batch.
 
     A bidirectional row becomes a sequence of its own that ends where the row's reach does. All keys and values are
     written before any are read, so that it does not matter who writes them.

@@ -27,7 +27,7 @@ MAX_BUFFERS, MAX_PLANS = 16, 8
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """What all layers of a step pass to the kernels. tensors: keeps the memory behind `addresses`, which are those of
+    """What all layers of a step pass to the kernels. tensors: own the memory at `addresses`, which are those of
     the query starts, context lengths, block tables and slots. table_stride: elements from one block table to the next.
     """
 
@@ -204,7 +204,7 @@ class Program:
     def __init__(
         self, operations: Sequence[Operation], widths: Sequence[int], dtype: torch.dtype, kept: Sequence[Tensor]
     ) -> None:
-        """kept: the tensors behind the operations' addresses."""
+        """kept: the tensors that own the memory at the operations' addresses."""
         self._program: Callable[..., None] = extension().program
         self._table = array("q", b"".join(Operation.LAYOUT.pack(*astuple(operation)) for operation in operations))
         self._widths = array("q", widths)

@@ -1,4 +1,4 @@
-"""Attention without a cache: every token of a sequence sees all of its sequence, which comes in one piece."""
+"""Attention without a cache: every token attends to all of its sequence, which is computed in one step."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _pieces(
     for begin in range(0, width, most_blocks):
         end = min(begin + most_blocks, width)
         columns = first + torch.arange(begin, end, device=device)
-        # Padding repeats the sequence's own last block: whatever another sequence left behind, it stays its own.
+        # Padding repeats the sequence's own last block: so the content of other sequences' blocks does not matter.
         blocks = tables.gather(1, torch.minimum(columns, (context - 1) // block_size))
         length = (end - begin) * block_size
         ends = [(block + end) * block_size for block in firsts]

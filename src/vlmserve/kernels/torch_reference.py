@@ -1,6 +1,6 @@
 """Paged attention in plain torch operations: the reference, which runs on any device.
 
-How keys and values lie is told in `torch_cache`; decodes are in `torch_decodes`, prompt chunks here.
+How keys and values lie in memory is documented in `torch_cache`; decodes are in `torch_decodes`, prompt chunks here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vlmserve.kernels.torch_cache import cache_rows, gather, write
 from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, DecodePlan, attend_decodes, plan_decodes
 from vlmserve.kernels.torch_scores import needs_scores, score, shares
 
-# Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips the keys no row can see.
+# Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips keys that no row attends to.
 ROWS_PER_MASK = 256
 
 
@@ -173,7 +173,7 @@ def _attend_chunk(
 
 
 class RowGroup(NamedTuple):
-    """Query rows ``first <= row < last`` of a chunk with the positions ``low <= key < high`` that they can see.
+    """Query rows ``first <= row < last`` of a chunk with the positions ``low <= key < high`` that they attend to.
 
     bidirectional: each attends to all of them that its window reaches, not just to those up to its own.
     """

@@ -186,7 +186,7 @@ SCALINGS: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
     "prompt_ntk": _default,
     "linear": _linear,
     "llama3": _llama3,
-    # Only beyond the trained context, which nobody is let into, does it differ from none.
+    # It differs from no scaling only beyond the trained context, which no request can reach.
     "dynamic": _default,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -14,9 +14,9 @@ import psutil
 from vlmserve.loadtest.client import Client, RequestFailedError, clock
 
 INTERVAL = 1.0
-"""Seconds between looks at processor time and memory."""
+"""Seconds between samples of processor time and memory."""
 _TICK = 0.05
-"""Seconds between looks at how late the client is."""
+"""Seconds between measurements of how late the client is."""
 _METRIC = re.compile(
     rb"^(?:\w+:)?process_(cpu_seconds_total|resident_memory_bytes)(?:\{([^}]*)\})? ([0-9.eE+-]+)", re.MULTILINE
 )

@@ -22,7 +22,7 @@ _MOST_BYTES_PER_PIXEL = 16
 """At the worst moment of decoding, turning and converting, measured: WebP keeps four copies, as does transparency that
 becomes white; a progressive JPEG keeps all coefficients."""
 _POLL_INTERVAL = 0.1
-"""Seconds between looks whether a client that waits for memory is still there."""
+"""Seconds between checks whether a client that waits for memory is still connected."""
 _FREE_SCANS = 16
 """Scans that a JPEG of the largest allowed size may have. Encoders write up to 13; a smaller one may have more."""
 _MOST_SCANS = 1000

@@ -1,4 +1,4 @@
-"""Files that hold more than one image, of which a model would see the first one only."""
+"""Files that hold more than one image, of which only the first would reach the model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ def check_single(image: Image.Image) -> None:
         count = _count_pages(image)
         if count > 1:
             number = f"more than {_MOST_COUNTED:,}" if count > _MOST_COUNTED else count
-            raise InvalidImageError(
-                f"the TIFF file has {number} pages; send each page that the model is to see as an image of its own"
-            )
+            raise InvalidImageError(f"the TIFF file has {number} pages; send each page as an image of its own")
     elif getattr(image, "is_animated", False):
         # Of a GIF, counting them takes a pass over the file.
         frames = "" if image.format == "GIF" else f" of {getattr(image, 'n_frames', 0):,} frames"
         raise InvalidImageError(
-            f"the {image.format} file is an animation{frames}; send the frame that the model is to see as an image, or "
+            f"the {image.format} file is an animation{frames}; send one frame as an image, or "
             "several as the frames of a video"
         )
 

@@ -90,7 +90,7 @@ def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class PixelLimits:
     """Bounds that a request sets to the area of an image once it is resized, in pixels; None: those of the server.
-    low_detail: a coarse look is enough: models that cut images see it as one, those that take any size see it small.
+    low_detail: low detail is enough: models that cut images get it whole, those that take any size get it small.
     """
 
     min_pixels: int | None = None

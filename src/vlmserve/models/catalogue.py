@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 
 def catalogue() -> Iterator[Entry]:
-    """All families: those that see, then language models."""
+    """All families: those that take images, then language models."""
     for family in VISION_FAMILIES.values():
         yield Entry(family.models, family.architecture, _takes(family), _options(family.text_type))
     for name, language in FAMILIES.items():

@@ -89,7 +89,7 @@ class CrossStateEncoder:
 
 
 def _without_cache(lengths: list[int], device: torch.device) -> BatchMetadata:
-    """A batch of whole sequences that leave nothing behind."""
+    """A batch of whole sequences without a KV cache."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return BatchMetadata(
         query_starts=torch.tensor([0, *lengths], device=device).cumsum(0).int(),

@@ -237,8 +237,8 @@ class Decoder(nn.Module):
 
     @property
     def window(self) -> int | None:
-        """How many positions a token sees at most, itself included; None if a layer sees all of them, or if tokens see
-        each other, which needs room for all of these."""
+        """How many positions a token attends to at most, itself included; None: all, in some layer, or spans are
+        bidirectional."""
         if self.spec.bidirectional is not None:
             return None
         windows = [attention.window for attention in self.spec.attention if attention.window is not None]
@@ -255,7 +255,7 @@ class Decoder(nn.Module):
 
     @property
     def bidirectional(self) -> Bidirectional | None:
-        """Which tokens of a prompt see each other, so that they must be computed in the same step; None: none."""
+        """Which tokens of a prompt attend to each other, so that they must be computed in one step; None: none."""
         return self.spec.bidirectional
 
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:

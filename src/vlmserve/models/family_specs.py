@@ -195,7 +195,7 @@ def chatglm(family: str, config: Config) -> ArchSpec:
         "vision_config": (None, "GLM-4V"),
         "multi_query_attention": (True, "a key and value head for each query head"),
         "apply_residual_connection_post_layernorm": (False, "residuals of normed states"),
-        "post_layer_norm": (True, "no norm behind the last layer"),
+        "post_layer_norm": (True, "no norm after the last layer"),
         "pre_seq_len": (None, "a learned prefix"),
         "quantization_bit": (0, "weights in ChatGLM's own format of few bits"),
     }
@@ -298,7 +298,7 @@ def gemma3(family: str, config: Config) -> ArchSpec:
 
 def _gemma_traits(config: Config) -> dict[str, Any]:
     if config.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("a Gemma that sees what comes later (use_bidirectional_attention) is not supported")
+        raise UnsupportedModelError("bidirectional attention (use_bidirectional_attention) is not supported")
     return {
         "norm": NormSpec(config["rms_norm_eps"], offset=1.0),
         "activation": config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh",

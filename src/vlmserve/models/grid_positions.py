@@ -13,7 +13,7 @@ from vlmserve.types import ImagePlacement
 def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """int64 ``[3, tokens]`` from a prompt's images, in order, and the places of tokens in it, ascending.
 
-    Within an image or video that has a grid they count by frames, rows and columns, each from where it begins; behind
+    Within an image or video that has a grid they count by frames, rows and columns, each from where it begins; after
     it all three go on from the highest of them.
     """
     result = np.repeat(places[None], 3, 0)

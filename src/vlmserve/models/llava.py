@@ -120,7 +120,7 @@ class Newline(nn.Module):
 
 class LlavaNextVision(LlavaVision):
     """LLaVA-NeXT's: first the embeddings of the whole image, small, then those of its tiles as they lie beside each
-    other, without padding, a newline behind each row. An image that was not cut has no tiling, and one newline.
+    other, without padding, a newline after each row. An image that was not cut has no tiling, and one newline.
 
     Raises UnsupportedModelError as `LlavaVision` does, and for features from which tiles cannot be put together.
     """

@@ -69,12 +69,12 @@ class LanguageModel(Protocol):
 
     @property
     def window(self) -> int | None:
-        """How many positions a token sees at most, itself included; None if a layer sees all of them."""
+        """How many positions a token attends to at most, itself included; None: all, in some layer."""
         ...
 
     @property
     def max_short_len(self) -> int | None:
-        """Sequences of more tokens are computed in another way, at positions behind this many; None: all alike."""
+        """Sequences of more tokens are computed in another way, at positions after these; None: no such limit."""
         ...
 
     def first_position(self, prompt_len: int) -> int:
@@ -84,7 +84,7 @@ class LanguageModel(Protocol):
 
     @property
     def bidirectional(self) -> Bidirectional | None:
-        """Which tokens of a prompt see each other, so that they must be computed in the same step; None: none."""
+        """Which tokens of a prompt attend to each other, so that they must be computed in one step; None: none."""
         ...
 
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
@@ -120,7 +120,7 @@ class LoadedModel:
     """A checkpoint in memory.
 
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
-    image_token_id: the placeholder, if the model sees. max_position: the longest context its positions allow.
+    image_token_id: the placeholder, if the model takes images. max_position: the longest context its positions allow.
     identity: the digest of `model_identity`. cross: of a decoder that attends to images by cross-attention, so that
     their embeddings stand in no prompt.
     """

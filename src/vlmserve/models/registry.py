@@ -174,7 +174,7 @@ class Description:
 
     @property
     def image_token_id(self) -> int | None:
-        """The placeholder, if the model sees. Raises ModelLoadError for one that is no token."""
+        """The placeholder, if the model takes images. Raises ModelLoadError for one that is no token."""
         family = vision_family(self.architecture, self.config)
         return None if family is None else family.placeholder(self.config)
 
@@ -242,7 +242,7 @@ class Description:
 
 
 def vision_family(architecture: str, config: Mapping[str, Any]) -> VisionFamily | None:
-    """The row of a checkpoint that sees; None for a language model."""
+    """The row of a checkpoint with a vision tower; None for a language model."""
     families = (family for family in VISION_FAMILIES.values() if family.architecture == architecture)
     return next((family for family in families if family.section is None or family.section in config), None)
 

@@ -38,7 +38,7 @@ class ArchSpec:
 
     ropes: how a layer's queries and keys are rotated; None: not at all. learned_positions: vectors that are added to
     embeddings by their positions; 0: none. norms: where they stand. "pre": before attention and MLP; "output": of what
-    these return, before it is added; "sandwich": both; "post": of the sums, with none behind the last layer. parallel:
+    these return, before it is added; "sandwich": both; "post": of the sums, with none after the last layer. parallel:
     attention and MLP read the same normed input. gated: the MLP multiplies its activation by a second projection.
     cross_size: width of the states that every layer attends to by cross-attention, between attention and MLP; 0: none.
     bidirectional: which tokens of a prompt attend to each other in both directions; None: none. log_context: from so

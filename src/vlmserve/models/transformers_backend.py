@@ -1,4 +1,4 @@
-"""Language models that transformers implements and vlmserve does not: its code, with our paged caches behind it.
+"""Language models that transformers implements and vlmserve does not: its code over our paged KV cache.
 
 transformers lets attention be replaced in all models that keep to its interface
 (https://huggingface.co/docs/transformers/attention_interface): what a layer would attend over goes into our cache, and
@@ -50,16 +50,16 @@ EXTENDING_ROPES = ("dynamic", "longrope")
 """Rotary scalings that a whole batch switches on once one sequence in it is long."""
 
 _MISFITS = (ValueError, TypeError, AttributeError, LookupError)
-"""What code raises that is run on what it was not written for."""
+"""Errors of code that runs on a model that does not fit it."""
 
 BIDIRECTIONAL_SCOPES: tuple[Bidirectional | None, ...] = (None, "images", "prefix", "prompt")
-"""Which tokens of a prompt may see each other, in the order in which they are tried."""
+"""Which tokens of a prompt may attend to each other, in the order in which they are tried."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Callable[[], AttentionSpec]], Tensor]
 """Of queries, keys, values, and a function that says how the layer attends."""
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
 _masked: ContextVar[list[int] | None] = ContextVar("masked", default=None)
-"""Where the windows go that transformers would write into masks, if somebody wants to know."""
+"""A list that collects the windows of the masks that transformers would make, or None."""
 
 
 def _attention(
@@ -105,12 +105,12 @@ def _attention(
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> None:
-    """What transformers calls for masks, of which our attention needs none; it is told of windows."""
+    """Called by transformers for masks, which our attention does not need; records their windows."""
     if local_size is None or (windows := _masked.get()) is None:
         return
     first, later = torch.tensor(1), torch.tensor(local_size)
     if not bool(mask_function(0, 0, later, first)):
-        raise UnsupportedModelError(f"layers see by chunks of {local_size} tokens")
+        raise UnsupportedModelError(f"attention in chunks of {local_size} tokens is not supported")
     windows.append(local_size)
 
 
@@ -146,8 +146,8 @@ class _Finished:
 class TransformersModel:
     """A `LanguageModel` made of one of transformers'.
 
-    backend: chooses what attends. Raises UnsupportedModelError for a model whose layers do not
-    attend as they should, or that has other logits here than by itself. sample: an image for a model that sees.
+    backend: chooses the attention backend. sample: an image, for a model that takes images.
+    Raises UnsupportedModelError if its attention cannot be replaced, or if its logits differ from transformers'.
     """
 
     def __init__(self, model: Any, backend: ChooseBackend, sample: Sample | None = None) -> None:
@@ -201,12 +201,12 @@ class TransformersModel:
 
     @property
     def window(self) -> int | None:
-        """How many positions a token sees at most, itself included; None if a layer sees all of them."""
+        """How many positions a token attends to at most, itself included; None: all, in some layer."""
         windows = [spec.window for spec in self.attention if spec.window is not None]
         return max(windows) if len(windows) == len(self.attention) else None
 
     def longest_context(self, max_position: int) -> int:
-        """The longest that is computed as by transformers, where prompts that see ahead look past windows."""
+        """The longest context with transformers' results, where bidirectional prompts ignore windows."""
         windows = [spec.window for spec in self.attention if spec.window is not None]
         return min([max_position, *windows]) if self.bidirectional == "prompt" else max_position
 
@@ -265,7 +265,7 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``: what the model does behind its layers."""
+        """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``: what the model does after its layers."""
         finished = _Finished(hidden[None])
         # For this call only: a model that refers to itself is not freed with its last user.
         self._body.forward = lambda *_, **__: finished
@@ -287,7 +287,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _see(self, sample: Sample) -> None:
-        """Find out which tokens see each other in a prompt with an image.
+        """Find out which tokens attend to each other in a prompt with an image.
 
         Raises UnsupportedModelError if its logits are other than by transformers' own whichever they are.
         """
@@ -444,7 +444,7 @@ class TransformersCheckpoint:
 
     @property
     def image_token_id(self) -> int | None:
-        """The placeholder, if the model sees. Raises UnsupportedModelError where it names none."""
+        """The placeholder, if the model takes images. Raises UnsupportedModelError where it names none."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
         if type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -456,7 +456,7 @@ class TransformersCheckpoint:
         return found
 
     def sample(self, model: Any) -> Sample | None:
-        """An image to try the model with, if it sees."""
+        """An image to check the model with, if it takes images."""
         if self.image_token_id is None:
             return None
         noise = np.random.default_rng(0).integers(0, 256, (*SAMPLE_SIZE, 3), np.uint8)

@@ -53,7 +53,7 @@ class TransformersVision:
             if len(embeddings) != further.num_embeddings:
                 raise ValueError(f"{len(embeddings)} embeddings, where the processor left room for others")
         except (ValueError, TypeError, RuntimeError, LookupError):
-            # Somebody else's code and one odd image must not end everybody's requests; these logits end its own.
+            # An error in the model's code must not fail other requests; NaN fails the request of this image alone.
             logger.exception("no embeddings of an image of %s", tuple(pixels.shape))
             return pixels.new_full((further.num_embeddings, self.width), float("nan"))
         return embeddings

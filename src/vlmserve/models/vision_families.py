@@ -43,8 +43,8 @@ class VisionFamily:
     none; None: no token stands for an image. names: regular expressions for tensors' names in the files and what to put
     in their place. text_fields: what a config says of the language model elsewhere than in its part. reads: whether an
     encoder reads a question along with the image. section: of the config, without which a checkpoint of the
-    architecture does not see. tied: whether embeddings are tied where the config does not say. bidirectional: which
-    tokens of a prompt see each other; None: none see what comes after them. models: what people know of it. videos:
+    architecture takes no images. tied: whether embeddings are tied where the config does not say. bidirectional: which
+    tokens of a prompt attend to each other; None: none, attention is causal. models: their well-known names. videos:
     whether it takes them, too.
     """
 

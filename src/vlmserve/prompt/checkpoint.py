@@ -25,7 +25,7 @@ OWN_PREPROCESSING = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
 DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656}
 """Placeholders of videos, by the model types that take any."""
 DEFAULT_IMAGE_ENDS = {"gemma3": (255999, 256000)}
-"""The tokens before and behind an image, by model types whose chat templates write the first alone for it."""
+"""The tokens before and after an image, by model types whose chat templates write the first alone for it."""
 
 LLAVA_TEMPLATE = (
     "{% for message in messages %}"

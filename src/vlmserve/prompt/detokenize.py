@@ -66,7 +66,7 @@ class Detokenizer:
         return self._emit(new)
 
     def _push_one(self, token_id: int) -> str:
-        """The same for one token, where there are stop strings; those behind a completed one are not counted."""
+        """The same for one token, where there are stop strings; tokens after a completed one are not counted."""
         if self.stopped:
             return ""
         self.num_tokens += 1
@@ -131,7 +131,7 @@ class _Decoder(Protocol):
 
 
 def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """What tells the bytes that a token stands for behind others, control tokens included; none for an unknown id."""
+    """A function from token ids to the bytes that they stand for after other tokens; none for an unknown id."""
     rule = byte_rule(tokenizer)
 
     def bytes_of(token_id: int) -> bytes:

@@ -51,7 +51,7 @@ class QuestionPrompts:
 
 @dataclass(frozen=True)
 class MoondreamPrompts:
-    """The image comes first, behind the token `begin`, then the question between the words that the model knows."""
+    """The token `begin`, the image, then the question between fixed words."""
 
     begin: int
     describes: bool = True

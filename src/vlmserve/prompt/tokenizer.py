@@ -26,7 +26,7 @@ from vlmserve.prompt.gguf import read_tokenizer
 from vlmserve.prompt.untrusted import ControlTokens, Quotation, find_all
 
 TOOL_MARKS = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"})
-"""What chat templates write around calls of functions and their results, which nobody else may."""
+"""Tokens that chat templates write around tool calls and results, and that users' text may not contain."""
 
 _USUAL_CHARACTERS = 8
 """Characters of a token: a text with no more of them for each token of the context is tokenized without a look."""
@@ -42,7 +42,7 @@ _PIECE = 16384
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    image_token, image_token_id: the placeholder of an image, None for a model that cannot see; video_token,
+    image_token, image_token_id: the placeholder of an image, None for a model without a vision tower; video_token,
     video_token_id: of a video. image_mark: what chat templates write for an image.
     special_tokens: by name (``bos_token``…). end_token_ids: ids that end an answer.
     control_tokens: what users' text must never be read as.
@@ -170,7 +170,7 @@ class Tokenizer:
         Raises InvalidRequestError if the tokenizer cannot write the quoted text without a control token.
         """
         bos = self.special_tokens.get("bos_token")
-        # Some templates write it themselves, PaliGemma's behind the images.
+        # Some templates write it themselves, PaliGemma's after the images.
         framed = add_special_tokens and not (bos and bos in text)
         if quotation.is_empty:
             return self.encode(text, add_special_tokens=framed)
@@ -232,7 +232,7 @@ class Tokenizer:
 
 
 def _ids(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    # Other threads run meanwhile, which they do not during `encode`; and offsets take memory that nobody needs.
+    # Unlike `encode` it releases the GIL, and it makes no offsets, which take memory.
     return list(encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 

@@ -40,9 +40,9 @@ _LIMITS: dict[str, Any] = {
 _NEAR = 128
 """Tokens left, beside four times what an end takes, from which on it is seen to that the answer can be completed."""
 _CHECK_EVERY = 32
-"""Tokens after which it is looked how many an end takes, as long as many are left."""
+"""Tokens between two searches for the shortest end of the answer, while many tokens are left."""
 _CHECK_AGAIN_AFTER = 8
-"""Tokens after which it is looked again where no end was found."""
+"""Tokens until the next search where no end was found."""
 _LONGEST_END = 4096
 _LONGEST_MESSAGE = 600
 """Characters of llguidance's that an error repeats."""
@@ -145,7 +145,7 @@ class Matcher:
         """Tokens that complete the answer from here, where few are left."""
         self._has_none = False
         self._next_end: list[int] | None = None
-        """The same behind the token that was settled."""
+        """The end of the answer after the token that was chosen."""
         self._ends: list[int] = []
         self._longest_end = 0
         self._unseen = _CHECK_EVERY
@@ -227,7 +227,7 @@ class Matcher:
             self.error = _message(self._matcher.get_error())
 
     def _entered(self, token_id: int) -> int | None:
-        """The token that the grammar sees; None for a first space, which the text does not have."""
+        """The token as the grammar counts it; None for a first space, which the text does not have."""
         if not self._begins:
             return token_id
         if token_id in self._vocabulary.spaces:

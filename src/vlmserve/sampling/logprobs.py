@@ -13,7 +13,7 @@ from vlmserve.types import TokenLogprobs
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """One for each row of float32 ``[rows, vocabulary]`` logits.
 
-    token_ids: one of each row. num_top: how many of the likeliest tokens each row wants told; those that are equally
+    token_ids: one of each row. num_top: how many of the likeliest tokens each row asks for; those that are equally
     likely come in the order of their ids.
     """
     scores = logits.log_softmax(-1)

@@ -12,7 +12,7 @@ from vlmserve.config import EngineConfig
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 """Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
 _DECIMALS = 9
-"""Digits behind the point of a number that a schema leaves open."""
+"""Digits after the decimal point of a number that a schema does not bound."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class Scheduler:
         window: int | None = None,
         state_bytes: int = 0,
     ) -> None:
-        """image_token_bytes: of an embedding. window: how many positions a token sees at most, itself included, in
-        every layer; None: all. state_bytes: of a state that requests attend to by cross attention."""
+        """image_token_bytes: of an embedding. window: of positions that a token attends to in every layer, itself
+        included; None: all. state_bytes: of a state that requests attend to by cross attention."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
         self.encoder_cache = encoder_cache

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _MINUTE = 60.0
 _RELOAD_INTERVAL = 1.0
-"""Seconds between looks whether the file of keys has changed."""
+"""Seconds between checks whether the file of keys has changed."""
 
 Clock = Callable[[], float]
 
@@ -52,7 +52,7 @@ class Bucket:
         self._level = self.level - amount
 
     def seconds_until(self, amount: float) -> float:
-        """Seconds until it holds so much if nobody takes any; 0 if it does."""
+        """Seconds until it holds `amount` if none is taken; 0 if it does now."""
         return max(0.0, amount - self.level) * _MINUTE / self.per_minute
 
 

@@ -1,4 +1,4 @@
-"""What /metrics shows of the state of things: each of these looks at its source when it is scraped."""
+"""Collectors of /metrics: each reads its source when it is scraped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``GET /debug/cache``: what the caches hold and where unfinished requests stand, for people who look for a fault.
+"""``GET /debug/cache``: what the caches hold and where unfinished requests stand, for debugging.
 
 Only served with ``--enable-debug``. Numbers only: no text and no image of any request.
 """

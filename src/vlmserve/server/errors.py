@@ -125,7 +125,7 @@ def retry_after(error: VLMServeError) -> str:
 
 
 def error_response(error: VLMServeError, path: str = "") -> Response:
-    """The response that tells a client of an error, in the form of the API at that path."""
+    """The error response in the form of the API at that path."""
     status = status_of(error)
     headers = error.headers if isinstance(error, RefusedError) else {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GpuStats:
-    """index: the GPU's number as the driver counts. None: the driver does not tell, as of a part of a divided GPU.
+    """index: the GPU's number as the driver counts. None: not reported by the driver, as for a part of a divided GPU.
 
     utilization: share of the last moments in which anything ran on it. process_bytes: memory of one process.
     """
@@ -25,16 +25,16 @@ class GpuStats:
 
 
 class GpuReader:
-    """Asks the driver. The first question loads its library, which may take seconds; others take milliseconds."""
+    """Reads the driver. The first call loads its library, which may take seconds; later ones take milliseconds."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._broken = False
 
     def read(self, uuid: str, pid: int) -> GpuStats | None:
-        """The stats of the GPU with that UUID, and of that process on it; None if there is nobody to ask.
+        """The stats of the GPU with that UUID, and of that process on it; None without a driver.
 
-        Why nobody can be asked is logged once.
+        The reason is logged once.
         """
         if self._broken:
             return None
@@ -66,7 +66,7 @@ class GpuReader:
         )
 
     def _or_none(self, ask: Callable[[], Any]) -> Any:
-        """What the driver answers; None if it cannot tell that of this GPU."""
+        """A value from the driver; None if the GPU does not report it."""
         try:
             return ask()
         except self._errors():

@@ -1,4 +1,4 @@
-"""The gate in front of all routes: who may ask, how much, and nobody new while the server closes."""
+"""A middleware in front of all routes: API keys, rate limits, and refusals while the server shuts down."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Guard:
             raise head_too_large(self._max_head)
 
     def _authenticate(self, scope: Scope) -> Account | None:
-        """The account that asks; None where nobody needs one. Raises RefusedError (401)."""
+        """The request's account; None where no key is needed. Raises RefusedError (401)."""
         if self._keys is None or scope["path"] in self._open or scope["path"].startswith(ASSETS):
             return None
         key = _presented(Headers(scope=scope))

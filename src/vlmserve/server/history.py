@@ -17,7 +17,7 @@ from vlmserve.storage.store import Store
 from vlmserve.types import Prompt
 
 OWNER = "vlmserve.owner"
-"""Where in a request's scope the name of its owner is, if somebody has put one there."""
+"""The key of the owner's name in a request's ASGI scope."""
 
 _OFF = "This server keeps no history (--storage-url none)"
 
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 def owner_of(request: Request) -> str:
-    """Whose history a request sees; "" where everybody shares one."""
+    """The owner of a request's history; "" where all clients share one."""
     return str(request.scope.get(OWNER, ""))
 
 

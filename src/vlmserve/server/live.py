@@ -1,4 +1,4 @@
-"""``GET /live``: what the engine does now, for the page that shows it and for whoever wants to look without Prometheus.
+"""``GET /live``: what the engine does now, for the page that shows it and for people without Prometheus.
 
 Numbers only: nothing of what anybody asks or answers.
 """
@@ -18,7 +18,7 @@ from vlmserve.server.service import Service
 from vlmserve.types import BlockMap, EngineStats
 
 _MAP_AGE = 0.5
-"""Seconds for which all who look share one map of the blocks."""
+"""Seconds for which clients share one map of the blocks."""
 _PATIENCE = 0.2
 """Seconds to wait for the engine, which answers between two steps, before the map from before is shown."""
 
@@ -40,7 +40,7 @@ class LiveStats(msgspec.Struct):
 
 
 class LiveView:
-    """Answers all who look at a server, and asks its engine twice a second at most, however many they are."""
+    """Answers all clients of /live, and asks the engine at most twice a second, however many they are."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -181,7 +181,7 @@ class ServerMetrics:
 
 
 class AnswerRecord:
-    """What one answer adds to the metrics while it comes. It has to be told of its end.
+    """What one answer adds to the metrics while it is generated. `end` has to be called at its end.
 
     Latencies, token counts and the engine's timings are of complete answers only, and first tokens and gaps of all.
     """

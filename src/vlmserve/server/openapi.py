@@ -27,7 +27,7 @@ _COMPONENTS = "#/components/schemas/"
 class Operation:
     """Something that the server does. Its endpoint's docstring says what.
 
-    body: what is sent, in JSON or, as a schema, in a form. query: what may stand behind the question mark. answer: what
+    body: what is sent, in JSON or, as a schema, in a form. query: query parameters. answer: what
     comes back in JSON, or the media type of something else. streams: whether it may come as server-sent events.
     errors: the form of its errors.
     """

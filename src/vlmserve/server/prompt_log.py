@@ -1,4 +1,4 @@
-"""What requests say, in the log of a server that is told to write it there (``--log-prompts``)."""
+"""Logs the content of requests, if the server is started with ``--log-prompts``."""
 
 from __future__ import annotations
 

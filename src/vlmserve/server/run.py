@@ -155,7 +155,7 @@ async def _serve(service: Service, web: WebServer, launcher: _Launcher, media: M
 async def _supervise(
     service: Service, client: EngineClient, launcher: _Launcher, load_time: float, stopping: asyncio.Future[Any]
 ) -> None:
-    """Until the server is told to stop and has drained. Raises EngineDeadError if the engine cannot be kept alive."""
+    """Serve until the server is stopped and has drained. Raises EngineDeadError if the engine cannot be kept alive."""
     from vlmserve.frontend.client import EngineClient
     from vlmserve.server.supervision import Supervisor
 
@@ -237,12 +237,12 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # macOS has lower limits that it does not tell of
+        with contextlib.suppress(ValueError, OSError):  # macOS has lower limits that it does not report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _announce(line: str, url: str, model: str) -> None:
-    """Tell people, or what reads the log as JSON, that the server is up."""
+    """Announce that the server is up, as text or as JSON."""
     if log_format_in_use() == "json":
         logger.info(line, extra={"fields": {"url": url, "model": model}})
     else:

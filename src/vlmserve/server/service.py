@@ -100,7 +100,7 @@ class Preparer(Protocol):
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:
-    """What begins traces; None if nobody wants any. Raises ConfigurationError if the extra is not installed."""
+    """Makes traces; None if tracing is off. Raises ConfigurationError if the extra is not installed."""
     if endpoint is None:
         return None
     try:
@@ -131,7 +131,7 @@ class Service:
         self.keys = KeyRing.of(server)
         """Who may ask; None: everybody."""
         self.tracing = open_tracing(server.otlp_traces_endpoint)
-        """What tells of requests; None: nobody asked for that."""
+        """Makes traces of requests; None: tracing is off."""
         self.store = open_store(server)
         self.bodies = BodyMemory(server.body_memory)
         self.max_logprobs = engine.max_logprobs
@@ -150,7 +150,7 @@ class Service:
         self._opened = asyncio.Event()
         self._client: EngineClient | None = None
         self.back_at: float | None = None
-        """When a dead engine is expected back, on the clock of `time.monotonic`; None: nobody restarts it."""
+        """When a dead engine is expected back, on the clock of `time.monotonic`; None: it is not restarted."""
         self._preparer: Preparer | None = None
         self.metrics = ServerMetrics(
             self.model_name,
@@ -231,7 +231,7 @@ class Service:
 
     @property
     def supports_videos(self) -> bool:
-        """Whether the model takes videos; also while it is loading and nobody knows."""
+        """Whether the model takes videos; also while it is loading."""
         return self._preparer is None or self._preparer.supports_videos
 
     def engine_stats(self) -> EngineStats | None:

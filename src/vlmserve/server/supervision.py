@@ -21,7 +21,7 @@ class Supervisor:
     """Watches the engine of a service that is open. It must be closed, which closes the engine, too.
 
     start: makes another engine with the same settings. load_time: seconds that the first one took to load, which is
-    what clients are told to wait.
+    the Retry-After that clients get.
     """
 
     def __init__(

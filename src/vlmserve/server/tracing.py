@@ -46,7 +46,7 @@ class Trace:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether anybody will see it; a sampler may have decided against that."""
+        """Whether it is recorded; a sampler may have decided against it."""
         return self._span.is_recording()
 
     def describe(self, name: str, attributes: Attributes) -> None:
@@ -114,7 +114,7 @@ class Tracing:
 
 
 class _LoggingExporter(SpanExporter):
-    """Warns when a collector goes away, and tells when it is back."""
+    """Logs when the collector stops and starts to accept traces."""
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:
         self._exporter = exporter

@@ -17,7 +17,7 @@ _INSTRUCTIONS, _EARLIER = "instructions", "an earlier turn"
 
 
 class Turns:
-    """The messages that items are, behind what the system says. What an answer said and the calls it ended with are one
+    """The messages that items become, after the system message. What an answer said and the calls it ended with are one
     message; calls that were cut off are left out.
 
     before, new: items as they are kept, of earlier turns and of this request, which errors speak of.

@@ -23,9 +23,9 @@ _LAST_BYTES = 3
 """Seconds for the ends of answers to reach slow clients."""
 
 _FIRST_PROBE, _NEXT_PROBE = 0.1, 5.0
-"""Seconds between looks whether a client that sends no more still reads."""
+"""Seconds between checks whether a client that sends no more still reads."""
 _OLD_GRACE = 1.0
-"""Seconds that one with HTTP/1.0 gets, since there is no way to look."""
+"""Seconds that a client with HTTP/1.0 gets, since it cannot be checked."""
 
 
 class WebServer:

@@ -25,7 +25,7 @@ NORM_EPS = 1e-6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec:
     """The shape of a tower. patch_size: pixels; merge: patches along each side that become one embedding; frames: that
-    a patch is deep. window: pixels along each side within which patches see each other; None: all of the image.
+    a patch is deep. window: pixels along each side within which patches attend to each other; None: all of the image.
     full_layers: those without windows all the same. gated: an MLP with gates and norms without means, as of 2.5.
     """
 
@@ -88,7 +88,7 @@ class QwenVisionSpec:
 class Layout:
     """Where the patches of an image are, in the order in which a tower keeps them: merged ones side by side.
 
-    cos, sin: float32 ``[patches, 1, head_size / 2]``. windows: how many patches lie in each window, one behind the
+    cos, sin: float32 ``[patches, 1, head_size / 2]``. windows: how many patches lie in each window, one after the
     other; frames: likewise, in each frame. back: int64 ``[embeddings]``, where each merged patch of the image, row by
     row, is among those of the windows.
     """
@@ -122,7 +122,7 @@ class VisionAttention(nn.Module):
         self._num_heads = spec.num_heads
 
     def forward(self, x: Tensor, residual: Tensor, layout: Layout, lengths: list[int]) -> Tensor:
-        """x, residual: ``[patches, hidden_size]``; lengths: how many of them see each other, one group behind the
+        """x, residual: ``[patches, hidden_size]``; lengths: how many of them attend to each other, one group after the
         other."""
         qkv = self.qkv(x)
         heads = qkv.view(len(x), 3, self._num_heads, -1)

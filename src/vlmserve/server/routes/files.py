@@ -44,7 +44,7 @@ async def upload_file(request: Request) -> Response:
         def create() -> File:
             media_type = media_type_of(data, service.media)
             if media_type.startswith("video/") and not service.supports_videos:
-                raise InvalidVideoError("this model cannot see videos; upload images", param="file")
+                raise InvalidVideoError("this model takes no videos; upload images", param="file")
             new_id = f"file-{uuid.uuid4().hex}"
             return store.files.create(owner, new_id, data, filename, fields.purpose, media_type, fields.lifetime)
 

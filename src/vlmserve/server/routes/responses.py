@@ -83,7 +83,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
                     if news := writer.write(self._reader.read(delta)):
                         yield news
             last = writer.finish(finish_reason, generation.usage)
-            # Whoever hears that it is complete finds it again.
+            # Stored before the event, so that a client that reads it can retrieve the response.
             await self._keep(body, writer.response)
             yield last + writer.end()
         except VLMServeError as error:

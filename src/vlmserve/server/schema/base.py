@@ -77,7 +77,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Of a list or an object only the first wrong entry is told, so that no others are looked for."""
+        """Report only the first wrong entry of a list or an object, so that validation stops there."""
         schema = handler(source)
         _fail_fast(schema)
         return schema

@@ -98,7 +98,7 @@ ShownBlock = Annotated[
 
 
 class ToolResultBlock(Block):
-    """What a call has given back. is_error: whether it failed, of which the model is told."""
+    """The result of a tool call. is_error: whether it failed, which the prompt says."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -172,7 +172,7 @@ class ChatMessages:
         self._add(place, "assistant", content, calls)
 
     def _add_question(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
-        """Each result is a message, and so is what stands before, between and behind them."""
+        """Each result is a message, and so is the text before, between and after them."""
         said: list[Placed] = []
         for at, block in blocks:
             if isinstance(block, TextBlock | ImageBlock):

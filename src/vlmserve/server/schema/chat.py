@@ -66,9 +66,9 @@ class ChatRequest(ChoicesRequest):
         None, description="For models whose chat template knows it; others ignore it."
     )
 
-    logprobs: bool = Field(False, description="Tell how likely each token was.")
+    logprobs: bool = Field(False, description="Return the logprob of each token.")
     top_logprobs: int | None = Field(
-        None, ge=0, le=MAX_COUNT, description="With logprobs: likeliest tokens to tell at each place."
+        None, ge=0, le=MAX_COUNT, description="With logprobs: number of likeliest tokens to return at each position."
     )
 
     @model_validator(mode="after")
@@ -84,7 +84,7 @@ class ChatRequest(ChoicesRequest):
         return tool_use(functions, self.tool_choice, self.parallel_tool_calls)
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """What the chat template is told by name. known: names that it knows."""
+        """Values for the chat template, by name. known: names that it uses."""
         return effort_settings(self.reasoning_effort, known) | (self.chat_template_kwargs or {})
 
     @property

@@ -62,7 +62,7 @@ class CompletionRequest(ChoicesRequest):
         None,
         ge=0,
         le=MAX_COUNT,
-        description="Tell how likely each token was, and as many of the likeliest; 0: only its own.",
+        description="Return the logprobs of each token and of so many of the likeliest; 0: only the token's own.",
     )
 
     @property

@@ -28,7 +28,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 def effort_settings(effort: ReasoningEffort | None, known: Collection[str]) -> dict[str, Any]:
-    """What the chat template is told of an effort, if it is one of the names that it knows."""
+    """The chat template's setting for an effort, if the template has one."""
     return {"reasoning_effort": effort} if effort and "reasoning_effort" in known else {}
 
 
@@ -40,8 +40,8 @@ class TextPart(ChatPart):
 
 
 class ImageURL(RequestModel):
-    """Where an image is: a data URL or an http(s) URL. detail: with "low", models that cut images see it as one, and
-    models of any size see it small; others see it as always."""
+    """Where an image is: a data URL or an http(s) URL. detail: with "low", models that cut images get it whole, and
+    models of any size get it small; others get it as always."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None

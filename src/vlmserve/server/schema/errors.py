@@ -15,7 +15,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """The body of a response that tells of an error."""
+    """The body of an error response."""
 
     error: ErrorDetail
 

@@ -136,7 +136,7 @@ class MessagesRequest(PromptFields, SamplingRequest):
     output_config: OutputConfig = OutputConfig()
 
     def grammar(self) -> Grammar | None:
-        """What the answer has to look like, in this API's words or in others'."""
+        """The answer's format, in this API's words or in others'."""
         wanted = self.output_config.format
         return either_grammar(None if wanted is None else wanted.grammar, super().grammar())
 

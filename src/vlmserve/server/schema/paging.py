@@ -16,7 +16,7 @@ from vlmserve.storage.items import Page
 
 
 class Query(RequestModel):
-    """What may stand behind the question mark of an address, where all is text. Nothing, if not said otherwise."""
+    """Query parameters of a URL, where all values are text. None unless a subclass has some."""
 
     model_config = ConfigDict(strict=False, extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -63,7 +63,7 @@ QueryKind = TypeVar("QueryKind", bound=Query)
 
 
 def read_query(request: Request, kind: type[QueryKind]) -> QueryKind:
-    """Raises InvalidRequestError, naming it, for what is wrong behind the question mark."""
+    """Raises InvalidRequestError, naming it, for a wrong query parameter."""
     values: dict[str, Any] = {}
     for name, value in request.query_params.multi_items():
         field = name.removesuffix("[]")

@@ -43,7 +43,7 @@ class NamedFunction(Flat, FunctionName):
 
 
 class AllowedTools(RequestModel):
-    """Those of the functions that may be called; the model is told of all, so that its prompt stays the same. mode:
+    """Those of the functions that may be called; the prompt describes all, so that it stays the same. mode:
     whether one of them has to be called."""
 
     type: Literal["allowed_tools"]

@@ -98,13 +98,13 @@ class ResponsesRequest(SamplingRequest):
     )
 
     def grammar(self) -> Grammar | None:
-        """What the answer has to look like, in this API's words or in vLLM's."""
+        """The answer's format, in this API's words or in vLLM's."""
         if self.response_format is not None:
             raise InvalidRequestError("response_format is called text.format here", param="response_format")
         return either_grammar(output_grammar(self.text.format), super().grammar())
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
-        """What the chat template is told by name. known: names that it knows."""
+        """Values for the chat template, by name. known: names that it uses."""
         return effort_settings(self.reasoning.effort, known) | (self.chat_template_kwargs or {})
 
     @property

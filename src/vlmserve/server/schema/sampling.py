@@ -91,7 +91,7 @@ class SamplingRequest(RequestModel):
         None,
         ge=-1,
         le=MAX_COUNT,
-        description="Latest tokens that penalties look at. Default: the model's, else all (-1).",
+        description="Number of latest tokens that are penalized. Default: the model's, else all (-1).",
     )
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(
@@ -100,7 +100,7 @@ class SamplingRequest(RequestModel):
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] = Field(default_factory=list, max_length=256)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
-    response_format: ResponseFormat | None = Field(None, description="What the answer looks like: text or JSON.")
+    response_format: ResponseFormat | None = Field(None, description="The format of the answer: text or JSON.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
     guided_json: Schema | None = Field(None, description="A JSON schema; vLLM's older form.")
     guided_regex: str | None = None
@@ -142,7 +142,7 @@ class SamplingRequest(RequestModel):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives to tell beside each token of the answer; None tells nothing of them."""
+        """Number of alternatives to return with each token of the answer; None: no logprobs."""
         return None
 
     @property
@@ -177,7 +177,7 @@ class SamplingRequest(RequestModel):
         )
 
     def grammar(self) -> Grammar | None:
-        """What the answer has to look like. Raises InvalidRequestError, naming the field, for more than one grammar."""
+        """The answer's format. Raises InvalidRequestError, naming the field, for more than one grammar."""
         guided = {
             "json": self.guided_json,
             "regex": self.guided_regex,

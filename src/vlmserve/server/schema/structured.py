@@ -1,4 +1,4 @@
-"""What an answer has to look like, as OpenAI writes it (``response_format``) and vLLM (``structured_outputs``).
+"""The format of answers, as OpenAI writes it (``response_format``) and vLLM (``structured_outputs``).
 
 https://platform.openai.com/docs/guides/structured-outputs
 """
@@ -65,7 +65,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(RequestModel):
-    """One way to say what an answer looks like, as vLLM does."""
+    """One format of answers, as vLLM writes it."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     json_object: bool = False
@@ -94,7 +94,7 @@ class MessagesFormat(RequestModel):
 
     @property
     def grammar(self) -> Grammar:
-        """What the answer has to look like."""
+        """The answer's format."""
         return _grammar("json_schema", self.schema_, "output_config.format.schema")
 
 
