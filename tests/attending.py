@@ -62,7 +62,7 @@ def attend(
     """The backend's output for a batch and the naive one, each ``[tokens, heads * head_size]``.
 
     bidirectional: of each chunk, those of one token first. All that the cache holds beyond the sequences' own tokens is
-    `junk`, so reading it shows; of a quantized one, its scales are. The naive one sees keys and values as they are
+    `junk`, so reading it shows; of a quantized one, its scales are. The naive one reads keys and values as they are
     stored.
     """
     torch.manual_seed(seed)

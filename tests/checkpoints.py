@@ -67,7 +67,7 @@ def make_text_model(
     **overrides: Any,
 ) -> Path:
     """A decoder, a tokenizer and a chat template in `folder`; overrides are fields of the config."""
-    tokenizer = write_tokenizer(folder, sees=False)
+    tokenizer = write_tokenizer(folder, takes_images=False)
     config = config_class(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **overrides})
     save_model(folder, model_class, config, seed, dtype, shard_size)
     return folder
@@ -92,7 +92,7 @@ def make_llava(
     The placeholder is among the last 8 ids of the vocabulary, which is padded as published checkpoints pad theirs.
     published_names: name tensors as the checkpoints of the llava-hf organization do, else as transformers 5 does.
     """
-    tokenizer = write_tokenizer(folder, sees=True)
+    tokenizer = write_tokenizer(folder, takes_images=True)
     vision_config = CLIPVisionConfig(**{**VISION, **(vision or {})})
     text_config = LlamaConfig(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **(text or {})})
     config = LlavaConfig(
@@ -117,7 +117,7 @@ def make_llava_next(
     **overrides: Any,
 ) -> Path:
     """A LLaVA-NeXT checkpoint in `folder`, of tiles of 16 pixels and 4 x 4 embeddings; else as `make_llava`."""
-    tokenizer = write_tokenizer(folder, sees=True)
+    tokenizer = write_tokenizer(folder, takes_images=True)
     text_config = text_class(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **(text or {})})
     config = LlavaNextConfig(
         vision_config=CLIPVisionConfig(**{**VISION, "image_size": 16, "patch_size": 4}),
@@ -148,7 +148,7 @@ def make_idefics3(
     **overrides: Any,
 ) -> Path:
     """An Idefics3 or SmolVLM checkpoint in `folder`, of tiles of 16 pixels and 2 x 2 embeddings."""
-    tokenizer = write_tokenizer(folder, sees=True)
+    tokenizer = write_tokenizer(folder, takes_images=True)
     places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     words = ["<fake_token_around_image>", "<global-img>", *places, "<end_of_utterance>"]
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
@@ -205,7 +205,7 @@ QWEN_PIXELS = {"min_pixels": 16 * 16, "max_pixels": 48 * 48}
 
 def make_qwen_vl(folder: Path, kind: str) -> Path:
     """A Qwen2-VL or Qwen2.5-VL checkpoint in `folder`, whose embeddings are 8 pixels wide."""
-    tokenizer = write_tokenizer(folder, sees=False)
+    tokenizer = write_tokenizer(folder, takes_images=False)
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in QWEN_TOKENS])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -249,7 +249,7 @@ GEMMA3_PICTURE_TOKENS = 16
 
 def make_gemma3(folder: Path, *, published_names: bool = False, **overrides: Any) -> Path:
     """A Gemma 3 checkpoint with its vision tower in `folder`; overrides are fields of its text config."""
-    tokenizer = write_tokenizer(folder, sees=False)
+    tokenizer = write_tokenizer(folder, takes_images=False)
     special = ["<start_of_turn>", "<end_of_turn>", *GEMMA3_NAMED.values()]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -306,8 +306,8 @@ def change_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def write_tokenizer(folder: Path, *, sees: bool) -> Tokenizer:
-    """A byte-level tokenizer with its chat template; if the model sees, its last token is ``<image>``."""
+def write_tokenizer(folder: Path, *, takes_images: bool) -> Tokenizer:
+    """A byte-level tokenizer with its chat template; if the model takes_images, its last token is ``<image>``."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -321,7 +321,7 @@ def write_tokenizer(folder: Path, *, sees: bool) -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    if sees:
+    if takes_images:
         tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}

@@ -86,7 +86,7 @@ def test_another_checkpoint_is_told_from_this_one(tmp_path: Path) -> None:
     other = make_text_model(tmp_path / "other", seed=1)
     ours, theirs = (
         Ours(settings(folder, dtype="float32"), folder),
-        Theirs(other, sees=False, dtype=torch.float32, device=CPU),
+        Theirs(other, takes_images=False, dtype=torch.float32, device=CPU),
     )
     assert compare(ours.answer(QUESTION, 5), theirs.answer(QUESTION, 5), 1e-3).verdict == "other logits"
 
@@ -110,6 +110,6 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
         run_verify(settings(folder), tmp_path, 5)
     change_config(folder, model_type="unheard-of")
     with pytest.raises(UnsupportedModelError, match="transformers cannot load"):
-        Theirs(folder, sees=False, dtype=torch.float32, device=CPU)
+        Theirs(folder, takes_images=False, dtype=torch.float32, device=CPU)
     with pytest.raises(UnsupportedModelError, match="without a chat template"):
-        Theirs(make_blip(tmp_path / "blip"), sees=True, dtype=torch.float32, device=CPU)
+        Theirs(make_blip(tmp_path / "blip"), takes_images=True, dtype=torch.float32, device=CPU)

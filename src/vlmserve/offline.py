@@ -122,10 +122,10 @@ class OfflineRequest:
         best = self.generations
         if self.params.num_samples > self.params.n:
             best = sorted(best, key=lambda one: mean_logprob(one.logprobs), reverse=True)[: self.params.n]
-        told = first.prompt_logprobs
+        prompt_logprobs = first.prompt_logprobs
         by_id = None
-        if told is not None:
-            by_id = [one if one is None else logprobs_by_id(one, self._token_bytes) for one in told]
+        if prompt_logprobs is not None:
+            by_id = [one if one is None else logprobs_by_id(one, self._token_bytes) for one in prompt_logprobs]
         return RequestOutput(
             self.request_id,
             self._prompt_text(prompt) if self._text is None else self._text,
@@ -140,7 +140,7 @@ class OfflineRequest:
         assert generation.finish_reason is not None
         logprobs = None
         if self.params.logprobs is not None:
-            logprobs = [logprobs_by_id(told, self._token_bytes) for told in generation.logprobs]
+            logprobs = [logprobs_by_id(one, self._token_bytes) for one in generation.logprobs]
         return CompletionOutput(
             index,
             "".join(generation.pieces),

@@ -43,7 +43,7 @@ class CompletionOutput:
         """The log probability of all tokens together."""
         if self.logprobs is None:
             return None
-        return sum(told[token_id].logprob for token_id, told in zip(self.token_ids, self.logprobs, strict=True))
+        return sum(by_id[token_id].logprob for token_id, by_id in zip(self.token_ids, self.logprobs, strict=True))
 
     @property
     def parsed(self) -> Any:
@@ -92,10 +92,10 @@ class RequestOutput:
         return self.outputs[0].parsed
 
 
-def logprobs_by_id(told: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
+def logprobs_by_id(logprobs: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
     """A token and its alternatives by token ids, the token itself first. token_bytes: the bytes of a token id."""
-    others = [(token_id, score, rank) for rank, (token_id, score) in enumerate(told.top, start=1)]
+    others = [(token_id, score, rank) for rank, (token_id, score) in enumerate(logprobs.top, start=1)]
     return {
         token_id: Logprob(score, rank, token_bytes(token_id).decode(errors="replace"))
-        for token_id, score, rank in [(told.token_id, told.logprob, told.rank), *others]
+        for token_id, score, rank in [(logprobs.token_id, logprobs.logprob, logprobs.rank), *others]
     }

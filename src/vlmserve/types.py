@@ -233,7 +233,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 def mean_logprob(logprobs: Sequence[TokenLogprobs]) -> float:
     """Of a whole answer's tokens, by which the best of several are chosen; an answer without tokens is the worst."""
-    return sum(told.logprob for told in logprobs) / len(logprobs) if logprobs else -math.inf
+    return sum(token.logprob for token in logprobs) / len(logprobs) if logprobs else -math.inf
 
 
 class EngineOutput(msgspec.Struct, frozen=True):

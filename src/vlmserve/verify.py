@@ -99,11 +99,11 @@ class Ours:
 class Theirs:
     """transformers, in the same type on the same device.
 
-    Raises UnsupportedModelError for a checkpoint that transformers cannot load by itself, or that sees and takes no
+    Raises UnsupportedModelError for a checkpoint that transformers cannot load by itself, or that takes images but no
     conversations.
     """
 
-    def __init__(self, folder: Path, *, sees: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, *, takes_images: bool, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import (
             AutoModelForCausalLM,
             AutoModelForImageTextToText,
@@ -112,8 +112,8 @@ class Theirs:
             GgufConfig,
         )
 
-        model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        processor_class: Any = AutoProcessor if sees else AutoTokenizer
+        model_class = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+        processor_class: Any = AutoProcessor if takes_images else AutoTokenizer
         place: dict[str, Any] = {"pretrained_model_name_or_path": folder}
         how: dict[str, Any] = {}
         if folder.is_file():
@@ -126,7 +126,7 @@ class Theirs:
             raise UnsupportedModelError(f"transformers cannot load this checkpoint to compare with: {error}") from error
         self._device = device
         self._template = getattr(self._processor, "chat_template", None)
-        if sees and self._template is None:
+        if takes_images and self._template is None:
             raise UnsupportedModelError("without a chat template there is no common way to ask about an image")
 
     @torch.inference_mode()

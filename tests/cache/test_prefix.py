@@ -8,7 +8,7 @@ KEYS = [bytes([number]) * 32 for number in range(10)]
 
 
 def whole(num_blocks: int) -> int:
-    """Every later token sees all blocks."""
+    """Every later token takes_images all blocks."""
     return 0
 
 

@@ -156,7 +156,7 @@ def test_the_same_prompt_with_another_image_gives_another_answer(tmp_path: Path)
 def test_a_question_about_an_image_from_its_files_to_its_answer(tmp_path: Path) -> None:
     """From the checkpoint's own files: tokenizer, template, image, tower and decoder."""
     folder = make_qwen_vl(
-        write_tokenizer(tmp_path, sees=True),
+        write_tokenizer(tmp_path, takes_images=True),
         visual={"image_size": 84, "image_start_id": IMG, "n_queries": 9},
         num_hidden_layers=1,
     )

@@ -78,7 +78,7 @@ class Oracle:
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     config_class, model_class, vision = CLASSES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    write_tokenizer(folder, sees=False)
+    write_tokenizer(folder, takes_images=False)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     text = {**TEXT, "vocab_size": 300, "rope_parameters": rope}
     vision_fields = {**vision.to_dict()}

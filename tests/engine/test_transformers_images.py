@@ -43,7 +43,7 @@ def write_json(folder: Path, name: str, **fields: Any) -> None:
 
 
 def tokenizer_with(folder: Path, *tokens: str) -> Tokenizer:
-    tokenizer = write_tokenizer(folder, sees=True)
+    tokenizer = write_tokenizer(folder, takes_images=True)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer

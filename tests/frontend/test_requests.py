@@ -63,7 +63,9 @@ def preparer(tmp_path_factory: pytest.TempPathFactory) -> RequestPreparer:
 
 @pytest.fixture(scope="module")
 def text_only(tmp_path_factory: pytest.TempPathFactory) -> RequestPreparer:
-    folder = write_checkpoint(tmp_path_factory.mktemp("text"), byte_level(), sees=False, chat_template=CHATML_STRINGS)
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("text"), byte_level(), takes_images=False, chat_template=CHATML_STRINGS
+    )
     return RequestPreparer(folder, MediaConfig())
 
 
@@ -110,14 +112,14 @@ def test_prompts_and_pixels_are_those_of_transformers(
 
 
 def test_a_text_model_gets_the_ids_of_its_tokenizer_in_transformers(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, byte_level(), sees=False, chat_template=CHATML_STRINGS)
+    folder = write_checkpoint(tmp_path, byte_level(), takes_images=False, chat_template=CHATML_STRINGS)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is this?\n"}]
     theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, add_generation_prompt=True)
     assert RequestPreparer(folder, MediaConfig()).chat(messages).token_ids == theirs["input_ids"]
 
 
 def test_a_template_of_ones_own_counts_instead(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, byte_level(), sees=False)
+    write_checkpoint(tmp_path, byte_level(), takes_images=False)
     template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
     (tmp_path / "mine.jinja").write_text(template)
     for given in (str(tmp_path / "mine.jinja"), template):
@@ -317,7 +319,7 @@ def test_a_prompt_is_text(preparer: RequestPreparer, text: Any) -> None:
 
 
 def test_without_a_chat_template_there_is_no_chat(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, byte_level(), sees=False, chat_template=None)
+    folder = write_checkpoint(tmp_path, byte_level(), takes_images=False, chat_template=None)
     preparer = RequestPreparer(folder, MediaConfig())
     with pytest.raises(InvalidRequestError, match="chat template"):
         preparer.chat([user("Hi")])

@@ -61,7 +61,7 @@ def preparer_for(folder, template: str | None, tokenizer=None, parser: str = "au
     marks = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True, normalized=False)])
-    write_checkpoint(folder, tokenizer, chat_template=template, sees=False)
+    write_checkpoint(folder, tokenizer, chat_template=template, takes_images=False)
     engine = EngineConfig(model=str(folder), tool_call_parser=parser)
     return RequestPreparer(folder, MediaConfig(), engine=engine)
 

@@ -21,7 +21,7 @@ from vlmserve.kernels.torch_reference import TorchReference
 
 BACKENDS = {
     "torch": TorchReference,
-    "torch in small pieces": partial(TorchReference, bucket_cost=20, gathered_elements=128),
+    "torch in small splits": partial(TorchReference, bucket_cost=20, gathered_elements=128),
     "native": pytest.param(
         CpuAttention,
         marks=pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler"),

@@ -31,7 +31,7 @@ def test_what_is_gathered_at_a_time_grows_neither_with_the_batch_nor_with_the_co
     covered = [number for bucket in plan.buckets for number in range(bucket.start, bucket.end)]
     assert covered == list(range(len(lens)))
     for bucket in plan.buckets:
-        assert len(bucket.pieces) == 1 or bucket.end - bucket.start == 1
+        assert len(bucket.splits) == 1 or bucket.end - bucket.start == 1
 
 
 def test_decodes_are_padded_no_more_than_another_bucket_would_cost() -> None:
@@ -39,7 +39,7 @@ def test_decodes_are_padded_no_more_than_another_bucket_would_cost() -> None:
     blocks = BlockTables(lens, BLOCK)
     metadata = blocks.metadata([(number, length - 1, 1) for number, length in enumerate(lens)])
     plan = plan_decodes(metadata, BLOCK, SPEC, bucket_cost=512, gathered_elements=2**30)
-    gathered = sum(len(piece.blocks) for bucket in plan.buckets for piece in bucket.pieces)
+    gathered = sum(len(split.blocks) for bucket in plan.buckets for split in bucket.splits)
     assert gathered * BLOCK // SPEC.num_kv_heads <= sum(lens) + 512
 
 
@@ -53,7 +53,7 @@ def test_decodes_are_padded_only_while_that_is_cheaper_than_another_bucket() -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("soft_cap", [None, 20.0])
-def test_a_long_context_in_pieces_equals_naive_attention(
+def test_a_long_context_in_splits_equals_naive_attention(
     window: int | None, soft_cap: float | None, dtype: torch.dtype
 ) -> None:
     spec = replace(SPEC, window=window, soft_cap=soft_cap, scale=1.0)
@@ -67,9 +67,9 @@ def test_sinks_take_the_same_share_however_a_context_is_cut() -> None:
     spec = replace(SPEC, sinks=(1.0, -2.0, 5.0, 0.0))
     chunks = [(200, 1), (100, 1)]
     whole, _ = attend(TorchReference(), chunks, spec, BLOCK)
-    in_pieces, without = attend(TorchReference(gathered_elements=2 * ROW), chunks, spec, BLOCK)
-    torch.testing.assert_close(in_pieces, whole, atol=1e-5, rtol=1e-5)
-    assert (in_pieces.double() - without).abs().max() > 0.01
+    in_splits, without = attend(TorchReference(gathered_elements=2 * ROW), chunks, spec, BLOCK)
+    torch.testing.assert_close(in_splits, whole, atol=1e-5, rtol=1e-5)
+    assert (in_splits.double() - without).abs().max() > 0.01
 
 
 def test_a_number_that_is_none_reaches_its_own_sequence_only() -> None:

@@ -49,10 +49,10 @@ def write_ranks(path: Path, ranks: Mapping[bytes, int] = RANKS) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def qwen(folder: Path, *, sees: bool, chat: bool = True) -> Path:
+def qwen(folder: Path, *, takes_images: bool, chat: bool = True) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {"model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 600}
-    if sees:
+    if takes_images:
         config["visual"] = {"image_size": 84, "image_start_id": IMG, "n_queries": 9}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(
@@ -66,12 +66,12 @@ def qwen(folder: Path, *, sees: bool, chat: bool = True) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen_text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.from_folder(qwen(tmp_path_factory.mktemp("qwen"), sees=False))
+    return Tokenizer.from_folder(qwen(tmp_path_factory.mktemp("qwen"), takes_images=False))
 
 
 @pytest.fixture(scope="module")
 def qwen_vl(tmp_path_factory: pytest.TempPathFactory) -> RequestPreparer:
-    return RequestPreparer(qwen(tmp_path_factory.mktemp("qwen_vl"), sees=True), MediaConfig())
+    return RequestPreparer(qwen(tmp_path_factory.mktemp("qwen_vl"), takes_images=True), MediaConfig())
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,7 +158,7 @@ def test_images_of_qwen_vl_are_squeezed_into_a_square(qwen_vl: RequestPreparer) 
 
 
 def test_a_qwen_that_does_not_chat_has_no_template(tmp_path: Path) -> None:
-    folder = qwen(tmp_path, sees=False, chat=False)
+    folder = qwen(tmp_path, takes_images=False, chat=False)
     with pytest.raises(Exception, match="no chat template"):
         RequestPreparer(folder, MediaConfig()).chat([{"role": "user", "content": "the"}])
 
@@ -251,7 +251,7 @@ def test_glm4_has_ranks_under_the_name_of_a_sentencepiece_model(tmp_path: Path) 
 
 
 def test_broken_files_are_errors_that_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = qwen(tmp_path / "qwen", sees=False)
+    folder = qwen(tmp_path / "qwen", takes_images=False)
     (folder / "qwen.tiktoken").write_text("not base64 at all")
     with pytest.raises(ModelLoadError, match="as tiktoken writes them"):
         Tokenizer.from_folder(folder)

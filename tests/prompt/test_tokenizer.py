@@ -181,7 +181,7 @@ def test_a_tokenizer_of_sentencepiece_alone_is_converted(tmp_path: Path) -> None
     from tests.prompt.tokenizers_for_tests import CORPUS
 
     folder = write_checkpoint(
-        tmp_path, byte_level(), sees=False, tokenizer_config={"tokenizer_class": "LlamaTokenizer"}
+        tmp_path, byte_level(), takes_images=False, tokenizer_config={"tokenizer_class": "LlamaTokenizer"}
     )
     (folder / "tokenizer.json").unlink()
     corpus = tmp_path / "corpus.txt"

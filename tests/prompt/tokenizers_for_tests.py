@@ -99,17 +99,17 @@ def write_checkpoint(
     tokenizer: Tokenizer,
     *,
     chat_template: str | None = CHATML_PARTS,
-    sees: bool = True,
+    takes_images: bool = True,
     config: dict[str, Any] | None = None,
     tokenizer_config: dict[str, Any] | None = None,
     image_processor: dict[str, Any] | None = None,
 ) -> Path:
-    """A LLaVA (or, if not `sees`, Llama) checkpoint folder without weights: 28-pixel images of 4 placeholders."""
+    """A folder of a LLaVA (else Llama) checkpoint without weights: 28-pixel images of 4 placeholders."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     image_id = tokenizer.token_to_id("<image>")
     base: dict[str, Any] = {"model_type": "llama", "eos_token_id": 2}
-    if sees:
+    if takes_images:
         base = {
             "model_type": "llava",
             "image_token_index": image_id,

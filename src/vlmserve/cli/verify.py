@@ -42,15 +42,15 @@ def run_verify(config: EngineConfig, images: Path | None, num_tokens: int) -> bo
     """
     console = Console()
     folder = resolve_model(config.model, config.revision)
-    sees = supports_images(folder)
-    if images is not None and not sees:
+    takes_images = supports_images(folder)
+    if images is not None and not takes_images:
         raise ConfigurationError("--images: this model takes none")
-    conversations = _conversations(images, sees=sees)
+    conversations = _conversations(images, takes_images=takes_images)
     config = config.model_copy(update={"dtype": "float32" if config.dtype == "auto" else config.dtype})
     with Console(stderr=True).status("Loading the model twice"):
         ours = Ours(config, folder)
         model = ours.model
-        theirs = Theirs(folder, sees=sees, dtype=model.dtype, device=model.device.torch_device)
+        theirs = Theirs(folder, takes_images=takes_images, dtype=model.dtype, device=model.device.torch_device)
     tokenizer = Tokenizer.from_folder(folder)
     tolerance = TOLERANCE[model.dtype]
     table = Table("conversation", "prompt", "answer", "largest difference\nof a logit", "")
@@ -96,10 +96,10 @@ def _first_difference(name: str, comparison: Comparison, tokenizer: Tokenizer) -
     )
 
 
-def _conversations(folder: Path | None, *, sees: bool) -> dict[str, Conversation]:
+def _conversations(folder: Path | None, *, takes_images: bool) -> dict[str, Conversation]:
     """Questions about images, some with two of them; texts alone."""
     conversations: dict[str, Conversation] = {text[:24]: [{"role": "user", "content": text}] for text in TEXTS}
-    if not sees:
+    if not takes_images:
         return conversations
     images = _drawn() if folder is None else _read(folder)
     asked: dict[str, Conversation] = {}

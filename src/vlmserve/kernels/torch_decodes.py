@@ -1,7 +1,7 @@
 """Attention of sequences with one new token each, in plain torch operations and bounded memory.
 
 Decodes of similar length are padded to the longest of them and computed together. What they attend to is gathered in
-pieces of bounded size: some decodes at a time, and of a decode that is longer than a piece some of its context at a
+splits of bounded size: some decodes at a time, and of a decode that is longer than a split some of its context at a
 time, as in flash-decoding (https://pytorch.org/blog/flash-decoding/). The memory does not grow with the batch or the
 context.
 """
@@ -29,7 +29,7 @@ FUSED_DECODES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KVSplit:
     """A part of the context of some decodes.
 
     blocks: cache rows of its blocks, sequence by head by block. length: tokens, padding included. mask: float32
@@ -45,12 +45,12 @@ class Piece:
 class DecodeBucket:
     """Decodes of similar length, padded to the longest.
 
-    start, end: which rows of the ordered decodes. pieces: of their context; one, unless there is only one decode.
+    start, end: which rows of the ordered decodes. splits: of their context; one, unless there is only one decode.
     """
 
     start: int
     end: int
-    pieces: list[Piece]
+    splits: list[KVSplit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class DecodePlan:
 
     @property
     def most_gathered(self) -> int:
-        """Cache rows of the largest piece."""
-        return max((len(piece.blocks) for bucket in self.buckets for piece in bucket.pieces), default=0)
+        """Cache rows of the largest split."""
+        return max((len(split.blocks) for bucket in self.buckets for split in bucket.splits), default=0)
 
 
 def plan_decodes(
     metadata: BatchMetadata, block_size: int, spec: AttentionSpec, *, bucket_cost: int, gathered_elements: int
 ) -> DecodePlan:
-    """Cut a step's decodes into buckets and pieces. See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
+    """Cut a step's decodes into buckets and splits. See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
     lens = metadata.host_context_lens[: metadata.num_decodes]
     order, bounds = _cut_by_length(lens, bucket_cost)
     most_blocks = max(1, gathered_elements // (spec.num_kv_heads * block_size * spec.head_size))
@@ -78,8 +78,8 @@ def plan_decodes(
         sequences = range(start, end) if order is None else order[start:end]
         first = start
         for some in _cut_by_size(sequences, lens, spec, block_size, most_blocks):
-            pieces = list(_pieces(metadata, block_size, spec, some, most_blocks))
-            buckets.append(DecodeBucket(first, first + len(some), pieces))
+            splits = list(_splits(metadata, block_size, spec, some, most_blocks))
+            buckets.append(DecodeBucket(first, first + len(some), splits))
             first += len(some)
     ordered = None if order is None else torch.tensor(order, device=metadata.block_tables.device)
     return DecodePlan(ordered, buckets)
@@ -107,7 +107,7 @@ def _cut_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None,
 def _cut_by_size(
     sequences: Sequence[int], lens: list[int], spec: AttentionSpec, block_size: int, most_blocks: int
 ) -> Iterator[list[int]]:
-    """As many sequences at a time as fit into a piece with all that they attend to, and at least one."""
+    """As many sequences at a time as fit into a split with all that they attend to, and at least one."""
     width = max(_num_blocks(lens[sequence], spec, block_size) for sequence in sequences)
     at_once = max(1, most_blocks // width)
     for first in range(0, len(sequences), at_once):
@@ -124,9 +124,9 @@ def _num_blocks(context: int, spec: AttentionSpec, block_size: int) -> int:
     return -(-context // block_size) - _first_block(context, spec, block_size)
 
 
-def _pieces(
+def _splits(
     metadata: BatchMetadata, block_size: int, spec: AttentionSpec, sequences: list[int], most_blocks: int
-) -> Iterator[Piece]:
+) -> Iterator[KVSplit]:
     """What some sequences attend to, in whole blocks: the matrix product would first copy a slice of them."""
     device = metadata.block_tables.device
     contexts = [metadata.host_context_lens[sequence] for sequence in sequences]
@@ -152,7 +152,7 @@ def _pieces(
             if spec.window is not None:
                 seen &= positions >= context - spec.window
             mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None, None]
-        yield Piece(cache_rows(blocks, spec.num_kv_heads), length, mask)
+        yield KVSplit(cache_rows(blocks, spec.num_kv_heads), length, mask)
 
 
 def attend_decodes(
@@ -160,7 +160,7 @@ def attend_decodes(
 ) -> None:
     """``[decodes, heads, head_size]`` over the cache, into the first rows of `output`, which is shaped like it.
 
-    workspace: ``[2, cache rows, block_size * head_size]``, room for the largest piece.
+    workspace: ``[2, cache rows, block_size * head_size]``, as large as the largest split.
     """
     count = query.shape[0]
     if plan.order is not None:
@@ -171,18 +171,18 @@ def attend_decodes(
     by_group = attended.view(grouped.shape)
     for bucket in plan.buckets:
         rows = slice(bucket.start * spec.num_kv_heads, bucket.end * spec.num_kv_heads)
-        if len(bucket.pieces) > 1:
-            _attend_in_pieces(grouped[rows], cache, spec, bucket, workspace, by_group[rows])
+        if len(bucket.splits) > 1:
+            _attend_in_splits(grouped[rows], cache, spec, bucket, workspace, by_group[rows])
             continue
-        [piece] = bucket.pieces
-        keys, values = (gather(cache, which, piece.blocks, workspace, rows.stop - rows.start) for which in (0, 1))
-        _attend_at_once(grouped[rows], keys, values, spec, piece, by_group[rows])
+        [split] = bucket.splits
+        keys, values = (gather(cache, which, split.blocks, workspace, rows.stop - rows.start) for which in (0, 1))
+        _attend_at_once(grouped[rows], keys, values, spec, split, by_group[rows])
     if plan.order is not None:
         output.index_copy_(0, plan.order, attended)
 
 
 def _attend_at_once(
-    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, piece: Piece, output: Tensor
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, split: KVSplit, output: Tensor
 ) -> None:
     """``[sequences * kv_heads, group, head_size]`` over as many ``[length, head_size]``, into `output`."""
     sequences = len(query) // spec.num_kv_heads
@@ -192,27 +192,27 @@ def _attend_at_once(
             query.view(shape),
             keys.view(shape),
             values.view(shape),
-            attn_mask=None if piece.mask is None else piece.mask.to(query.dtype),
+            attn_mask=None if split.mask is None else split.mask.to(query.dtype),
             scale=spec.scale,
         )
         output.copy_(attended.view(output.shape))
         return
-    scores = _masked_scores(query, keys, spec, piece)
-    weights = shares(scores.view(-1, spec.num_heads, 1, piece.length), spec).view(scores.shape)
+    scores = _masked_scores(query, keys, spec, split)
+    weights = shares(scores.view(-1, spec.num_heads, 1, split.length), spec).view(scores.shape)
     torch.bmm(weights.to(query.dtype), values, out=output)
 
 
-def _masked_scores(query: Tensor, keys: Tensor, spec: AttentionSpec, piece: Piece) -> Tensor:
+def _masked_scores(query: Tensor, keys: Tensor, spec: AttentionSpec, split: KVSplit) -> Tensor:
     scores = score(query, keys, spec)
-    if piece.mask is not None:
-        scores.view(-1, spec.num_kv_heads, query.shape[1], piece.length).add_(piece.mask)
+    if split.mask is not None:
+        scores.view(-1, spec.num_kv_heads, query.shape[1], split.length).add_(split.mask)
     return scores
 
 
-def _attend_in_pieces(
+def _attend_in_splits(
     query: Tensor, cache: LayerCache, spec: AttentionSpec, bucket: DecodeBucket, workspace: Tensor, output: Tensor
 ) -> None:
-    """One decode, ``[kv_heads, group, head_size]``, over one piece of its context after the other, into `output`.
+    """One decode, ``[kv_heads, group, head_size]``, over one split of its context after another, into `output`.
 
     The softmax is computed online (https://arxiv.org/abs/1805.02867): sums are scaled down whenever a larger score
     turns up.
@@ -225,9 +225,9 @@ def _attend_in_pieces(
         largest = torch.tensor(spec.sinks, device=query.device).view(shape)
         total = torch.ones(shape, device=query.device)
     summed = torch.zeros(query.shape, device=query.device)
-    for piece in bucket.pieces:
-        keys, values = (gather(cache, which, piece.blocks, workspace, len(query)) for which in (0, 1))
-        scores = _masked_scores(query, keys, spec, piece)
+    for split in bucket.splits:
+        keys, values = (gather(cache, which, split.blocks, workspace, len(query)) for which in (0, 1))
+        scores = _masked_scores(query, keys, spec, split)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_largest).exp_()
         shrink = (largest - new_largest).exp_()

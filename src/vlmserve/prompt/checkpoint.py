@@ -78,12 +78,12 @@ def read_prompt_files(folder: Path) -> PromptFiles:
     model_type = str(config.get("model_type", ""))
     special = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
     visual = config.get("visual")
-    sees = "vision_config" in config or isinstance(visual, dict) or model_type in DEFAULT_IMAGE_TOKEN_IDS
+    takes_images = "vision_config" in config or isinstance(visual, dict) or model_type in DEFAULT_IMAGE_TOKEN_IDS
     default_id = DEFAULT_IMAGE_TOKEN_IDS.get(model_type)
     if isinstance(visual, dict):
         # What lies between the tokens for an image's beginning and its end.
         default_id = visual.get("image_start_id", 151857) + 2
-    image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if sees else None
+    image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if takes_images else None
     ends = DEFAULT_IMAGE_ENDS.get(model_type)
     return PromptFiles(
         model_type=model_type,

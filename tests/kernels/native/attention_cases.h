@@ -229,9 +229,9 @@ inline void test_paged_attention(const Shape& shape, int dtype, bool quantized) 
     cache.step({1, 1, 1}, 2, results);
 }
 
-// A decode whose keys are more than one thread takes: its pieces are merged.
+// A decode whose keys are more than one thread takes: its splits are merged.
 inline void test_long_context(int dtype, bool quantized) {
-    const Shape shape = {"a long context in pieces", 2, 1, 8, 16, 0, 0, 0};
+    const Shape shape = {"a long context in splits", 2, 1, 8, 16, 0, 0, 0};
     Random random(9);
     Case results(std::string("paged attention: ") + shape.name + ", " + name_of(dtype) + name_of_cache(quantized));
     PagedCache cache(shape, dtype, quantized, 1, random);

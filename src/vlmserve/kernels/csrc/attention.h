@@ -9,7 +9,7 @@
 // The query heads that share a head of keys are rows of one matrix, row = token * group + head of the group, so that
 // decodes and prompts are the same work: some rows against a range of tiles. Scores are kept for CHUNK tokens at a time,
 // with a running maximum and sum (https://arxiv.org/abs/2205.14135). A range that is too long for one thread is cut, and
-// the pieces are merged by their maxima and sums. Scores carry a factor of log2(e), so that weights are powers of two.
+// the splits are merged by their maxima and sums. Scores carry a factor of log2(e), so that weights are powers of two.
 #pragma once
 
 #include "attention_chunk.h"
@@ -202,23 +202,23 @@ void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item
     }
 }
 
-// Adds the pieces of a cut item up, `item` being the first of them, in its memory.
+// Adds the splits of a cut item up, `item` being the first of them, in its memory.
 template <class Element>
-void merge_pieces(const AttentionArgs& args, const Geometry& at, const Item& item, float* partials) {
+void merge_splits(const AttentionArgs& args, const Geometry& at, const Item& item, float* partials) {
     long size = partial_floats(at, item.all_rows());
     float* totals = partials + item.partial;
     for (long row = 0; row < item.all_rows(); ++row) {
         long place = item.all_rows() * at.columns + row;
         float highest = totals[place], weight = 0;
-        for (long piece = 1; piece < item.pieces; ++piece)
-            if (totals[piece * size + place] > highest) highest = totals[piece * size + place];
-        for (long piece = 0; piece < item.pieces; ++piece) {
-            const float* other = totals + piece * size;
+        for (long split = 1; split < item.splits; ++split)
+            if (totals[split * size + place] > highest) highest = totals[split * size + place];
+        for (long split = 0; split < item.splits; ++split) {
+            const float* other = totals + split * size;
             float share = power_of_two(other[place] - highest);
             weight += share * other[place + item.all_rows()];
             for (long column = row * at.columns; column < (row + 1) * at.columns; column += LANES) {
                 f32v added = load(other + column) * share;
-                store(totals + column, piece ? load(totals + column) + added : added);
+                store(totals + column, split ? load(totals + column) + added : added);
             }
         }
         write_row<Element>(args, at, item, row, totals + row * at.columns, 1.0f / weight);
@@ -237,16 +237,16 @@ void attend(const AttentionArgs& args, const Plan& plan, const Item* items, char
     Workspace<Format> space(at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
 #pragma omp for schedule(dynamic)
     for (long i = 0; i < plan.items; ++i)
-        attend_item<Format>(args, at, items[i], space, items[i].pieces > 1 ? partials + items[i].partial : nullptr);
+        attend_item<Format>(args, at, items[i], space, items[i].splits > 1 ? partials + items[i].partial : nullptr);
 
     if (plan.split) {
 #pragma omp for schedule(static)
         for (long i = 0; i < plan.items; ++i) {
-            // The first piece of an item is the one that does not follow another of the same rows.
+            // The first split of an item is the one that does not follow another of the same rows.
             const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
             bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
                          item.first_row != other.first_row;
-            if (item.pieces > 1 && first) merge_pieces<typename Format::Element>(args, at, item, partials);
+            if (item.splits > 1 && first) merge_splits<typename Format::Element>(args, at, item, partials);
         }
     }
 }
@@ -260,7 +260,7 @@ void attention(const AttentionArgs& args) {
     Plan plan = plan_items(args, Geometry(args), items);
     char* memory = static_cast<char*>(args.scratch) + item_bytes(plan);
     // Either all threads or one: a team that shrinks ends its threads, and the next call would start them anew.
-    int threads = plan.cost < PIECE_COST && args.tokens < 64 ? 1 : args.threads;
+    int threads = plan.cost < SPLIT_COST && args.tokens < 64 ? 1 : args.threads;
 #pragma omp parallel num_threads(threads)
     attention_by_team(args, plan, items, memory);
 }

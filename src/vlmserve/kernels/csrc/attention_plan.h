@@ -13,12 +13,12 @@ constexpr int TOKEN_VECTORS = TOKENS / LANES;
 // Rows of one item: several blocks of rows read a chunk of keys and values while it is in a first-level cache.
 constexpr long ITEM_ROWS = 48;
 // Up to so many rows, an item takes several heads: those of a block lie side by side, and memory that is read in long
-// pieces is read faster.
+// runs is read faster.
 constexpr long FEW_ROWS = 12;
 // What reading a tile costs, in rows that are computed with it.
 constexpr long TILE_COST = 4;
-// Pieces that are smaller than this cost more to merge than they save.
-constexpr long PIECE_COST = 16 * (TILE_COST + 3);
+// Splits that are smaller than this cost more to merge than they save.
+constexpr long SPLIT_COST = 16 * (TILE_COST + 3);
 // A thread takes that many items or more, so that none ends long after the others.
 constexpr long ITEMS_PER_THREAD = 4;
 
@@ -39,10 +39,10 @@ struct Geometry {
 };
 
 // Rows `first_row <= row < first_row + rows` of a sequence and of each of some heads of keys, against tiles `low <= tile <
-// high`. One of `pieces` that lie side by side; if there are several, `partial` is where in the scratch (in floats) its
+// high`. One of `splits` that lie side by side; if there are several, `partial` is where in the scratch (in floats) its
 // result goes.
 struct Item {
-    long sequence, kv_head, heads, first_row, rows, low, high, pieces, partial;
+    long sequence, kv_head, heads, first_row, rows, low, high, splits, partial;
 
     long all_rows() const { return heads * rows; }
 };
@@ -94,19 +94,19 @@ INLINE long partial_floats(const Geometry& at, long rows) { return (rows * (at.c
 INLINE Plan plan_items(const AttentionArgs& args, const Geometry& at, Item* items) {
     Plan plan;
     each_item(args, at, [&](const Item& item) { plan.cost += cost_of(item); });
-    long most = larger(PIECE_COST, plan.cost / (args.threads * ITEMS_PER_THREAD));
+    long most = larger(SPLIT_COST, plan.cost / (args.threads * ITEMS_PER_THREAD));
     each_item(args, at, [&](Item item) {
         long low = item.low, tiles = item.high - item.low;
-        item.pieces = smaller(tiles, (cost_of(item) + most - 1) / most);
+        item.splits = smaller(tiles, (cost_of(item) + most - 1) / most);
         // One that is hardly longer than that is left whole.
-        if (cost_of(item) < 2 * most) item.pieces = 1;
-        for (long piece = 0; piece < item.pieces; ++piece) {
-            item.low = low + tiles * piece / item.pieces;
-            item.high = low + tiles * (piece + 1) / item.pieces;
+        if (cost_of(item) < 2 * most) item.splits = 1;
+        for (long split = 0; split < item.splits; ++split) {
+            item.low = low + tiles * split / item.splits;
+            item.high = low + tiles * (split + 1) / item.splits;
             item.partial = plan.partials;
             if (items) items[plan.items] = item;
             ++plan.items;
-            if (item.pieces > 1) {
+            if (item.splits > 1) {
                 plan.partials += partial_floats(at, item.all_rows());
                 plan.split = true;
             }

@@ -35,7 +35,7 @@ class ChoiceLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-def choice_logprobs(told: Iterable[TokenLogprobs], token_bytes: TokenBytes) -> ChoiceLogprobs:
+def choice_logprobs(logprobs: Iterable[TokenLogprobs], token_bytes: TokenBytes) -> ChoiceLogprobs:
     """In the form of chat completions."""
 
     def alternative(token_id: int, logprob: float) -> Alternative:
@@ -43,33 +43,33 @@ def choice_logprobs(told: Iterable[TokenLogprobs], token_bytes: TokenBytes) -> C
         return Alternative(written.decode(errors="replace"), max(logprob, _LEAST), list(written))
 
     content = []
-    for one in told:
-        own = alternative(one.token_id, one.logprob)
-        top = [alternative(*other) for other in one.top]
+    for token in logprobs:
+        own = alternative(token.token_id, token.logprob)
+        top = [alternative(*other) for other in token.top]
         content.append(ContentToken(own.token, own.logprob, own.bytes, top))
     return ChoiceLogprobs(content)
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """The tokens of a completion, column by column. text_offset: characters of the choice's text before each; null is
-    told of the prompt's first token, which nothing comes before."""
+    """The tokens of a completion, column by column. text_offset: characters of the choice's text before each; null
+    stands for the logprobs of a prompt's first token."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
-    def add(self, token_id: int, told: TokenLogprobs | None, offset: int, token_bytes: TokenBytes) -> None:
+    def add(self, token_id: int, logprobs: TokenLogprobs | None, offset: int, token_bytes: TokenBytes) -> None:
         """One more token."""
         self.tokens.append(_as_key(token_bytes(token_id)))
-        self.token_logprobs.append(None if told is None else max(told.logprob, _LEAST))
+        self.token_logprobs.append(None if logprobs is None else max(logprobs.logprob, _LEAST))
         self.text_offset.append(offset)
-        if told is None:
+        if logprobs is None:
             self.top_logprobs.append(None)
             return
-        alternatives = {_as_key(token_bytes(other)): max(score, _LEAST) for other, score in reversed(told.top)}
+        alternatives = {_as_key(token_bytes(other)): max(score, _LEAST) for other, score in reversed(logprobs.top)}
         alternatives = dict(reversed(alternatives.items()))
-        alternatives.setdefault(self.tokens[-1], max(told.logprob, _LEAST))
+        alternatives.setdefault(self.tokens[-1], max(logprobs.logprob, _LEAST))
         self.top_logprobs.append(alternatives)
 
 
