@@ -307,7 +307,7 @@ def change_config(folder: Path, **fields: Any) -> None:
 
 
 def write_tokenizer(folder: Path, *, takes_images: bool) -> Tokenizer:
-    """A byte-level tokenizer with its chat template; if the model takes_images, its last token is ``<image>``."""
+    """A byte-level tokenizer with its chat template; if the model takes images, its last token is ``<image>``."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""The soak test runs, and takes_images what it looks for."""
+"""The soak test runs, and finds what it looks for."""
 
 from __future__ import annotations
 

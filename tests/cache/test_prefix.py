@@ -8,7 +8,7 @@ KEYS = [bytes([number]) * 32 for number in range(10)]
 
 
 def whole(num_blocks: int) -> int:
-    """Every later token takes_images all blocks."""
+    """Every later token attends to all blocks."""
     return 0
 
 

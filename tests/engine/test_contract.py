@@ -37,11 +37,11 @@ def mock_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
 
 
 def real_factory(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
-    takes_images = make_llava(tmp_path_factory.mktemp("llava"), vision={"image_size": 28, "patch_size": 14})
+    llava = make_llava(tmp_path_factory.mktemp("llava"), vision={"image_size": 28, "patch_size": 14})
     blind = make_llama(tmp_path_factory.mktemp("llama"))
 
     def make(*, supports_images: bool = True, **settings: Any) -> VLMEngine:
-        folder = takes_images if supports_images else blind
+        folder = llava if supports_images else blind
         settings = {
             "kv_cache_memory": "4MiB",
             "dtype": "float32",

@@ -1,4 +1,4 @@
-"""Moondream in the engine against the oracle: a prefix that takes_images itself, whatever else goes on."""
+"""Moondream in the engine against the oracle: a bidirectional prefix, whatever else runs."""
 
 from __future__ import annotations
 

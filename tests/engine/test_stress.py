@@ -1,5 +1,5 @@
 """Never the wrong image: thousands of requests that look alike but for their images, in caches that are far too
-small, with aborts. pixie says what it takes_images, so a mix-up is a wrong answer."""
+small, with aborts. pixie says what is in an image, so a mix-up is a wrong answer."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def with_detail(message: dict[str, Any], detail: str) -> dict[str, Any]:
 
 @torch.inference_mode()
 def greedy_of_low_detail(oracle: Oracle, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What transformers says if it takes_images nothing but the tile that shows all of an image."""
+    """What transformers says if it gets nothing but the tile that shows all of an image."""
     with monkeypatch.context() as patch:
         if isinstance(oracle.processor, LlavaNextProcessor):
             patch.setattr(oracle.model.model.config, "image_grid_pinpoints", [[0, 0]])

@@ -85,7 +85,7 @@ def test_what_is_left_of_a_known_image_is_computed_in_one_step():
 
 
 def test_the_key_of_a_tail_depends_on_what_its_tokens_see():
-    """A prompt that ends with what takes_images itself leaves all but its last token behind."""
+    """Of a prompt that ends with a bidirectional span all but the last token is cached."""
     one, other = (request("a", 7, images=[(image(1, 3), 4)], bidirectional="prefix") for _ in range(2))
     other.token_ids[6] = 9
     assert one.tail_key(6, 8) != other.tail_key(6, 8)

@@ -53,4 +53,4 @@ def test_with_a_window_the_blocks_in_sight_are_enough_for_a_hit():
     finish(s)
     s.add(request("a again", 41, max_tokens=1))
     _, (output,) = run(s)
-    assert output.cached_tokens >= 36, "the beginning was evicted, what the last token takes_images was not"
+    assert output.cached_tokens >= 36, "the beginning was evicted, what the last token attends to was not"

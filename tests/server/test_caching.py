@@ -1,4 +1,4 @@
-"""What a client of the real engine takes_images of the caches, through the real openai client."""
+"""What a client of the real engine notices of the caches, through the real openai client."""
 
 from __future__ import annotations
 

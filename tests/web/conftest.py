@@ -29,7 +29,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def pixie() -> Iterator[LiveServer]:
-    """The built-in model, which takes_images."""
+    """The built-in model, which takes images."""
     engine = {"engine": "real", "device": "cpu", "kv_cache_memory": "8MiB", "num_threads": 1}
     server = {"storage_url": "memory", "max_body_bytes": 300_000}
     with LiveServer(resolve_model("pixie"), engine=engine, server=server) as running:

@@ -1,4 +1,4 @@
-"""The chat page in a real browser, with a real server and a model that takes_images."""
+"""The chat page in a real browser, with a real server and a model that takes images."""
 
 from __future__ import annotations
 
