@@ -32,7 +32,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for on first use, so that importing a single room stays cheap."""
+    """Load what is asked for on first use, so that importing a single package stays cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module 'vlmserve' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -139,7 +139,7 @@ class StorageError(UnavailableError):
 
 
 class StorageFullError(VLMServeError):
-    """There is no room for more files and images."""
+    """The storage limit is reached."""
 
 
 class ModelLoadError(VLMServeError):

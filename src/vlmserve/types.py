@@ -1,4 +1,4 @@
-"""The few data types that every room shares. They cross process borders as msgspec messages.
+"""Data types that all packages share. They are sent between processes as msgspec messages.
 
 Shapes are written as ``[rows, columns]``; lengths are in tokens unless a name says otherwise.
 """
@@ -263,7 +263,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the rooms above need to know of a loaded model. max_model_len: prompt and answer together, in tokens."""
+    """A loaded model, for frontend and server. max_model_len: tokens of prompt and answer together."""
 
     name: str
     architecture: str

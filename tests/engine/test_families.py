@@ -47,7 +47,7 @@ def check_tokens(oracle: Oracle, prompts: list[Prompt]) -> None:
     assert generate(engine_for(oracle, max_num_batched_tokens=5), prompts) == expected
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     assert generate(tight, prompts) == expected
-    # Where all layers have a short window, everybody finds room.
+    # Where all layers have a short window, all requests fit.
     assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
 
 

@@ -202,7 +202,7 @@ def test_an_encoder_cache_for_one_image_is_enough(
 def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     assert generate(tight, prompts) == expected
-    # Where all layers have a short window, everybody finds room.
+    # Where all layers have a short window, all requests fit.
     assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
 
 

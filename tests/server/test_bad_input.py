@@ -281,7 +281,7 @@ def test_bodies_that_are_too_many_together_are_refused_until_others_are_done(fol
         refused(response, 503, "try again later", code="overloaded")
         assert response.headers["retry-after"].isdecimal()
         assert live.service.bodies.used == 60_000
-        assert live.ask(max_tokens=1).status_code == 200, "a small one finds room"
+        assert live.ask(max_tokens=1).status_code == 200, "a small one fits"
         enough.set()
         thread.join(60)
         assert slow[0].status_code == 200

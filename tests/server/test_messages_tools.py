@@ -26,7 +26,7 @@ BERN = '{"city": "Bern", "days": 2}'
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A server with room for what the model is told of its tools."""
+    """A server whose context holds the descriptions of tools."""
     folder = make_mock_checkpoint(tmp_path_factory.mktemp("mock"), context=4096)
     with LiveServer(folder, media={"max_images": 3}) as server:
         yield server

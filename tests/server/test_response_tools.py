@@ -30,7 +30,7 @@ QUESTION: Any = {"role": "user", "content": "What is in the picture?"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With room for what the model is told of its tools."""
+    """With a context that holds the descriptions of tools."""
     return make_mock_checkpoint(tmp_path_factory.mktemp("mock"), context=2048)
 
 

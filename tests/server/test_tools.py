@@ -34,7 +34,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A server with room for what the model is told of its tools."""
+    """A server whose context holds the descriptions of tools."""
     with LiveServer(make_mock_checkpoint(tmp_path_factory.mktemp("mock"), context=2048)) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""The commands; each is a thin call into a room below, loaded when it runs."""
+"""The commands; each is a thin call into another package, which is imported when the command runs."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class BatchMetadata:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a layer's attention computes. Sizes in elements; `window`: how many positions a token attends to, itself
-    included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off); `sinks`
-    are scores of nothing, one a head, that take a share of its attention (None: off)."""
+    included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off); `sinks`:
+    attention sinks, one score a head that takes a share of the softmax (None: off)."""
 
     num_heads: int
     num_kv_heads: int

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
 from vlmserve.kernels.torch_cache import cache_rows, gather
-from vlmserve.kernels.torch_scores import needs_scores, score, shares
+from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
 
 BUCKET_COST = 512
 """What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and
@@ -198,12 +198,12 @@ def _attend_at_once(
         output.copy_(attended.view(output.shape))
         return
     scores = _masked_scores(query, keys, spec, split)
-    weights = shares(scores.view(-1, spec.num_heads, 1, split.length), spec).view(scores.shape)
+    weights = attention_weights(scores.view(-1, spec.num_heads, 1, split.length), spec).view(scores.shape)
     torch.bmm(weights.to(query.dtype), values, out=output)
 
 
 def _masked_scores(query: Tensor, keys: Tensor, spec: AttentionSpec, split: KVSplit) -> Tensor:
-    scores = score(query, keys, spec)
+    scores = attention_scores(query, keys, spec)
     if split.mask is not None:
         scores.view(-1, spec.num_kv_heads, query.shape[1], split.length).add_(split.mask)
     return scores

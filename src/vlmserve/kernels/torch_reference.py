@@ -18,7 +18,7 @@ from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, Bidirection
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 from vlmserve.kernels.torch_cache import cache_rows, gather, write
 from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, DecodePlan, attend_decodes, plan_decodes
-from vlmserve.kernels.torch_scores import needs_scores, score, shares
+from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
 
 # Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips keys that no row attends to.
 ROWS_PER_MASK = 256
@@ -232,8 +232,8 @@ def _attention_by_scores(query: Tensor, keys: Tensor, values: Tensor, spec: Atte
     """The same with what the fused operator does not know."""
     heads, rows, size = query.shape
     grouped = query.reshape(spec.num_kv_heads, -1, size)
-    scores = score(grouped, keys, spec).view(heads, rows, -1) + mask
-    weights = shares(scores, spec).to(query.dtype)
+    scores = attention_scores(grouped, keys, spec).view(heads, rows, -1) + mask
+    weights = attention_weights(scores, spec).to(query.dtype)
     return torch.bmm(weights.view(spec.num_kv_heads, -1, keys.shape[1]), values).view(heads, rows, size)
 
 

@@ -13,7 +13,7 @@ def needs_scores(spec: AttentionSpec) -> bool:
     return spec.soft_cap is not None or spec.sinks is not None
 
 
-def score(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor:
+def attention_scores(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor:
     """``[batch, rows, head_size]`` and ``[batch, length, head_size]`` to float32 ``[batch, rows, length]``, scaled and
     capped."""
     transposed = keys.transpose(1, 2)
@@ -29,7 +29,7 @@ def score(query: Tensor, keys: Tensor, spec: AttentionSpec) -> Tensor:
     return scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
 
 
-def shares(scores: Tensor, spec: AttentionSpec) -> Tensor:
+def attention_weights(scores: Tensor, spec: AttentionSpec) -> Tensor:
     """``[..., heads, rows, length]`` to how much of each row's attention goes where, the rest into sinks."""
     if spec.sinks is None:
         return torch.softmax(scores, -1)

@@ -136,7 +136,7 @@ def concurrency(records: Sequence[Record]) -> tuple[float, int]:
     sent = np.array([record.sent for record in records])
     ended = np.array([record.end for record in records])
     span = float(ended.max() - sent.min())
-    # At one and the same moment the one that ends makes room for the one that begins.
+    # At the same moment, the request that ends is counted before the one that begins.
     events = sorted([(at, 1) for at in sent] + [(at, -1) for at in ended])
     running = np.cumsum([change for _, change in events])
     return (float((ended - sent).sum() / span) if span > 0 else 1.0), int(running.max())

@@ -284,9 +284,9 @@ def _cut(image: Image.Image, tile: int) -> list[Image.Image]:
     ]
 
 
-def _fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
-    """Width and height of an image that is resized to fit into a room of that width and height."""
-    (width, height), (most_width, most_height) = size, room
+def _fitted(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
+    """Width and height of an image that is resized to fit into that width and height."""
+    (width, height), (most_width, most_height) = size, bounds
     across, down = most_width / width, most_height / height
     if across < down:
         return most_width, min(math.ceil(height * across), most_height)

@@ -51,7 +51,7 @@ class TransformersVision:
             embeddings = torch.cat([_rows(part) for part in parts], 1)
             self.width = embeddings.shape[1]
             if len(embeddings) != further.num_embeddings:
-                raise ValueError(f"{len(embeddings)} embeddings, where the processor left room for others")
+                raise ValueError(f"{len(embeddings)} embeddings, where the processor counted others")
         except (ValueError, TypeError, RuntimeError, LookupError):
             # An error in the model's code must not fail other requests; NaN fails the request of this image alone.
             logger.exception("no embeddings of an image of %s", tuple(pixels.shape))

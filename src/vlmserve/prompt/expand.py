@@ -1,4 +1,4 @@
-"""Placeholders to the room that images and videos take in a prompt."""
+"""Expands placeholders to the tokens that images and videos take in a prompt."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def wrong_content_type(wanted: str, kind: str) -> RefusedError:
 async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
     """The body of a request.
 
-    Raises RefusedError for one over `max_bytes`, declared or not, one that finds no room beside the others, or one
+    Raises RefusedError for one over `max_bytes`, declared or not, one that does not fit beside the others, or one
     that pauses for `pause` seconds or drips.
     """
     expects_continue = "expect" in request.headers

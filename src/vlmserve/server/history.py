@@ -38,7 +38,7 @@ def needed_store(service: Service, param: str | None = None) -> Store:
 
 async def read_items(store: Store, items: Sequence[StoredItem], max_bytes: int, share: BodyShare) -> list[Message]:
     """Stored items as they came. Raises PromptTooLongError if they are more than `max_bytes`, before any is read, and
-    RefusedError if there is no room for them beside other requests."""
+    RefusedError if they do not fit into memory beside other requests."""
     size = sum(item.num_bytes for item in items)
     if size > max_bytes:
         raise PromptTooLongError(
@@ -76,7 +76,7 @@ async def kept_items(
 async def with_files(service: Service, owner: str, messages: Sequence[Message], share: BodyShare) -> list[Message]:
     """Messages of chat completions in which the content of files stands for their ids.
 
-    Raises NotFoundError, naming the place, for a file that is not there; RefusedError if there is no room for them.
+    Raises NotFoundError, naming the place, for a file that is not there; RefusedError if they do not fit into memory.
     """
     urls: dict[str, tuple[str, str]] = {}
 

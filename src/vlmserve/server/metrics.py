@@ -139,7 +139,7 @@ class ServerMetrics:
             self._step_vision.observe(after.vision_seconds - before.vision_seconds)
 
     def count_request(self, num_answers: int, max_tokens: int | None) -> None:
-        """A request is handed to the engine. max_tokens: of each answer; None: as many as there is room for."""
+        """A request is handed to the engine. max_tokens: of each answer; None: as many as fit into the context."""
         self._wanted_answers.observe(num_answers)
         if max_tokens is not None:
             self._wanted_tokens.observe(max_tokens)

@@ -23,7 +23,7 @@ template <class Format>
 struct Tile {
     const typename Format::Stored *keys, *values;
     const float* scales;  // of a quantized tile
-    long start, tokens;   // the position of its first token, how many tokens it has room for
+    long start, tokens;   // the position of its first token, how many tokens fit into it
 };
 
 // Into the second level: what is asked for would take the first level's place for what is needed sooner.
