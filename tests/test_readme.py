@@ -15,7 +15,7 @@ from vlmserve import vllm_flags as vllm
 from vlmserve.cli import app
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 
 def commands() -> list[list[str]]:
@@ -85,6 +85,27 @@ def test_make_targets_exist():
 def test_links_to_files_lead_somewhere(path):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_decisions_have_one_form_and_are_in_the_index():
+    folder = ROOT / "docs" / "decisions"
+    pages = [path for path in sorted(folder.glob("*.md")) if path.name != "README.md"]
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    for path in pages:
+        headings = re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert headings == ["Context", "Decision", "Consequences"], path.name
+        assert f"[{path.name}]({path.name})" in index, path.name
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"], ids=lambda path: path.name
+)
+def test_files_of_the_package_exist(path):
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.(?:py|h|cpp)|(?:[a-z_0-9]+/)+)[`:]", text))
+    absent = {name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "src" / "vlmserve"))}
+    assert len(named) > 20
+    assert absent <= {"utils.py", "adapters/", "runner/ranks.py"}
 
 
 def anchors(path: Path) -> set[str]:
