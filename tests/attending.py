@@ -34,7 +34,12 @@ def naive_attention(
     for first, last, reach in bidirectional:
         too_old = torch.zeros_like(age) if spec.window is None else age >= spec.window
         hidden[first:last] = (torch.arange(context) >= reach) | too_old[first:last]
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        sinks = torch.tensor(spec.sinks).double()[:, None, None].expand(-1, new, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).reshape(new, -1)
 
 
@@ -58,8 +63,9 @@ def attend(
     junk: float = 1e4,
     seed: int = 0,
     bidirectional: Sequence[Sequence[Bidirectional]] | None = None,
+    device: torch.device = CPU,
 ) -> tuple[Tensor, Tensor]:
-    """The backend's output for a batch and the naive one, each ``[tokens, heads * head_size]``.
+    """The backend's output for a batch, on `device`, and the naive one, each ``[tokens, heads * head_size]``.
 
     bidirectional: of each chunk, those of one token first. All that the cache holds beyond the sequences' own tokens is
     `junk`, so reading it shows; of a quantized one, its scales are. The naive one reads keys and values as they are
@@ -69,7 +75,7 @@ def attend(
     chunks = sorted(chunks, key=lambda chunk: chunk[1] > 1)
     contexts = [before + new for before, new in chunks]
     blocks = BlockTables(contexts, block_size, seed)
-    cache = backend.allocate(blocks.num_blocks, block_size, spec, dtype, CPU)
+    cache = backend.allocate(blocks.num_blocks, block_size, spec, dtype, device)
     if cache.scales is None:
         cache.keys.fill_(junk)
         cache.values.fill_(junk)
@@ -89,7 +95,7 @@ def attend(
         parts.sort(key=lambda part: part[2] > 1)
         if not parts:
             continue
-        metadata = blocks.metadata(parts)
+        metadata = blocks.metadata(parts, device)
         if new and bidirectional is not None:
             starts = metadata.query_starts.tolist()
             rows_of = [
@@ -98,7 +104,7 @@ def attend(
             metadata = replace(metadata, bidirectional=[BidirectionalRows(*rows) for rows in rows_of])
 
         def rows(tensors: list[Tensor], parts: list[tuple[int, int, int]] = parts) -> Tensor:
-            return torch.cat([tensors[i][before : before + count] for i, before, count in parts])
+            return torch.cat([tensors[i][before : before + count] for i, before, count in parts]).to(device)
 
         plan = backend.prepare(metadata, block_size, [spec], dtype)
         output = backend.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
@@ -108,7 +114,7 @@ def attend(
             chunks, queries, keys, values, bidirectional or [()] * len(chunks), strict=True
         )
     ]
-    return output, torch.cat(expected)
+    return output.cpu(), torch.cat(expected)
 
 
 @st.composite

@@ -17,6 +17,7 @@ _SLOW = {
         structured tiles transformers_backend transformers_images""",
     "frontend": "beams",
     "kernels": "attention_backends cpu_attention",
+    "kernels/triton": "attention compiled products sampling",
     "loadtest": "command perform",
     "media": "processor",
     "models": "blip families gguf llava published_quantization tiles",

@@ -27,8 +27,9 @@ class BlockTables:
         self.num_blocks = len(blocks) + 1
         self.tables = [[blocks.pop() for _ in range(count)] for count in counts]
 
-    def metadata(self, chunks: Sequence[tuple[int, int, int]]) -> BatchMetadata:
-        """Of a batch of chunks ``(sequence, tokens in the cache before, new tokens)``, decodes first."""
+    def metadata(self, chunks: Sequence[tuple[int, int, int]], device: torch.device | None = None) -> BatchMetadata:
+        """Of a batch of chunks ``(sequence, tokens in the cache before, new tokens)``, decodes first. device: where it
+        lies; None: on the CPU."""
         query_lens = [new for _, _, new in chunks]
         context_lens = [before + new for _, before, new in chunks]
         width = max(-(-context // self.block_size) for context in context_lens)
@@ -40,10 +41,10 @@ class BlockTables:
         ]
         decodes = next((i for i, length in enumerate(query_lens) if length > 1), len(query_lens))
         return BatchMetadata(
-            query_starts=torch.tensor([0, *query_lens]).cumsum(0).int(),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
+            query_starts=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            slot_mapping=torch.tensor(slots, device=device),
             query_lens=query_lens,
             host_context_lens=context_lens,
             num_decodes=decodes,

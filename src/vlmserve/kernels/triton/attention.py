@@ -1,0 +1,209 @@
+"""The attention backend of NVIDIA's GPUs: three launches a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.kernels.triton.attention_kernels import MAX_SPLITS, MIN_SPLIT, attend_rows, combine
+from vlmserve.kernels.triton.rope import rotate_into_cache
+
+MAX_HEAD_SIZE = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot serve these layers, None if they can."""
+    if dtype not in DTYPES:
+        return f"the kernels know no {dtype}"
+    for spec in layers:
+        if spec.head_size > MAX_HEAD_SIZE:
+            return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
+    return None
+
+
+def tile(spec: AttentionSpec, *, chunks: bool) -> tuple[int, int]:
+    """Rows of queries and keys that a program multiplies at a time. chunks: whether the batch has any.
+
+    As many as fit into registers on all GPUs that the kernels are compiled for; not measured on a GPU yet.
+    """
+    wide = spec.head_size > 128
+    rows = max(16, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads), 0 if not chunks else 32 if wide else 64)
+    return rows, 64 if rows <= 16 and not wide else 32
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """What layers of a step share.
+
+    splits: parts that the longest decode's context may be divided into. sums, largest: memory for these parts, see
+    `attend_rows`. reach: int32 ``[tokens]``, up to where each row sees; None: up to itself. capture_key: what a
+    captured step depends on beside the addresses and shapes of its tensors; None: the step cannot be captured.
+    """
+
+    splits: int
+    sums: Tensor
+    largest: Tensor
+    reach: Tensor | None
+    capture_key: Hashable
+
+
+class TritonAttention(TorchReference):
+    """Attention over a flat batch of decodes and prompt chunks. A `RotatingBackend` whose cache is the reference's.
+
+    Lengths are read on the device, so that a step of decodes can be captured once and replayed at other lengths.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, quantized_cache: bool = False) -> None:
+        """quantized_cache: keys and values are stored in 8 bits."""
+        super().__init__(quantized_cache=quantized_cache)
+        self._sums = self._largest = torch.empty(0)
+        self._sinks: dict[tuple[float, ...], Tensor] = {}
+
+    def prepare(  # type: ignore[override]
+        self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
+    ) -> TritonPlan:
+        """Memory for the parts of decodes, and how far bidirectional rows see."""
+        device = metadata.slot_mapping.device
+        splits = 0
+        if metadata.num_decodes:
+            longest = max(metadata.host_context_lens[: metadata.num_decodes])
+            splits = min(MAX_SPLITS.value, triton.next_power_of_2(triton.cdiv(longest, MIN_SPLIT.value)))
+        parts = metadata.num_decodes * splits * max((spec.num_heads for spec in layers), default=0)
+        width = max((_head_block(spec) for spec in layers), default=0)
+        if parts * width > self._sums.numel() or self._sums.device != device:
+            # Captured steps keep what they were captured with.
+            self._sums = torch.empty(parts * width, device=device)
+            self._largest = torch.empty(parts * 2, device=device)
+        only_decodes = metadata.num_decodes == len(metadata.query_lens)
+        capture_key = (splits, metadata.num_decodes) if only_decodes else None
+        return TritonPlan(splits, self._sums, self._largest, _reach(metadata), capture_key)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        qkv = torch.cat((query.flatten(1), key.flatten(1), value.flatten(1)), 1)
+        return self._attend(
+            rotate_into_cache(qkv, None, cache, spec, metadata.slot_mapping), cache, spec, metadata, plan
+        )
+
+    def attend_rotated(
+        self,
+        qkv: Tensor,
+        rope: RotaryRows,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """See `RotatingBackend.attend_rotated`."""
+        if qkv.stride(1) != 1:
+            qkv = qkv.contiguous()
+        return self._attend(
+            rotate_into_cache(qkv, rope, cache, spec, metadata.slot_mapping), cache, spec, metadata, plan
+        )
+
+    def _attend(
+        self, query: Tensor, cache: LayerCache, spec: AttentionSpec, metadata: BatchMetadata, plan: object
+    ) -> Tensor:
+        """query: ``[tokens, heads * head_size]``, rotated; its keys and values are in the cache."""
+        assert isinstance(plan, TritonPlan)
+        if cache.scales is None and cache.keys.dtype != query.dtype:
+            raise ValueError(f"queries of {query.dtype} do not fit a cache of {cache.keys.dtype}")
+        output = torch.empty_like(query)
+        decodes, sequences = metadata.num_decodes, len(metadata.query_lens)
+        group = spec.num_heads // spec.num_kv_heads
+        chunk_rows = len(query) - decodes
+        rows, keys = tile(spec, chunks=chunk_rows > 0)
+        blocks = decodes
+        if chunk_rows:
+            blocks += chunk_rows // (rows // group) + sequences - decodes
+        head_block = _head_block(spec)
+        sinks = output if spec.sinks is None else self._sinks_on(spec.sinks, query.device)
+        attend_rows[(blocks, spec.num_kv_heads, max(1, plan.splits))](
+            query,
+            cache.keys,
+            cache.values,
+            cache.keys if cache.scales is None else cache.scales,
+            metadata.block_tables,
+            metadata.query_starts,
+            metadata.context_lens,
+            metadata.context_lens if plan.reach is None else plan.reach,
+            sinks,
+            output,
+            plan.sums,
+            plan.largest,
+            decodes,
+            sequences,
+            metadata.block_tables.stride(0),
+            spec.scale,
+            spec.soft_cap or 1.0,
+            HEADS=spec.num_heads,
+            KV_HEADS=spec.num_kv_heads,
+            HEAD=spec.head_size,
+            HEAD_BLOCK=head_block,
+            BLOCK_SIZE=cache.block_size,
+            ROWS=rows,
+            KEYS=keys,
+            WINDOW=spec.window or 0,
+            CAPPED=spec.soft_cap is not None,
+            SINKS=spec.sinks is not None,
+            REACH=plan.reach is not None,
+            QUANTIZED=cache.scales is not None,
+            STAGES=3 if query.element_size() == 2 else 1,
+            num_warps=4,
+        )
+        if decodes:
+            combine[(decodes, spec.num_heads)](
+                plan.sums,
+                plan.largest,
+                metadata.context_lens,
+                sinks,
+                output,
+                max(1, plan.splits),
+                HEADS=spec.num_heads,
+                HEAD=spec.head_size,
+                HEAD_BLOCK=head_block,
+                WINDOW=spec.window or 0,
+                SINKS=spec.sinks is not None,
+                num_warps=2,
+            )
+        return output
+
+    def _sinks_on(self, sinks: tuple[float, ...], device: torch.device) -> Tensor:
+        if sinks not in self._sinks:
+            self._sinks[sinks] = torch.tensor(sinks, dtype=torch.float32, device=device)
+        return self._sinks[sinks]
+
+
+def _head_block(spec: AttentionSpec) -> int:
+    """Columns of a tile of heads: tensor cores multiply 16 at a time."""
+    return max(16, int(triton.next_power_of_2(spec.head_size)))
+
+
+def _reach(metadata: BatchMetadata) -> Tensor | None:
+    if not metadata.bidirectional:
+        return None
+    device = metadata.slot_mapping.device
+    reach = torch.zeros(len(metadata.slot_mapping), dtype=torch.int32)
+    for _, first, last, seen in metadata.bidirectional:
+        reach[first:last] = seen
+    return reach.to(device)

@@ -1,0 +1,197 @@
+"""Attention over the paged cache of `torch_cache`, for a flat batch of decodes and prompt chunks in one launch.
+
+A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
+one tile. The context of a decode is split among programs by its length alone, so that an answer does not depend on
+what else is in the batch; `combine` adds the parts in order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vlmserve.kernels.triton.activations import tanh
+
+MAX_SPLITS = tl.constexpr(32)
+"""Programs that share the context of a decode at most."""
+MIN_SPLIT = tl.constexpr(128)
+"""Tokens of a part of it, unless it is the last one."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_key(position, WINDOW: tl.constexpr):
+    """The first position that a query sees."""
+    return tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+
+
+@triton.jit
+def split_size(seen):
+    """Tokens of each part of a decode that sees so many."""
+    return tl.maximum(tl.cdiv(tl.cdiv(seen, MAX_SPLITS), MIN_SPLIT), 1) * MIN_SPLIT
+
+
+@triton.jit
+def find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES: tl.constexpr):
+    """The chunk that a block of rows belongs to, where each chunk takes ``rows // QUERIES + 1`` blocks or one less.
+
+    Returns its sequence and its first block.
+    """
+    low, high = num_decodes, num_sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = (tl.load(starts_ptr + middle) - num_decodes) // QUERIES + middle - num_decodes
+        if begins <= block:
+            low = middle
+        else:
+            high = middle - 1
+    return low, (tl.load(starts_ptr + low) - num_decodes) // QUERIES + low - num_decodes
+
+
+@triton.jit
+def load_keys(cache_ptr, tables_ptr, positions, there, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE):
+    """Keys or values ``[positions, columns]`` as they are stored, 0 where there are none."""
+    blocks = tl.load(tables_ptr + positions // BLOCK_SIZE, there, 0).to(tl.int64)
+    rows = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
+    return tl.load(cache_ptr + rows[:, None] * HEAD + columns[None, :], there[:, None] & (columns < HEAD)[None, :], 0)
+
+
+@triton.jit
+def load_scales(scales_ptr, tables_ptr, positions, there, kv_head, WHICH: tl.constexpr, KV_HEADS, BLOCK_SIZE):
+    """Scales of keys (WHICH 0) or values (1) ``[positions]``."""
+    blocks = tl.load(tables_ptr + positions // BLOCK_SIZE, there, 0).to(tl.int64)
+    places = ((blocks * KV_HEADS + kv_head) * 2 + WHICH) * BLOCK_SIZE + positions % BLOCK_SIZE
+    return tl.load(scales_ptr + places, there, 0.0)
+
+
+@triton.jit
+def over_keys(
+    query, keys_ptr, values_ptr, scales_ptr, tables_ptr, position, limit, low, high, columns, kv_head, scale, soft_cap,
+    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of query rows over positions ``low <= key < high``, each before its row's limit and within its
+    window. Returns the sums of values, the largest scores (to the base 2), and the sums of weights."""
+    DTYPE: tl.constexpr = query.dtype
+    total = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    for start in tl.range(low, high, KEYS, num_stages=STAGES):
+        positions = start + tl.arange(0, KEYS)
+        there = positions < high
+        keys = load_keys(keys_ptr, tables_ptr, positions, there, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE)
+        scores = tl.dot(query, tl.trans(keys.to(DTYPE)), input_precision="ieee") * scale
+        if QUANTIZED:
+            scores *= load_scales(scales_ptr, tables_ptr, positions, there, kv_head, 0, KV_HEADS, BLOCK_SIZE)[None, :]
+        if CAPPED:
+            scores = soft_cap * tanh(scores / soft_cap)
+        seen = there[None, :] & (positions[None, :] < limit[:, None])
+        if WINDOW > 0:
+            seen = seen & (positions[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen nothing yet has no largest score, and minus infinity from itself is no number.
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(largest - base)
+        weight = weight * kept + tl.sum(weights, 1)
+        values = load_keys(values_ptr, tables_ptr, positions, there, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE)
+        if QUANTIZED:
+            weights *= load_scales(scales_ptr, tables_ptr, positions, there, kv_head, 1, KV_HEADS, BLOCK_SIZE)[None, :]
+        total = tl.dot(weights.to(DTYPE), values.to(DTYPE), total * kept[:, None], input_precision="ieee")
+        largest = new_largest
+    return total, largest, weight
+
+
+@triton.jit
+def attend_rows(
+    query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
+    sums_ptr, largest_ptr, num_decodes, num_sequences, table_stride, scale, soft_cap, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``.
+
+    sums_ptr, largest_ptr: where parts of decodes go, float32 ``[decodes, heads, splits, HEAD_BLOCK]``, and ``[decodes,
+    heads, splits, 2]``, their largest score and their weight. Chunks are not split.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    QUERIES: tl.constexpr = ROWS // GROUP
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, HEAD_BLOCK)
+    if block < num_decodes:
+        sequence, first = block, 0
+    else:
+        sequence, first_block = find_chunk(starts_ptr, block - num_decodes, num_decodes, num_sequences, QUERIES)
+        first = (block - num_decodes - first_block) * QUERIES
+    begin = tl.load(starts_ptr + sequence)
+    new = tl.load(starts_ptr + sequence + 1) - begin
+    context = tl.load(contexts_ptr + sequence)
+    row = first + rows // GROUP
+    valid = (rows < QUERIES * GROUP) & (row < new)
+    position = context - new + row
+    limit = position + 1
+    if REACH:
+        limit = tl.maximum(limit, tl.load(reach_ptr + begin + row, valid, 0))
+    limit = tl.where(valid, limit, 0)
+    low = first_key(context - new + first, WINDOW)
+    high = tl.max(limit, 0)
+    if block < num_decodes:
+        size = split_size(high - low)
+        low += split * size
+        high = tl.minimum(low + size, high)
+    elif split > 0:
+        high = 0
+    if low >= high:
+        return
+    heads = kv_head * GROUP + rows % GROUP
+    places = (begin + row).to(tl.int64) * HEADS + heads
+    inside = valid[:, None] & (columns < HEAD)[None, :]
+    query = tl.load(query_ptr + places[:, None] * HEAD + columns[None, :], inside, 0.0)
+    total, largest, weight = over_keys(
+        query, keys_ptr, values_ptr, scales_ptr, tables_ptr + sequence.to(tl.int64) * table_stride, position, limit,
+        low, high, columns, kv_head, scale, soft_cap, KV_HEADS, HEAD, HEAD_BLOCK, BLOCK_SIZE, ROWS, KEYS, WINDOW,
+        CAPPED, QUANTIZED, STAGES,
+    )  # fmt: skip
+    if block < num_decodes:
+        parts = (sequence.to(tl.int64) * HEADS + heads) * tl.num_programs(2) + split
+        tl.store(sums_ptr + parts[:, None] * HEAD_BLOCK + columns[None, :], total, valid[:, None])
+        tl.store(largest_ptr + parts * 2, largest, valid)
+        tl.store(largest_ptr + parts * 2 + 1, weight, valid)
+    else:
+        if SINKS:
+            sinks = tl.load(sinks_ptr + heads) * LOG2_E
+            base = tl.maximum(largest, sinks)
+            kept = tl.exp2(largest - base)
+            total *= kept[:, None]
+            weight = weight * kept + tl.exp2(sinks - base)
+        result = total / tl.where(valid, weight, 1.0)[:, None]
+        tl.store(out_ptr + places[:, None] * HEAD + columns[None, :], result.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def combine(
+    sums_ptr, largest_ptr, contexts_ptr, sinks_ptr, out_ptr, splits, HEADS: tl.constexpr, HEAD: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one decode and head, in order. splits: parts that there is room for."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    columns = tl.arange(0, HEAD_BLOCK)
+    context = tl.load(contexts_ptr + sequence)
+    seen = context - first_key(context - 1, WINDOW)
+    count = tl.cdiv(seen, split_size(seen))
+    parts = (sequence.to(tl.int64) * HEADS + head) * splits
+    total = tl.zeros((HEAD_BLOCK,), tl.float32)
+    largest = tl.load(sinks_ptr + head) * LOG2_E if SINKS else float("-inf")
+    weight = 1.0 if SINKS else 0.0
+    for part in range(0, count):
+        part_largest = tl.load(largest_ptr + (parts + part) * 2)
+        new_largest = tl.maximum(largest, part_largest)
+        kept, share = tl.exp2(largest - new_largest), tl.exp2(part_largest - new_largest)
+        total = total * kept + share * tl.load(sums_ptr + (parts + part) * HEAD_BLOCK + columns)
+        weight = weight * kept + share * tl.load(largest_ptr + (parts + part) * 2 + 1)
+        largest = new_largest
+    place = (sequence.to(tl.int64) * HEADS + head) * HEAD + columns
+    tl.store(out_ptr + place, (total / weight).to(out_ptr.dtype.element_ty), columns < HEAD)

@@ -1,0 +1,167 @@
+"""Products with few rows: weights are the rows of the tile, tokens its columns.
+
+What follows on a product (bias, activation, gate, residual) is in the same launch. Sums have a fixed order: no two
+programs add to the same number.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vlmserve.kernels.triton.activations import activate
+from vlmserve.kernels.triton.unpacking import nibbles, shift, signed_bytes
+
+
+@triton.jit
+def dot(weights, x, sums):
+    """``[outputs, inputs]`` by ``[inputs, tokens]`` onto float32 sums. float32 is not rounded to fewer bits."""
+    return tl.dot(weights, x, sums, input_precision="ieee")
+
+
+@triton.jit
+def groups_of_4_bits(
+    x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
+    out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Float32 sums ``[OUTPUTS, TOKENS]`` over groups ``first <= group < last``.
+
+    Byte i of a group holds its inputs i and i + GROUP / 2. A group's product is with its shifted integers; the shift
+    and the minimum come by the sum of its inputs.
+    """
+    HALF: tl.constexpr = GROUP // 2
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    inputs = tl.arange(0, HALF)
+    sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    outputs = tl.minimum(outputs, out_features - 1)
+    weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * (in_features // 2) + inputs[None, :]
+    x_at = x_ptr + tokens[None, :] * stride_x + inputs[:, None]
+    inside = tokens[None, :] < rows
+    for group in tl.range(first, last, num_stages=STAGES):
+        packed = tl.load(weights_at + group * HALF)
+        low = tl.load(x_at + group * GROUP, inside, 0.0)
+        high = tl.load(x_at + group * GROUP + HALF, inside, 0.0)
+        scales = tl.load(scales_ptr + group * out_features + outputs).to(tl.float32)
+        minimums = tl.load(minimums_ptr + group * out_features + outputs).to(tl.float32)
+        low_weights, high_weights = nibbles(packed, DTYPE, ASSEMBLY)
+        products = dot(low_weights, low, tl.zeros((OUTPUTS, TOKENS), tl.float32))
+        products = dot(high_weights, high, products)
+        total = tl.sum(low.to(tl.float32) + high.to(tl.float32), 0)
+        sums += scales[:, None] * products + (minimums - shift(DTYPE) * scales)[:, None] * total[None, :]
+    return sums
+
+
+@triton.jit
+def whole_rows(
+    x_ptr, weight_ptr, scales_ptr, outputs, tokens, rows, first, last, stride_x, in_features, out_features,
+    OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr,
+    STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Float32 sums ``[OUTPUTS, TOKENS]`` over tiles of INPUTS inputs, ``first <= tile < last``, of plain weights or of
+    8 bits with a scale for each output. EVEN: the inputs are whole tiles."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    inputs = tl.arange(0, INPUTS)
+    sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    outputs = tl.minimum(outputs, out_features - 1)
+    weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * in_features + inputs[None, :]
+    x_at = x_ptr + tokens[None, :] * stride_x + inputs[:, None]
+    inside = tokens[None, :] < rows
+    for tile in tl.range(first, last, num_stages=STAGES):
+        done = tile * INPUTS
+        if EVEN:
+            stored = tl.load(weights_at + done)
+            x = tl.load(x_at + done, inside, 0.0)
+        else:
+            there = inputs < in_features - done
+            stored = tl.load(weights_at + done, there[None, :], 0)
+            x = tl.load(x_at + done, inside & there[:, None], 0.0)
+        sums = dot(signed_bytes(stored, DTYPE, ASSEMBLY) if BITS == 8 else stored, x, sums)
+    if BITS == 8:
+        sums *= tl.load(scales_ptr + outputs).to(tl.float32)[:, None]
+    return sums
+
+
+@triton.jit
+def store_results(
+    sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """What follows on sums ``[OUTPUTS, TOKENS]``, and its end in memory."""
+    outputs = first_output + tl.arange(0, OUTPUTS)
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + outputs, outputs < out_features, 0.0).to(tl.float32)[:, None]
+    if GATED:
+        pairs = tl.permute(tl.reshape(sums, (OUTPUTS // 2, 2, TOKENS)), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        results = activate(gate, ACTIVATION) * up
+        outputs = first_output // 2 + tl.arange(0, OUTPUTS // 2)
+        width = out_features // 2
+    else:
+        results = activate(sums, ACTIVATION)
+        width = out_features
+    places = tokens.to(tl.int64)[None, :] * width + outputs[:, None]
+    inside = (tokens < rows)[None, :] & (outputs < width)[:, None]
+    if HAS_RESIDUAL:
+        results += tl.load(residual_ptr + places, inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + places, results.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def multiply(
+    x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
+    in_features, out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
+
+    INPUTS: of a tile, or of a group of 4 bits. sums_ptr: float32 ``[SPLITS, rows, out_features]``, where parts go if
+    there are several; `add_parts` takes it from there.
+    """
+    first_output = tl.program_id(0) * OUTPUTS
+    outputs = first_output + tl.arange(0, OUTPUTS)
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    part = tl.program_id(2)
+    tiles = tl.cdiv(in_features, INPUTS)
+    each = tl.cdiv(tiles, SPLITS)
+    first = part * each
+    last = tl.minimum(first + each, tiles)
+    if BITS == 4:
+        sums = groups_of_4_bits(
+            x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
+            out_features, OUTPUTS, TOKENS, INPUTS, STAGES, ASSEMBLY,
+        )  # fmt: skip
+    else:
+        sums = whole_rows(
+            x_ptr, weight_ptr, scales_ptr, outputs, tokens, rows, first, last, stride_x, in_features, out_features,
+            OUTPUTS, TOKENS, INPUTS, EVEN, BITS, STAGES, ASSEMBLY,
+        )  # fmt: skip
+    if SPLITS == 1:
+        store_results(
+            sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, TOKENS,
+            ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+    else:
+        places = (part * rows + tokens).to(tl.int64)[None, :] * out_features + outputs[:, None]
+        tl.store(sums_ptr + places, sums, (tokens < rows)[None, :] & (outputs < out_features)[:, None])
+
+
+@triton.jit
+def add_parts(
+    sums_ptr, bias_ptr, residual_ptr, out_ptr, rows, out_features, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one row's `OUTPUTS` outputs, the first one first, and do what follows."""
+    first_output = tl.program_id(0) * OUTPUTS
+    outputs = first_output + tl.arange(0, OUTPUTS)
+    tokens = tl.program_id(1) + tl.arange(0, 1)
+    sums = tl.zeros((OUTPUTS, 1), tl.float32)
+    for part in tl.static_range(SPLITS):
+        places = (part * rows + tokens).to(tl.int64)[None, :] * out_features + outputs[:, None]
+        sums += tl.load(sums_ptr + places, (outputs < out_features)[:, None], 0.0)
+    store_results(
+        sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, 1, ACTIVATION, GATED,
+        HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip

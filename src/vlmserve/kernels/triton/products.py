@@ -1,0 +1,241 @@
+"""Products of few rows by Triton, of many rows by the device's library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.triton.activations import ACTIVATIONS
+from vlmserve.kernels.triton.gated import finish
+from vlmserve.kernels.triton.product_kernels import add_parts, multiply
+
+MOST_ROWS = 128
+"""From here on products are bound by computing, which the library does well."""
+PROGRAMS = 128
+"""About as many as an H100 or H200 has multiprocessors (132): with fewer programs, tiles are smaller, and with fewer
+than half of these, the inputs are split among several."""
+EXPANDED_ELEMENTS = 2**24
+"""Weights of few bits that are expanded at a time, to be multiplied by many rows."""
+
+
+class Tiling(NamedTuple):
+    """How a product is divided. outputs, inputs: of a tile; tokens: its rows of x. splits: parts of the inputs."""
+
+    outputs: int
+    tokens: int
+    inputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def tiling(bits: int, group: int, out_features: int, in_features: int, rows: int) -> Tiling:
+    """The tiling for a product, a function of its shape alone. group: of inputs that share a scale, of 4 bits.
+
+    Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight); not measured on a GPU yet.
+    """
+    # More tokens beside weights of few bits do not fit into registers.
+    most = 64 if bits >= 16 else 32
+    tokens = next(size for size in (8, 16, 32, 64) if rows <= size or size == most)
+    outputs, least = 128, 32 if tokens <= 16 else 64
+    while outputs > least and out_features // outputs < PROGRAMS:
+        outputs //= 2
+    inputs = {4: group, 8: 128, 16: 64, 32: 32}[bits]
+    programs = -(-out_features // outputs)
+    tiles = -(-in_features // inputs)
+    splits = 1
+    while splits < 8 and programs * splits < PROGRAMS // 2 and tiles // (splits * 2) >= 4:
+        splits *= 2
+    # Small tiles need more of them on their way to keep memory busy.
+    stages = {8: 4, 16: 4, 32: 3, 64: 3}[tokens] * (2 if outputs == 32 and bits < 16 else 1)
+    return Tiling(outputs, tokens, inputs, splits, max(outputs // 32, tokens // 16), stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight as `multiply` reads it. bits: 4, 8, or those of plain numbers. group: inputs of 4 bits with one scale.
+
+    values: ``[out_features, in_features]``, of 4 bits uint8 ``[out_features, in_features / 2]``, byte i of a group with
+    inputs i and i + group / 2. scales, minimums: float16 ``[groups, out_features]`` of 4 bits; float32
+    ``[out_features]`` of 8, whose zero is 128.
+    """
+
+    bits: int
+    group: int
+    values: Tensor
+    scales: Tensor | None = None
+    minimums: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.minimums) if tensor is not None)
+
+    def rows(self, outputs: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """Plain numbers of some outputs, ``[outputs, in_features]``."""
+        values = self.values[outputs]
+        if self.scales is None:
+            return values
+        if self.bits == 8:
+            return ((values.float() - 128) * self.scales[outputs, None]).to(dtype)
+        assert self.minimums is not None
+        grouped = values.view(len(values), -1, self.group // 2)
+        integers = torch.cat((grouped & 15, grouped >> 4), -1).float()
+        scales, minimums = self.scales[:, outputs].T.float(), self.minimums[:, outputs].T.float()
+        return torch.addcmul(minimums[..., None], scales[..., None], integers).to(dtype).reshape(len(values), -1)
+
+
+def store(weight: Tensor | QuantizedWeight) -> Stored:
+    """A weight as `multiply` reads it. Raises ValueError for what `unsupported_reason` gives a reason against."""
+    if isinstance(weight, Tensor):
+        return Stored(8 * weight.dtype.itemsize, 0, weight.contiguous())
+    if (reason := unsupported_reason(weight, None)) is not None:
+        raise ValueError(reason)
+    if weight.bits == 8:
+        return Stored(8, 0, weight.values.contiguous(), weight.scales[:, 0].float().contiguous())
+    half = weight.group_size // 2
+    grouped = weight.values.reshape(weight.shape[0], -1, 2, half)
+    packed = grouped[:, :, 0] | grouped[:, :, 1] << 4
+    scales, minimums = (part.T.to(torch.float16).contiguous() for part in (weight.scales, weight.minimums))
+    return Stored(4, weight.group_size, packed.view(weight.shape[0], -1), scales, minimums)
+
+
+def unsupported_reason(weight: Tensor | QuantizedWeight, activation: str | None) -> str | None:
+    """Why the kernels cannot multiply with a weight, None if they can."""
+    if activation is not None and activation not in ACTIVATIONS:
+        return f"they know no activation {activation}"
+    if isinstance(weight, Tensor):
+        known = (torch.bfloat16, torch.float16, torch.float32)
+        return None if weight.dtype in known else f"they know no {weight.dtype}"
+    if not weight.is_supported:
+        return f"they know no {weight.bits} bits in groups of {weight.group_size} with these scales"
+    if weight.bits == 4 and weight.shape[1] % weight.group_size:
+        return f"{weight.shape[1]} inputs are not whole groups of {weight.group_size}"
+    return None
+
+
+class TritonProduct:
+    """A weight that few rows are multiplied with in one launch, epilogue and residual included. A `Product` and a
+    `Table`.
+
+    Where the inputs are split among programs, a second launch adds the parts. More than `MOST_ROWS` rows are multiplied
+    by the device's library; weights of few bits are then expanded a block of outputs at a time.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        activation: str | None = None,
+        gated: bool = False,
+        float_output: bool = False,
+    ) -> None:
+        """weight: ``[out_features, in_features]``. dtype: of inputs and of results, unless `float_output`, which makes
+        these float32. gated: see `Epilogue`."""
+        self._out_features, self._in_features = weight.shape
+        if gated:
+            # Each gate beside its up, so that one program has both.
+            order = torch.arange(self._out_features, device=_device(weight)).view(2, -1).T.flatten()
+            weight = weight[order]
+            bias = None if bias is None else bias[order]
+        self._stored, self._bias = store(weight), bias
+        self._dtype, self._activation, self._gated = dtype, activation, gated
+        self._output_dtype = torch.float32 if float_output else dtype
+        # NVIDIA's instructions: neither AMD's GPUs nor the interpreter have them.
+        self._assembly = self._stored.values.is_cuda and torch.version.hip is None
+        self._width = self._out_features // 2 if gated else self._out_features
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weight."""
+        return self._stored.num_bytes
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `Table`."""
+        if self._stored.scales is None:
+            return F.embedding(indices, self._stored.values)
+        return self._stored.rows(indices, self._dtype)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """See `Product`; `out` stays unused."""
+        flat = x.reshape(-1, self._in_features)
+        if flat.stride(1) != 1:
+            flat = flat.contiguous()
+        added = None if residual is None else residual.reshape(-1, self._width)
+        result = self._few(flat, added) if len(flat) <= MOST_ROWS else self._many(flat, added)
+        return result.view(*x.shape[:-1], self._width)
+
+    def _few(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        rows = len(x)
+        out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
+        if not rows:
+            return out
+        stored = self._stored
+        tiles = tiling(stored.bits, stored.group, self._out_features, self._in_features, rows)
+        parts = out
+        if tiles.splits > 1:
+            parts = torch.empty((tiles.splits, rows, self._out_features), dtype=torch.float32, device=x.device)
+        bias = out if self._bias is None else self._bias
+        added = out if residual is None else residual.contiguous()
+        epilogue = {
+            "ACTIVATION": self._activation or "",
+            "GATED": self._gated,
+            "HAS_BIAS": self._bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+        }
+        columns = triton.cdiv(self._out_features, tiles.outputs)
+        multiply[(columns, triton.cdiv(rows, tiles.tokens), tiles.splits)](
+            x,
+            stored.values,
+            stored.values if stored.scales is None else stored.scales,
+            stored.values if stored.minimums is None else stored.minimums,
+            bias,
+            added,
+            out,
+            parts,
+            rows,
+            x.stride(0),
+            self._in_features,
+            self._out_features,
+            OUTPUTS=tiles.outputs,
+            TOKENS=tiles.tokens,
+            INPUTS=tiles.inputs,
+            BITS=stored.bits,
+            SPLITS=tiles.splits,
+            STAGES=tiles.stages,
+            EVEN=self._in_features % tiles.inputs == 0,
+            ASSEMBLY=self._assembly,
+            num_warps=tiles.warps,
+            **epilogue,
+        )
+        if tiles.splits > 1:
+            add_parts[(triton.cdiv(self._out_features, 256), rows)](
+                parts, bias, added, out, rows, self._out_features, OUTPUTS=256, SPLITS=tiles.splits, num_warps=4,
+                **epilogue,
+            )  # fmt: skip
+        return out
+
+    def _many(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        step = max(1, EXPANDED_ELEMENTS // self._in_features)
+        starts = [0] if self._stored.scales is None else range(0, self._out_features, step)
+        parts = []
+        for start in starts:
+            outputs = slice(start, self._out_features if len(starts) == 1 else start + step)
+            bias = None if self._bias is None else self._bias[outputs]
+            parts.append(F.linear(x, self._stored.rows(outputs, self._dtype), bias))
+        output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if self._activation is None and residual is None and not self._gated:
+            return output.to(self._output_dtype)
+        return finish(output, self._activation, gated=self._gated, residual=residual, dtype=self._output_dtype)
+
+
+def _device(weight: Tensor | QuantizedWeight) -> torch.device:
+    return weight.device if isinstance(weight, Tensor) else weight.values.device

@@ -1,0 +1,132 @@
+"""Rotary positions and the writing of keys and values into the paged cache, in one launch.
+
+The cache is that of `torch_cache`: ``[blocks, kv_heads, block_size, head_size]``, and in 8 bits scales
+``[blocks, kv_heads, 2, block_size]`` beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionSpec, LayerCache, RotaryRows
+
+
+@triton.jit
+def rotate_tile(x_ptr, offsets, inside, cos_ptr, sin_ptr, columns, HEAD: tl.constexpr, ROTATED: tl.constexpr):
+    """Heads ``[heads, HEAD]`` at ``x_ptr + offsets``, rotated in float32 and rounded to their type. cos_ptr, sin_ptr:
+    of this token's position."""
+    x = tl.load(x_ptr + offsets, inside, 0.0).to(tl.float32)
+    if ROTATED > 0:
+        half: tl.constexpr = ROTATED // 2
+        rotated = columns < ROTATED
+        first = columns < half
+        # Element i pairs with i + half: each looks up the other one.
+        other = tl.where(first, half, -half)
+        turned = rotated[None, :] & inside
+        partner = tl.load(x_ptr + offsets + other[None, :], turned, 0.0).to(tl.float32)
+        pair = tl.where(first, columns, columns - half)
+        cos = tl.load(cos_ptr + pair, rotated, 1.0)
+        sin = tl.load(sin_ptr + pair, rotated, 0.0)
+        sign = tl.where(first, -1.0, 1.0)
+        x = x * cos[None, :] + partner * (sin * sign)[None, :]
+    return x.to(x_ptr.dtype.element_ty)
+
+
+@triton.jit
+def store_tile(
+    x, cache_ptr, scales_ptr, heads, columns, inside, slot, WHICH: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Write keys (WHICH 0) or values (1) ``[heads, HEAD]`` of one token. In 8 bits as `torch_cache.write` does."""
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    rows = ((block * KV_HEADS + heads) * BLOCK_SIZE + place) * HEAD
+    if QUANTIZED:
+        x = x.to(tl.float32)
+        magnitude = tl.abs(x)
+        largest = tl.max(magnitude, 1)
+        # A maximum may pass over a NaN, a sum does not.
+        finite = tl.sum(tl.where(magnitude < float("inf"), 0, 1), 1) == 0
+        tl.store(
+            scales_ptr + ((block * KV_HEADS + heads) * 2 + WHICH) * BLOCK_SIZE + place,
+            tl.where(finite, tl.div_rn(largest, 127.0), float("nan")),
+            heads < KV_HEADS,
+        )
+        scaled = x * tl.div_rn(127.0, tl.where(finite & (largest > 0), largest, 1.0))[:, None]
+        scaled = tl.where(finite[:, None], scaled, 0.0)
+        # Adding 1.5 * 2^23 rounds to an integer, ties to even ones.
+        x = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
+    tl.store(cache_ptr + rows[:, None] + columns[None, :], x.to(cache_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def rotate_and_write(
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr, scales_ptr, stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """One token a program: its queries where the second index is 0, else its keys and values."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(positions_ptr + token) if HAS_POSITIONS else token
+    cos_ptr += row * (ROTATED // 2)
+    sin_ptr += row * (ROTATED // 2)
+    columns = tl.arange(0, HEAD_BLOCK)
+    x_ptr = qkv_ptr + token * stride
+    if tl.program_id(1) == 0:
+        heads = tl.arange(0, HEADS_BLOCK)
+        inside = (heads < HEADS)[:, None] & (columns < HEAD)[None, :]
+        offsets = heads[:, None] * HEAD + columns[None, :]
+        query = rotate_tile(x_ptr, offsets, inside, cos_ptr, sin_ptr, columns, HEAD, ROTATED)
+        tl.store(query_ptr + token * (HEADS * HEAD) + offsets, query, inside)
+    else:
+        slot = tl.load(slots_ptr + token)
+        kv_heads = tl.arange(0, KV_BLOCK)
+        there = (kv_heads < KV_HEADS)[:, None] & (columns < HEAD)[None, :]
+        keys_at = (HEADS + kv_heads)[:, None] * HEAD + columns[None, :]
+        key = rotate_tile(x_ptr, keys_at, there, cos_ptr, sin_ptr, columns, HEAD, ROTATED)
+        store_tile(key, keys_ptr, scales_ptr, kv_heads, columns, there, slot, 0, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED)
+        values_at = keys_at + KV_HEADS * HEAD
+        value = rotate_tile(x_ptr, values_at, there, cos_ptr, sin_ptr, columns, HEAD, 0)
+        store_tile(
+            value, values_ptr, scales_ptr, kv_heads, columns, there, slot, 1, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED
+        )
+
+
+def rotate_into_cache(
+    qkv: Tensor, rope: RotaryRows | None, cache: LayerCache, spec: AttentionSpec, slots: Tensor
+) -> Tensor:
+    """Rotate queries and keys, and write keys and values into their slots.
+
+    qkv: ``[tokens, (heads + 2 * kv_heads) * head_size]``, rows one after the other; rope: None: nothing is rotated.
+    slots: int64 ``[tokens]``. Returns the queries, ``[tokens, heads * head_size]``.
+    """
+    tokens = len(qkv)
+    query = torch.empty((tokens, spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
+    cos, sin, positions = (query, query, None) if rope is None else rope
+    rotate_and_write[(tokens, 2)](
+        qkv,
+        cos,
+        sin,
+        slots if positions is None else positions,
+        slots,
+        query,
+        cache.keys,
+        cache.values,
+        cache.keys if cache.scales is None else cache.scales,
+        qkv.stride(0),
+        HEADS=spec.num_heads,
+        KV_HEADS=spec.num_kv_heads,
+        HEAD=spec.head_size,
+        ROTATED=0 if rope is None else 2 * cos.shape[1],
+        BLOCK_SIZE=cache.block_size,
+        HEADS_BLOCK=triton.next_power_of_2(spec.num_heads),
+        KV_BLOCK=triton.next_power_of_2(spec.num_kv_heads),
+        HEAD_BLOCK=triton.next_power_of_2(spec.head_size),
+        HAS_POSITIONS=positions is not None,
+        QUANTIZED=cache.scales is not None,
+        num_warps=4,
+    )
+    return query

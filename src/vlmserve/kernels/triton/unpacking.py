@@ -1,0 +1,97 @@
+"""Weights of 4 and 8 bits in registers, as the numbers that tensor cores multiply.
+
+An integer becomes a float by putting it into the low bits of one: ``0x4300 | q`` is 128 + q in bfloat16 and
+``0x6400 | q`` is 1024 + q in float16. On NVIDIA's GPUs `prmt`, which picks bytes of two registers, does that for two
+weights at a time. Elsewhere, and in float32, plain arithmetic gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FIRST_PAIR = 0x4140
+"""`prmt` selects, from the lowest byte up: byte 0 of the integers, the magic byte, byte 1, the magic byte."""
+SECOND_PAIR = 0x4342
+"""The same of bytes 2 and 3."""
+
+_NIBBLES = """{{
+.reg .b32 low, high;
+and.b32 low, $4, 0x0f0f0f0f;
+shr.b32 high, $4, 4;
+and.b32 high, high, 0x0f0f0f0f;
+prmt.b32 $0, low, {magic}, {first};
+prmt.b32 $1, low, {magic}, {second};
+prmt.b32 $2, high, {magic}, {first};
+prmt.b32 $3, high, {magic}, {second};
+}}"""
+_BYTES_BFLOAT16 = """{{
+.reg .b32 low, top, a, b, c, d, one;
+mov.b32 one, 0x3f803f80;
+and.b32 low, $2, 0x7f7f7f7f;
+not.b32 top, $2;
+and.b32 top, top, 0x80808080;
+prmt.b32 a, low, 0x43434343, {first};
+prmt.b32 b, low, 0x43434343, {second};
+prmt.b32 c, top, 0xc3c3c3c3, {first};
+prmt.b32 d, top, 0xc3c3c3c3, {second};
+fma.rn.bf16x2 $0, a, one, c;
+fma.rn.bf16x2 $1, b, one, d;
+}}"""
+_BYTES_FLOAT16 = """{{
+.reg .b32 a, b, offset;
+mov.b32 offset, 0xe480e480;
+prmt.b32 a, $2, 0x64646464, {first};
+prmt.b32 b, $2, 0x64646464, {second};
+add.rn.f16x2 $0, a, offset;
+add.rn.f16x2 $1, b, offset;
+}}"""
+
+
+def _filled(code: str, **values: str) -> tl.constexpr:
+    return tl.constexpr(code.format(first=hex(FIRST_PAIR), second=hex(SECOND_PAIR), **values))
+
+
+NIBBLES_BFLOAT16 = _filled(_NIBBLES, magic="0x43434343")
+NIBBLES_FLOAT16 = _filled(_NIBBLES, magic="0x64646464")
+BYTES_BFLOAT16 = _filled(_BYTES_BFLOAT16)
+BYTES_FLOAT16 = _filled(_BYTES_FLOAT16)
+
+
+@triton.jit
+def nibbles(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The low and the high 4 bits of uint8s, each as ``q + shift(DTYPE)`` of type DTYPE. ASSEMBLY: by `prmt`."""
+    if ASSEMBLY and tl.bfloat16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            NIBBLES_BFLOAT16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    elif ASSEMBLY and tl.float16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            NIBBLES_FLOAT16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low = ((packed & 15).to(tl.float32) + shift(DTYPE)).to(DTYPE)
+        high = ((packed >> 4).to(tl.float32) + shift(DTYPE)).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def shift(DTYPE: tl.constexpr):
+    """What `nibbles` adds to each integer."""
+    return 1024.0 if tl.float16 == DTYPE else 128.0
+
+
+@triton.jit
+def signed_bytes(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """uint8s with 128 for zero as numbers of type DTYPE from -128 to 127."""
+    if ASSEMBLY and tl.bfloat16 == DTYPE:
+        result = tl.inline_asm_elementwise(
+            BYTES_BFLOAT16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
+        )  # fmt: skip
+    elif ASSEMBLY and tl.float16 == DTYPE:
+        result = tl.inline_asm_elementwise(
+            BYTES_FLOAT16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4
+        )  # fmt: skip
+    else:
+        result = (packed.to(tl.float32) - 128.0).to(DTYPE)
+    return result

@@ -1,0 +1,238 @@
+"""Compiles each kernel for GPUs that need not be there, and prints what came out as JSON.
+
+Runs as a process of its own, because kernels that are interpreted cannot be compiled:
+``python -m tests.kernels.triton.compiling 90``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.kernels.triton import attention_kernels, gated, norm, product_kernels, rope, sampling_kernels
+from vlmserve.kernels.triton.attention import tile
+from vlmserve.kernels.triton.products import tiling
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Case(NamedTuple):
+    """A kernel and how it is called. types: of arguments that are no constants. weights: that one round of the
+    innermost loop multiplies with."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    stages: int = 3
+    weights: int = 0
+
+
+def product_cases() -> Iterator[Case]:
+    pointers = {
+        "x_ptr": "*bf16",
+        "scales_ptr": "*fp16",
+        "minimums_ptr": "*fp16",
+        "bias_ptr": "*bf16",
+        "residual_ptr": "*bf16",
+        "out_ptr": "*bf16",
+        "sums_ptr": "*fp32",
+    }
+    numbers = dict.fromkeys(("rows", "stride_x", "in_features", "out_features"), "i32")
+    # Two of Mistral-7B's products: attention's outputs, gates and ups.
+    for (bits, weight), rows, out_features in itertools.product(
+        ((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672)
+    ):
+        tiles = tiling(bits, 128, out_features, 4096, rows)
+        gates = out_features == 28672
+        yield Case(
+            f"{rows} x 4096 x {out_features} of {bits} bits",
+            product_kernels.multiply,
+            {**pointers, "weight_ptr": weight, **numbers, "scales_ptr": "*fp16" if bits == 4 else "*fp32"},
+            {
+                "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens, "INPUTS": tiles.inputs, "BITS": bits,
+                "SPLITS": tiles.splits, "STAGES": tiles.stages, "EVEN": True, "ACTIVATION": "silu" if gates else "",
+                "GATED": gates, "HAS_BIAS": False, "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,
+            },
+            warps=tiles.warps,
+            weights=tiles.outputs * tiles.inputs,
+        )  # fmt: skip
+    yield Case(
+        "sum of parts",
+        product_kernels.add_parts,
+        {**pointers, **numbers},
+        {"OUTPUTS": 256, "SPLITS": 4, "ACTIVATION": "", "GATED": False, "HAS_BIAS": False, "HAS_RESIDUAL": True},
+        warps=4,
+    )
+
+
+def attention_cases() -> Iterator[Case]:
+    types = {
+        **dict.fromkeys(("query_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("scales_ptr", "sinks_ptr", "sums_ptr", "largest_ptr"), "*fp32"),
+        **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr"), "*i32"),
+        **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "splits"), "i32"),
+        **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+    }
+    plain = {"WINDOW": 0, "CAPPED": False, "SINKS": False, "REACH": False, "QUANTIZED": False}
+    everything = {"WINDOW": 1024, "CAPPED": True, "SINKS": True, "REACH": True}
+    for head, chunks, further in (
+        (128, False, {}),
+        (128, True, {}),
+        (128, False, {"QUANTIZED": True}),
+        (128, True, everything),
+        (64, False, everything),
+        (256, True, {}),
+    ):
+        rows, keys = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks)
+        stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if "QUANTIZED" in further else {}
+        kind = "".join(f", {name.lower()}" for name in further)
+        yield Case(
+            f"attention of {'chunks' if chunks else 'decodes'}, heads of {head}{kind}",
+            attention_kernels.attend_rows,
+            {**types, **stored},
+            {
+                "HEADS": 32, "KV_HEADS": 8, "HEAD": head, "HEAD_BLOCK": head, "BLOCK_SIZE": 16,
+                "ROWS": rows, "KEYS": keys, "STAGES": 3, **plain, **further,
+            },
+            warps=4,
+        )  # fmt: skip
+    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False}
+    yield Case("combining of decodes", attention_kernels.combine, types, constants, 2)
+
+
+def other_cases() -> Iterator[Case]:
+    half = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*bf16")
+    numbers = dict.fromkeys(("heads", "stride_token", "stride_head", "width"), "i32")
+    constants = {"SIZE": 4096, "BLOCK": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True}
+    yield Case("norm", norm.norm_rows, {**half, **numbers, "eps": "fp32"}, constants, 8)
+    constants = {"ACTIVATION": "silu", "GATED": True, "HAS_RESIDUAL": False, "BLOCK": 1024}
+    yield Case("gates", gated.activate_rows, {**half, **numbers}, constants, 4)
+    pointers = {
+        **dict.fromkeys(("qkv_ptr", "query_ptr", "keys_ptr", "values_ptr"), "*bf16"),
+        **dict.fromkeys(("cos_ptr", "sin_ptr", "scales_ptr"), "*fp32"),
+        **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
+        "stride": "i32",
+    }
+    shape = {
+        "HEADS": 32,
+        "KV_HEADS": 8,
+        "HEAD": 128,
+        "ROTATED": 128,
+        "BLOCK_SIZE": 16,
+        "HEADS_BLOCK": 32,
+        "KV_BLOCK": 8,
+    }
+    for quantized in (False, True):
+        stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if quantized else {}
+        constants = {**shape, "HEAD_BLOCK": 128, "HAS_POSITIONS": True, "QUANTIZED": quantized}
+        name = "rotary positions" + (" in 8 bits" if quantized else "")
+        yield Case(name, rope.rotate_and_write, {**pointers, **stored}, constants, 4)
+    drawing = {"logits_ptr": "*fp32", "options_ptr": "*fp32", "numbers_ptr": "*fp64", "tokens_ptr": "*i32"}
+    sizes = dict.fromkeys(("vocabulary", "stride", "count"), "i32")
+    yield Case("drawing", sampling_kernels.draw_rows, {**drawing, **sizes}, {"BLOCK": 2048}, 8)
+    changing = {"logits_ptr": "*fp32", "entries_ptr": "*i64", "changes_ptr": "*fp32", **sizes}
+    yield Case("penalties", sampling_kernels.change_logits, changing, {"BLOCK": 256}, 4)
+
+
+def compiled(case: Case, arch: int) -> dict[str, Any]:
+    """Compile a case and measure it."""
+    names = case.kernel.arg_names
+    signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
+    sizes = ("in_features", "out_features", "stride_x", "stride", "vocabulary", "width", "stride_token", "stride_head")
+    # As at run time: addresses and sizes of large models are multiples of 16.
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if name.endswith("_ptr") or name in sizes
+    }
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    source = ASTSource(case.kernel, signature, constants, attributes)
+    options = {"num_warps": case.warps, "num_stages": case.stages}
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        usage = _output("cuobjdump", "-res-usage", file.name)
+        code = _output("nvdisasm", "-c", file.name)
+    loop = innermost_loop(code)
+    found, _ = instructions(code)
+    return {
+        "registers": int(_field(usage, r"REG:(\d+)")),
+        "spilled": sum(text.startswith(("LDL", "STL")) for text in found),
+        "shared": int(result.metadata.shared),
+        "widest_load": max((_load_bytes(text) for text in found), default=0),
+        "tensor_cores": any(text.startswith(("HMMA", "HGMMA", "UTCHMMA")) for text in found),
+        "per_weight": len(loop) * 32 * case.warps / case.weights if case.weights else None,
+    }
+
+
+def _output(tool: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _field(text: str, pattern: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return found[1]
+
+
+def instructions(code: str) -> tuple[list[str], dict[str, int]]:
+    """The instructions of a disassembly, and which of them labels stand before."""
+    found: list[str] = []
+    labels: dict[str, int] = {}
+    for line in code.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(found)
+        elif instruction := re.match(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
+            found.append(instruction[1])
+    return found, labels
+
+
+def innermost_loop(code: str) -> list[str]:
+    """The longest run of instructions that ends with a jump back to its start and has no other such run inside."""
+    found, labels = instructions(code)
+    loops = []
+    for end, text in enumerate(found):
+        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
+        if target and labels.get(target[1], end) < end:
+            loops.append((labels[target[1]], end))
+    inner = [loop for loop in loops if not any(loop[0] <= other[0] and other[1] < loop[1] for other in loops)]
+    first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    return found[first : last + 1]
+
+
+def _load_bytes(instruction: str) -> int:
+    """How many bytes a thread takes from global memory at a time."""
+    if not instruction.startswith(("LDG", "LDGSTS")):
+        return 0
+    width = re.search(r"\.(128|64|U16|U8|S8)\b", instruction)
+    return {"128": 16, "64": 8, "U16": 2, "U8": 1, "S8": 1}[width[1]] if width else 4
+
+
+def main() -> None:
+    arch = int(sys.argv[1])
+    results: dict[str, dict[str, Any]] = {}
+    for case in (*product_cases(), *attention_cases(), *other_cases()):
+        try:
+            results[case.name] = compiled(case, arch)
+        except triton.errors.TritonError as error:
+            results[case.name] = {"error": str(error)}
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Attention over the paged cache, beside attention written out in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.attending import Bidirectional, Chunk, attend, naive_attention
+from tests.paged import BlockTables
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, RotaryRows, RotatingBackend
+from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
+
+PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
+MIXED: list[Chunk] = [(15, 1), (0, 1), (0, 18), (5, 9)]
+SPECS = {
+    "plain": PLAIN,
+    "no groups": AttentionSpec(3, 3, 16, 0.3),
+    "groups of three": AttentionSpec(6, 2, 6, 0.4),
+    "one head of keys": AttentionSpec(20, 1, 8, 0.4),
+    "window": dataclasses.replace(PLAIN, window=7),
+    "window of one": dataclasses.replace(PLAIN, window=1),
+    "soft cap": dataclasses.replace(PLAIN, soft_cap=2.0),
+    "sinks": dataclasses.replace(PLAIN, sinks=(0.5, -1.0, 2.0, 0.0)),
+    "all of it": AttentionSpec(4, 2, 12, 0.3, window=9, soft_cap=5.0, sinks=(1.0, 0.0, -1.0, 3.0)),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_mixed_batch_equals_naive_attention(device: torch.device, name: str) -> None:
+    output, expected = attend(TritonAttention(), MIXED, SPECS[name], 4, device=device)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "all of it"])
+def test_a_cache_of_8_bits(device: torch.device, name: str) -> None:
+    output, expected = attend(TritonAttention(quantized_cache=True), MIXED, SPECS[name], 4, device=device)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_blocks_have_any_size(device: torch.device, block_size: int) -> None:
+    output, expected = attend(TritonAttention(), [(15, 1), (6, 7)], PLAIN, block_size, device=device)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_contexts_are_split_among_programs(device: torch.device) -> None:
+    chunks = [(length, 1) for length in (3, 128, 141)]
+    for spec in (AttentionSpec(3, 1, 8, 0.5, sinks=(1.0, 0.0, -1.0)), AttentionSpec(2, 1, 8, 0.5, window=130)):
+        output, expected = attend(TritonAttention(), chunks, spec, 16, device=device)
+        torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_rows_that_see_what_comes_after_them(device: torch.device, window: int | None) -> None:
+    bidirectional: list[list[Bidirectional]] = [[], [(0, 3, 8)], [(1, 70, 75), (75, 79, 80)]]
+    spec = dataclasses.replace(PLAIN, window=window)
+    output, expected = attend(
+        TritonAttention(), [(7, 1), (5, 9), (0, 80)], spec, 16, bidirectional=bidirectional, device=device
+    )
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_float16_is_as_exact_as_its_inputs(device: torch.device) -> None:
+    spec = AttentionSpec(6, 2, 32, 1.0)
+    output, expected = attend(
+        TritonAttention(), [(70, 1), (10, 20)], spec, 16, torch.float16, spread=1.2, device=device
+    )
+    assert (output.double() - expected).abs().max() < 0.02
+    assert (output.double() - expected).abs().mean() < 0.002
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+def test_bfloat16_at_the_sizes_of_models(head_size: int) -> None:
+    """The interpreter multiplies no bfloat16."""
+    spec = AttentionSpec(32, 8, head_size, head_size**-0.5)
+    output, expected = attend(
+        TritonAttention(), [(4000, 1), (37, 1), (900, 200)], spec, 16, torch.bfloat16, device=torch.device("cuda")
+    )
+    assert (output.double() - expected).abs().max() < 0.03
+
+
+def test_a_decode_gets_the_same_beside_any_others(device: torch.device) -> None:
+    """Bit by bit, since what is split depends on its own length alone."""
+    torch.manual_seed(0)
+    lengths = [140, 3, 131]
+    blocks = BlockTables(lengths, 16)
+    backend = TritonAttention()
+    cache = backend.allocate(blocks.num_blocks, 16, PLAIN, torch.float32, device)
+    cache.keys.normal_()
+    cache.values.normal_()
+    query = torch.randn(3, 4, 8, device=device)
+    key, value = torch.randn(2, 3, 2, 8, device=device)
+
+    def attended(rows: list[int]) -> torch.Tensor:
+        metadata = blocks.metadata([(row, lengths[row] - 1, 1) for row in rows], device)
+        plan = backend.prepare(metadata, 16, [PLAIN], torch.float32)
+        return backend.attend(query[rows], key[rows], value[rows], cache, PLAIN, metadata, plan)
+
+    together = attended([0, 1, 2])
+    for row in range(3):
+        assert torch.equal(attended([row])[0], together[row])
+
+
+def test_rotating_on_the_way_gives_the_same(device: torch.device) -> None:
+    torch.manual_seed(0)
+    blocks, backend = BlockTables([20], 4), TritonAttention()
+    assert isinstance(backend, RotatingBackend)
+    metadata = blocks.metadata([(0, 0, 20)], device)
+    cache = backend.allocate(blocks.num_blocks, 4, PLAIN, torch.float32, device)
+    plan = backend.prepare(metadata, 4, [PLAIN], torch.float32)
+    qkv, angles = torch.randn(20, 64), torch.randn(20, 4)
+    rope = RotaryRows(angles.cos().to(device), angles.sin().to(device), None)
+    output = backend.attend_rotated(qkv.to(device), rope, cache, PLAIN, metadata, plan)
+    heads = qkv.view(20, 8, 8).double()
+    first, second = heads[:, :6, :4], heads[:, :6, 4:]
+    cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    expected = naive_attention(turned[:, :4], turned[:, 4:], heads[:, 6:], PLAIN)
+    torch.testing.assert_close(output.cpu().double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_steps_of_decodes_alone_can_be_captured() -> None:
+    backend: AttentionBackend = TritonAttention()
+    blocks = BlockTables([300, 4], 16)
+
+    def key(chunks: list[tuple[int, int, int]]) -> object:
+        return backend.prepare(blocks.metadata(chunks), 16, [PLAIN], torch.float32).capture_key  # type: ignore[attr-defined]
+
+    assert key([(0, 260, 1), (1, 2, 1)]) == key([(0, 270, 1), (1, 3, 1)])
+    assert key([(0, 260, 1), (1, 2, 1)]) != key([(0, 10, 1), (1, 2, 1)])
+    assert key([(0, 260, 1), (1, 0, 2)]) is None
+
+
+def test_what_the_kernels_do_not_serve_is_named() -> None:
+    assert unsupported_reason([PLAIN, SPECS["all of it"]], torch.bfloat16) is None
+    assert "larger than 256" in str(unsupported_reason([AttentionSpec(2, 2, 512, 1.0)], torch.float32))
+    assert "evenly" in str(unsupported_reason([AttentionSpec(3, 2, 8, 1.0)], torch.float32))
+    assert "float64" in str(unsupported_reason([PLAIN], torch.float64))
+
+
+def test_queries_of_another_type_than_the_cache_are_refused(device: torch.device) -> None:
+    backend, blocks = TritonAttention(), BlockTables([2], 4)
+    cache = backend.allocate(blocks.num_blocks, 4, PLAIN, torch.float32, device)
+    metadata = blocks.metadata([(0, 0, 2)], device)
+    plan = backend.prepare(metadata, 4, [PLAIN], torch.float16)
+    rows = [torch.zeros(2, heads, 8, dtype=torch.float16, device=device) for heads in (4, 2, 2)]
+    with pytest.raises(ValueError, match="do not fit"):
+        backend.attend(*rows, cache, PLAIN, metadata, plan)

@@ -1,0 +1,59 @@
+"""What the compiler makes of the kernels for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+ARCHITECTURES = {80: "A100", 90: "H100 and H200", 100: "B200"}
+
+PER_WEIGHT = {"1 x": {4: 3.0, 8: 3.2, 16: 1.4}, "64 x": {4: 7.0, 8: 6.0, 16: 3.2}}
+"""Instructions that a product may spend on a weight, for one row and for 64, by its bits. An H200 issues about 4.1 in
+the time in which it reads a weight of 4 bits."""
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def kernels(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What came out for one architecture, by case. What is interpreted here is compiled in another process."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.compiling", str(request.param)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    results: dict[str, dict[str, Any]] = json.loads(run.stdout)
+    return results
+
+
+def test_kernels_compile_spill_nothing_and_read_wide(kernels: dict[str, dict[str, Any]]) -> None:
+    assert len(kernels) > 20
+    assert {name: kernel["error"] for name, kernel in kernels.items() if "error" in kernel} == {}
+    assert {name for name, kernel in kernels.items() if kernel["spilled"]} == set()
+    assert {name for name, kernel in kernels.items() if kernel["widest_load"] < 8} == set()
+    products = {name: kernel for name, kernel in kernels.items() if " bits" in name and " x " in name}
+    attention = {name: kernel for name, kernel in kernels.items() if name.startswith("attention")}
+    assert {name for name, kernel in attention.items() if kernel["widest_load"] < 16} == set()
+    assert {name for name, kernel in {**products, **attention}.items() if not kernel["tensor_cores"]} == set()
+
+
+def test_products_spend_few_instructions_on_a_weight(kernels: dict[str, dict[str, Any]]) -> None:
+    checked = 0
+    for rows, budgets in PER_WEIGHT.items():
+        for bits, most in budgets.items():
+            ours = {
+                name: kernel["per_weight"]
+                for name, kernel in kernels.items()
+                if name.startswith(rows) and name.endswith(f"of {bits} bits")
+            }
+            checked += len(ours)
+            assert {name: count for name, count in ours.items() if not 0.5 < count <= most} == {}
+    assert checked == 12

@@ -1,0 +1,106 @@
+"""Norms, rotary positions and the writing of keys and values, beside float64 and the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.kernels.attention import AttentionSpec, LayerCache, RotaryRows
+from vlmserve.kernels.torch_cache import write
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
+from vlmserve.kernels.triton.rope import rotate_into_cache
+
+
+@pytest.mark.parametrize("size", [1, 48, 130])
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_norms_equal_float64(device: torch.device, size: int, layer: bool) -> None:
+    torch.manual_seed(size)
+    x, residual = torch.randn(2, 3, size) * 5, torch.randn(2, 3, size)
+    weight, bias = torch.randn(size), torch.randn(size)
+    norm = TritonNorm(weight.to(device), bias.to(device) if layer else None, 1e-5)
+    if layer:
+        expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    else:
+        expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    torch.testing.assert_close(norm(x.to(device)).cpu().double(), expected, atol=2e-5, rtol=1e-5)
+    added = norm(x.to(device), residual.to(device)).cpu().double()
+    torch.testing.assert_close(added, expected + residual.double(), atol=2e-5, rtol=1e-5)
+
+
+def test_norms_read_slices_of_wider_rows(device: torch.device) -> None:
+    torch.manual_seed(0)
+    qkv, weight = torch.randn(4, 6, 16).half(), torch.randn(16)
+    keys = qkv.to(device)[:, 2:5]
+    result = TritonNorm(weight.to(device), None, 1e-6)(keys)
+    assert result.is_contiguous()
+    expected = F.rms_norm(qkv[:, 2:5].double(), (16,), weight.double(), 1e-6)
+    torch.testing.assert_close(result.cpu().double(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_no_rows_are_normed_to_none_and_rows_too_long_are_refused(device: torch.device) -> None:
+    assert TritonNorm(torch.ones(8, device=device), None, 1e-6)(torch.empty(0, 8, device=device)).shape == (0, 8)
+    with pytest.raises(ValueError, match="larger than"):
+        TritonNorm(torch.ones(MAX_SIZE + 1), None, 1e-6)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """``[tokens, heads, head_size]`` in float64; angles: ``[tokens, size / 2]``."""
+    size = 2 * angles.shape[1]
+    first, second, rest = x.double().split([size // 2, size // 2, x.shape[2] - size], -1)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+
+def stored(cache: LayerCache, which: int, slots: Tensor) -> Tensor:
+    """``[tokens, kv_heads, head_size]`` as they lie in the cache, in float64."""
+    blocks, places = slots // cache.block_size, slots % cache.block_size
+    tensor = cache.tensors[which].cpu()[blocks, :, places].double()
+    return tensor if cache.scales is None else tensor * cache.scales.cpu()[blocks, :, which, places].double()[..., None]
+
+
+@pytest.mark.parametrize("rotated_size", [0, 8, 12])
+@pytest.mark.parametrize("by_position", [True, False])
+def test_queries_are_rotated_and_keys_and_values_written(
+    device: torch.device, rotated_size: int, by_position: bool
+) -> None:
+    torch.manual_seed(rotated_size)
+    spec, tokens = AttentionSpec(6, 2, 12, 1.0), 5
+    qkv = torch.randn(tokens, 10 * 12)
+    positions, slots = torch.tensor([3, 0, 9, 9, 1]), torch.tensor([17, 4, 2, 30, 11])
+    table = torch.randn(10, rotated_size // 2)
+    angles = table[positions] if by_position else table[:tokens]
+    rope = RotaryRows(table.cos().to(device), table.sin().to(device), positions.to(device) if by_position else None)
+    cache = TorchReference().allocate(8, 4, spec, torch.float32, device)
+    query = rotate_into_cache(qkv.to(device), rope if rotated_size else None, cache, spec, slots.to(device))
+    heads = qkv.view(tokens, 10, 12)
+    torch.testing.assert_close(
+        query.cpu().double().view(tokens, 6, 12), rotated(heads[:, :6], angles.double()), atol=2e-6, rtol=1e-6
+    )
+    keys, values = stored(cache, 0, slots), stored(cache, 1, slots)
+    torch.testing.assert_close(keys, rotated(heads[:, 6:8], angles.double()), atol=2e-6, rtol=1e-6)
+    assert torch.equal(values, heads[:, 8:].double())
+    untouched = torch.ones(32, dtype=torch.bool)
+    untouched[slots] = False
+    everywhere = torch.arange(32)[untouched]
+    assert not stored(cache, 0, everywhere).any()
+    assert not stored(cache, 1, everywhere).any()
+
+
+def test_8_bits_are_those_of_the_reference(device: torch.device) -> None:
+    torch.manual_seed(0)
+    spec, tokens = AttentionSpec(2, 3, 10, 1.0), 6
+    qkv = torch.randn(tokens, 8 * 10) * 3
+    qkv[1, 20:30] = 0
+    qkv[2, 25], qkv[3, 55] = torch.inf, torch.nan
+    slots = torch.tensor([5, 0, 19, 7, 12, 3])
+    ours = TorchReference(quantized_cache=True).allocate(5, 4, spec, torch.float32, device)
+    theirs = TorchReference(quantized_cache=True).allocate(5, 4, spec, torch.float32, torch.device("cpu"))
+    rotate_into_cache(qkv.to(device), None, ours, spec, slots.to(device))
+    rows = ((slots // 4 * 12 + slots % 4)[:, None] + torch.arange(3) * 4).flatten()
+    write(theirs, 0, qkv[:, 20:50].view(tokens, 3, 10), rows)
+    write(theirs, 1, qkv[:, 50:].view(tokens, 3, 10), rows)
+    for our, their in zip(ours.tensors, theirs.tensors, strict=True):
+        torch.testing.assert_close(our.cpu(), their, atol=0, rtol=0, equal_nan=True)

@@ -1,0 +1,178 @@
+"""Products with plain weights and with weights of few bits, beside float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.triton import products, unpacking
+from vlmserve.kernels.triton.gated import finish
+from vlmserve.kernels.triton.products import TritonProduct, tiling, unsupported_reason
+from vlmserve.layers.activation import ACTIVATIONS, activation
+from vlmserve.quant.rtn import round_to_nearest
+
+KINDS = ("plain", "8 bits", "4 bits")
+
+
+def made(kind: str, out_features: int, in_features: int, device: torch.device, group: int = 32) -> tuple[Any, Tensor]:
+    """A weight of this kind, and the float64 numbers that it stands for."""
+    plain = torch.randn(out_features, in_features) / in_features**0.5
+    if kind == "plain":
+        weight = plain.half()
+        return weight.to(device), weight.double()
+    bits = int(kind[0])
+    quantized = round_to_nearest(plain, bits=bits, group_size=group, symmetric=False)
+    parts = [quantized.values, quantized.scales, quantized.minimums]
+    if bits == 4:
+        # Kernels keep these in float16.
+        parts[1:] = [part.half().float() for part in parts[1:]]
+    scales, minimums = (part.double().repeat_interleave(quantized.group_size, 1) for part in parts[1:])
+    on_device = QuantizedWeight(bits, quantized.group_size, *(part.to(device) for part in parts))
+    return on_device, scales * parts[0].double() + minimums
+
+
+def assert_near(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Within what rounding results once more makes of them."""
+    bounds = {torch.float32: 1e-4, torch.float16: 2e-3}
+    torch.testing.assert_close(result.cpu().double(), expected, atol=bounds[dtype], rtol=bounds[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 9, 20])
+def test_few_rows_equal_float64(device: torch.device, kind: str, rows: int) -> None:
+    torch.manual_seed(rows)
+    weight, numbers = made(kind, 70, 96, device)
+    x, residual = torch.randn(rows, 96).half(), torch.randn(rows, 70).half()
+    product = TritonProduct(weight, dtype=torch.float16)
+    expected = x.double() @ numbers.T
+    assert_near(product(x.to(device)), expected, torch.float16)
+    assert_near(product(x.to(device), residual.to(device)), expected + residual.double(), torch.float16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("rows", [2, 150])
+def test_gates_biases_and_residuals_are_part_of_a_product(device: torch.device, kind: str, act: str, rows: int) -> None:
+    torch.manual_seed(0)
+    weight, numbers = made(kind, 36, 64, device)
+    bias, x, residual = torch.randn(36).half(), torch.randn(rows, 64).half(), torch.randn(rows, 18).half()
+    product = TritonProduct(weight, bias.to(device), dtype=torch.float16, activation=act, gated=True)
+    gate, up = (x.double() @ numbers.T + bias.double()).chunk(2, -1)
+    expected = activation(act)(gate) * up + residual.double()
+    result = product(x.to(device), residual.to(device))
+    torch.testing.assert_close(result.cpu().double(), expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_float32(device: torch.device, kind: str) -> None:
+    torch.manual_seed(0)
+    weight, numbers = made(kind, 40, 32, device)
+    x = torch.randn(2, 32).half()
+    logits = TritonProduct(weight, dtype=torch.float16, float_output=True)(x.to(device))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.cpu().double(), x.double() @ numbers.T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_groups_of_4_bits(device: torch.device, group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(group)
+    weight, numbers = made("4 bits", 20, 256, device, group)
+    x = torch.randn(2, 256).to(dtype)
+    assert_near(TritonProduct(weight, dtype=dtype)(x.to(device)), x.double() @ numbers.T, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_the_inputs_are_added_in_order(
+    device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    weight, numbers = made(kind, 24, 256, device)
+    x, bias = torch.randn(3, 256).half(), torch.randn(24).half()
+    by_shape = tiling
+    monkeypatch.setattr(products, "tiling", lambda *shape: by_shape(*shape)._replace(splits=3, inputs=32))
+    product = TritonProduct(weight, bias.to(device), dtype=torch.float16, activation="relu", gated=True)
+    gate, up = (x.double() @ numbers.T + bias.double()).chunk(2, -1)
+    results = [product(x.to(device)) for _ in range(2)]
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0].cpu().double(), gate.relu() * up, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_gets_the_same_result_beside_others(device: torch.device, kind: str) -> None:
+    torch.manual_seed(0)
+    weight, _ = made(kind, 33, 96, device)
+    x = torch.randn(8, 96).half().to(device)
+    product = TritonProduct(weight, dtype=torch.float16)
+    assert torch.equal(product(x)[5:6], product(x[5:6]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_gives_rows_back(device: torch.device, kind: str) -> None:
+    torch.manual_seed(0)
+    weight, numbers = made(kind, 30, 64, device)
+    indices = torch.tensor([7, 0, 29, 7])
+    rows = TritonProduct(weight, dtype=torch.float16).rows(indices.to(device))
+    assert_near(rows, numbers[indices], torch.float16)
+
+
+def test_few_bits_take_few_bytes(device: torch.device) -> None:
+    sizes = {kind: TritonProduct(made(kind, 64, 128, device)[0], dtype=torch.float16).num_bytes for kind in KINDS}
+    assert sizes == {"plain": 64 * 128 * 2, "8 bits": 64 * 128 + 64 * 4, "4 bits": 64 * 64 + 64 * 4 * 4}
+
+
+def test_what_kernels_cannot_multiply_with_is_named() -> None:
+    odd = round_to_nearest(torch.randn(4, 40), bits=4, group_size=32, symmetric=True)
+    assert "groups of 32" in str(unsupported_reason(odd, None))
+    wide = QuantizedWeight(4, 16, torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 2), torch.ones(4, 2))
+    assert "groups of 16" in str(unsupported_reason(wide, None))
+    assert "activation" in str(unsupported_reason(torch.zeros(4, 4), "softplus"))
+    assert "float64" in str(unsupported_reason(torch.zeros(4, 4).double(), None))
+    assert unsupported_reason(torch.zeros(4, 4), "silu") is None
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_equal_torchs(device: torch.device, name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 50) * 4
+    torch.testing.assert_close(finish(x.to(device), name, gated=False).cpu(), activation(name)(x), atol=2e-6, rtol=2e-6)
+    pairs, residual = torch.randn(3, 50, 2) * 2, torch.randn(3, 50)
+    gated = finish(pairs.flatten(1).to(device), name, gated=True, residual=residual.to(device))
+    expected = activation(name)(pairs[..., 0]) * pairs[..., 1] + residual
+    torch.testing.assert_close(gated.cpu(), expected, atol=4e-6, rtol=4e-6)
+
+
+def permuted(first: int, second: int, selector: int) -> int:
+    """What `prmt` does: each nibble of the selector picks a byte of two registers, those of the first one first."""
+    both = first.to_bytes(4, "little") + second.to_bytes(4, "little")
+    return int.from_bytes(bytes(both[selector >> 4 * i & 7] for i in range(4)), "little")
+
+
+def halves(register: int, dtype: torch.dtype) -> list[float]:
+    """The two 16-bit numbers of a register."""
+    signed = [(register >> shift & 0xFFFF ^ 0x8000) - 0x8000 for shift in (0, 16)]
+    return torch.tensor(signed, dtype=torch.int16).view(dtype).tolist()
+
+
+@pytest.mark.parametrize(("dtype", "magic", "offset"), [(torch.bfloat16, 0x43, 128), (torch.float16, 0x64, 1024)])
+def test_selected_bytes_are_floats_of_the_integers(dtype: torch.dtype, magic: int, offset: int) -> None:
+    integers = [3, 15, 0, 9]
+    register = int.from_bytes(bytes(integers), "little")
+    pairs = [permuted(register, magic * 0x01010101, part) for part in (unpacking.FIRST_PAIR, unpacking.SECOND_PAIR)]
+    assert [number for pair in pairs for number in halves(pair, dtype)] == [offset + integer for integer in integers]
+
+
+def test_the_assembly_of_bytes_adds_up_to_signed_numbers() -> None:
+    """bfloat16: 128 + the low 7 bits, less 256 where the top bit is clear and less 128 where it is set."""
+    for byte in range(256):
+        kept = torch.tensor([0x4300 | byte & 0x7F], dtype=torch.int16).view(torch.bfloat16)
+        taken = torch.tensor([(0xC300 | ~byte & 0x80) - 0x10000], dtype=torch.int16).view(torch.bfloat16)
+        assert (kept + taken).item() == byte - 128
+        half = torch.tensor([0x6400 | byte], dtype=torch.int16).view(torch.float16)
+        offset = torch.tensor([0xE480 - 0x10000], dtype=torch.int16).view(torch.float16)
+        assert (half + offset).item() == byte - 128
