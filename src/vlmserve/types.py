@@ -308,7 +308,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_blocks_cached: int = 0
     """Blocks whose content can be found again, those of running requests included."""
     kv_evictions: int = 0
-    """Cached blocks that were taken for something else."""
+    """Cached blocks that were evicted."""
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     blocks_offloaded: int = 0

@@ -56,7 +56,7 @@ def _share(part: int, whole: int) -> float:
 
 ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
     StatMetric("gauge", "num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
-    StatMetric("gauge", "num_requests_waiting", "Requests that wait for their turn.", lambda s: s.num_waiting),
+    StatMetric("gauge", "num_requests_waiting", "Requests in the waiting queue.", lambda s: s.num_waiting),
     StatMetric(
         "gauge",
         "kv_cache_usage_perc",
@@ -72,10 +72,10 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         lambda s: s.kv_blocks_cached,
     ),
     StatMetric(
-        "counter", "kv_cache_evictions", "Cached blocks that were taken for something else.", lambda s: s.kv_evictions
+        "counter", "kv_cache_evictions", "Cached blocks that were evicted.", lambda s: s.kv_evictions
     ),
     StatMetric("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
-    StatMetric("gauge", "host_cache_used_blocks", "Host blocks with something in them.", lambda s: s.host_blocks_used),
+    StatMetric("gauge", "host_cache_used_blocks", "Host blocks in use.", lambda s: s.host_blocks_used),
     StatMetric(
         "counter",
         "kv_offload_blocks_saved",
@@ -91,12 +91,12 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         old_name="blocks_swapped_in",
     ),
     StatMetric(
-        "counter", "num_preemptions", "Running requests that had to give up their blocks.", lambda s: s.preemptions
+        "counter", "num_preemptions", "Running requests that were preempted.", lambda s: s.preemptions
     ),
     StatMetric(
         "counter",
         "prompt_tokens",
-        "Prompt tokens computed: cached ones are not in it, those computed again are.",
+        "Prompt tokens computed, without cached ones, with those computed again.",
         lambda s: s.prompt_tokens,
     ),
     StatMetric("counter", "generation_tokens", "Tokens generated, end tokens left out.", lambda s: s.generation_tokens),
@@ -118,7 +118,7 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
     StatMetric(
         "counter",
         "encoder_cache_hits",
-        "Images that a request needed and whose embeddings were there or about to be.",
+        "Images that a request needed and whose embeddings were cached or about to be.",
         lambda s: s.encoder_hits,
     ),
     StatMetric(
@@ -227,14 +227,14 @@ class ModelFacts(Collector):
         engine, stats = self._engine(), self._stats()
         if engine is None or stats is None:
             return
-        yield self._gauge("model_load_time_seconds", "Seconds that the engine took to load it.", engine.load_seconds)
+        yield self._gauge("model_load_time_seconds", "Seconds that the engine took to load the model.", engine.load_seconds)
         info = engine.info
         about = {"architecture": info.architecture, "device": info.device, "dtype": info.dtype}
-        yield self._gauge("model_info", "1; what the model is, in labels.", 1, about)
+        yield self._gauge("model_info", "1; the model's properties are labels.", 1, about)
         cache = {**self._cache_config, "num_gpu_blocks": str(stats.kv_blocks_total)}
         if cache["cache_dtype"] == "auto":
             cache["cache_dtype"] = info.dtype
-        yield self._gauge("cache_config_info", "1; what the KV cache is like, in labels.", 1, cache)
+        yield self._gauge("cache_config_info", "1; the KV cache's settings are labels.", 1, cache)
 
     def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> GaugeMetricFamily:
         all_labels = {"model_name": self._model_name, **(labels or {})}
@@ -303,7 +303,7 @@ class Gpu(Collector):
         for name, text, value in (
             ("gpu_utilization_perc", "Share of time in which the GPU was busy; 1 is all.", stats.utilization),
             ("gpu_memory_bytes", "Bytes of the GPU's memory.", stats.total_bytes),
-            ("gpu_memory_used_bytes", "Bytes of it in use, by whomever.", stats.used_bytes),
+            ("gpu_memory_used_bytes", "Bytes of it in use by all processes.", stats.used_bytes),
             ("gpu_process_memory_bytes", "Bytes of it that the engine uses.", stats.process_bytes),
         ):
             if value is not None:

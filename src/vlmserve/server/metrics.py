@@ -94,7 +94,7 @@ class ServerMetrics:
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
         )
         self.gap = self._histogram(
-            "inter_token_latency_seconds", "Seconds between one piece of an answer and the next."
+            "inter_token_latency_seconds", "Seconds between two chunks of an answer."
         )
         self.tpot = self._histogram("request_time_per_output_token_seconds", "Mean seconds of a token after the first.")
         self.e2e = self._histogram(
@@ -126,7 +126,7 @@ class ServerMetrics:
         self._wanted_answers = self._histogram("request_params_n", "Answers that a request asked for.", _ANSWERS)
         self._wanted_tokens = self._histogram(
             "request_params_max_tokens",
-            "Tokens that an answer may have, by its request or else by the server.",
+            "The token limit of answers, of the request or of the server.",
             _TOKENS,
         )
 
