@@ -221,7 +221,7 @@ class QuantizationConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """What runs and with how much memory."""
+    """The model and its memory."""
 
     model: str = Field(BUILT_IN_MODEL, description="Built-in name, local folder or .gguf file, or Hugging Face id.")
     revision: str | None = Field(None, description="Branch, tag or commit of the model's repository.")
@@ -231,7 +231,7 @@ class EngineConfig(Settings):
     dtype: DType = Field("auto", description="auto takes the checkpoint's type where the device computes it well.")
     model_impl: ModelImplementation = Field(
         "auto",
-        description="vlmserve: our own; transformers: that library's, slower; auto: our own if there is one.",
+        description="vlmserve's own implementation, or that of transformers, which is slower; auto prefers vlmserve's.",
     )
     chat_template: str | None = Field(
         None, description="A file with a Jinja template, or the template itself; default: the checkpoint's own."
@@ -260,7 +260,7 @@ class EngineConfig(Settings):
         gt=0,
         le=1,
         description="Share of a GPU's total memory for weights, activations and caches together. On a CPU it has no "
-        "effect: the KV cache takes at most half of the free memory, unless kv_cache_memory says how much.",
+        "effect: the KV cache takes at most half of the free memory, unless kv_cache_memory is set.",
     )
     max_num_seqs: int = Field(256, ge=1, description="Largest number of requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Largest number of tokens in one step.")
@@ -277,17 +277,21 @@ class EngineConfig(Settings):
         2.0, gt=0, description="Largest processor time to compile a schema, regular expression or grammar."
     )
     json_max_digits: int = Field(
-        15, ge=0, le=15, description="Digits of a number, before the point, that a JSON schema leaves open; 0: any."
+        15,
+        ge=0,
+        le=15,
+        description="Digits before the decimal point of a number that a JSON schema does not bound; 0: any number.",
     )
     json_max_length: int = Field(
-        4096, ge=0, le=5000, description="Characters of a string that a JSON schema leaves open; 0: any number."
+        4096, ge=0, le=5000, description="Characters of a string that a JSON schema does not bound; 0: any number."
     )
     json_max_items: int = Field(
-        1000, ge=0, le=100_000, description="Items of an array that a JSON schema leaves open; 0: any number."
+        1000, ge=0, le=100_000, description="Items of an array that a JSON schema does not bound; 0: any number."
     )
     grammar_cache: int = Field(64, ge=1, description="Number of compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
-        "auto", description="How the model writes tool calls: hermes, llama3_json, mistral; auto looks at its template."
+        "auto",
+        description="Form of tool calls: hermes, llama3_json, mistral; auto reads it from the chat template.",
     )
     seed: int = Field(0, ge=0, description="Seed from which requests without a seed get theirs.")
     num_threads: int | None = Field(
@@ -338,7 +342,7 @@ class MediaConfig(Settings):
     max_image_bytes: ByteSize = Field(20 * 1024**2, description="Largest size of an image file.")
     max_image_pixels: int = Field(64_000_000, ge=1, description="Largest number of pixels of an image.")
     decode_memory: ByteSize = Field(
-        2 * 1024**3, description="Memory for images that are decoded at once; others wait for their turn."
+        2 * 1024**3, description="Memory for images that are decoded at the same time; others wait."
     )
     decode_timeout: float = Field(30.0, gt=0, description="Seconds that decoding one image may take.")
     max_videos: int = Field(4, ge=0, description="Largest number of videos in a request.")
@@ -415,10 +419,10 @@ class ServerConfig(Settings):
         None, description="Send OpenTelemetry traces of requests to this URL, like http://localhost:4318/v1/traces."
     )
     enable_page: bool = Field(True, description="Serve the chat page and the live view at /.")
-    enable_debug: bool = Field(False, description="Serve /debug/cache, which shows what the caches hold.")
+    enable_debug: bool = Field(False, description="Serve /debug/cache, which shows the contents of the caches.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     api_key: tuple[str, ...] = Field(
-        (), repr=False, description="Accepted API keys (plain text); default: none is asked for."
+        (), repr=False, description="Accepted API keys (plain text); default: no key is needed."
     )
     api_keys_file: str | None = Field(
         None,

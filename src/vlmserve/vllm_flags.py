@@ -154,10 +154,10 @@ _DETECTED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "
 _ONE = "vlmserve runs a model on one device; start several servers and balance between them."
 _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--enable-auto-tool-choice", "--exclude-tools-when-tool-choice-none"): Unused(
-        "Models may call a request's tools, and are not told of them with tool_choice none.", is_switch=True
+        "Models may call a request's tools; with tool_choice none the prompt does not describe them.", is_switch=True
     ),
     ("--quantization", "-q"): Unused(
-        "How a checkpoint is quantized is read from its files.",
+        "The quantization of a checkpoint is read from its files.",
         _DETECTED,
         otherwise="leave it out for a checkpoint that is quantized; others are quantized by --quantize int8 or int4",
     ),
@@ -170,50 +170,50 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("-O0", "-O1", "-O2", "-O3"): Unused("Nothing is compiled when the server starts.", is_switch=True),
     ("--compilation-config", "--optimization-level"): Unused("Nothing is compiled when the server starts."),
     ("--max-seq-len-to-capture", "--cuda-graph-sizes"): Unused("No graphs are captured."),
-    ("--enable-chunked-prefill",): Unused("Long prompts are always read in chunks.", is_switch=True),
-    ("--async-scheduling", "--no-async-scheduling"): Unused("There is one way of scheduling.", is_switch=True),
+    ("--enable-chunked-prefill",): Unused("Long prompts are always computed in chunks.", is_switch=True),
+    ("--async-scheduling", "--no-async-scheduling"): Unused("Scheduling has one mode.", is_switch=True),
     ("--scheduling-policy",): Unused(
-        "Requests are taken in the order in which they come.", ("fcfs",), otherwise="requests have no priorities"
+        "Requests are served in order of arrival.", ("fcfs",), otherwise="requests have no priorities"
     ),
     ("--max-parallel-loading-workers",): Unused("Weights are mapped into memory, not read by workers."),
-    ("--use-tqdm-on-load", "--no-use-tqdm-on-load"): Unused("No bar is shown while loading.", is_switch=True),
+    ("--use-tqdm-on-load", "--no-use-tqdm-on-load"): Unused("No progress bar is shown while loading.", is_switch=True),
     ("--load-format",): Unused(
-        "Formats of weights are told apart by their files.", ("auto", "safetensors", "pt", "gguf"),
-        otherwise="weights are safetensors, PyTorch's files or .gguf, which are told apart by themselves",
+        "The format of weights is recognized by their files.", ("auto", "safetensors", "pt", "gguf"),
+        otherwise="weights are safetensors, PyTorch's files or .gguf, which are recognized by their files",
     ),
     ("--config-format",): Unused(
         "Checkpoints are in Hugging Face layout or .gguf files.", ("auto", "hf"),
         otherwise="checkpoints are in Hugging Face layout or .gguf files",
     ),
     ("--tokenizer-mode",): Unused(
-        "Tokenizers are told apart by their files.", ("auto", "hf"),
-        otherwise="tokenizers are told apart by their files",
+        "The kind of tokenizer is recognized by its files.", ("auto", "hf"),
+        otherwise="the kind of tokenizer is recognized by its files",
     ),
     ("--task", "--runner"): Unused(
-        "Models write text.", ("auto", "generate"), otherwise="only models that write text are served"
+        "Models generate text.", ("auto", "generate"), otherwise="only models that generate text are supported"
     ),
     ("--chat-template-content-format",): Unused(
-        "What a template takes is found out from it.", ("auto",), otherwise="what a template takes is found out from it"
+        "The format is read from the template.", ("auto",), otherwise="what a template takes is found out from it"
     ),
     ("--generation-config",): Unused(
-        "Requests that say nothing about sampling get what the checkpoint's generation_config.json says.", ("auto",),
+        "Defaults of sampling parameters come from the checkpoint's generation_config.json.", ("auto",),
         otherwise="the checkpoint's generation_config.json counts; requests may say otherwise",
     ),
-    ("--prefix-caching-hash-algo",): Unused("Blocks are known by blake3 digests of their content."),
+    ("--prefix-caching-hash-algo",): Unused("Blocks have blake3 digests of their content as keys."),
     ("--mm-processor-cache-type",): Unused("Prepared images are kept in the server's memory."),
     ("--skip-mm-profiling",): Unused("Nothing is profiled when the server starts.", is_switch=True),
-    ("--collect-detailed-traces",): Unused("Traces always have all that there is."),
+    ("--collect-detailed-traces",): Unused("Traces always have all details."),
     ("--show-hidden-metrics-for-version",): Unused("No metrics are hidden."),
     ("--enable-prompt-tokens-details",): Unused("`usage` always has these details.", is_switch=True),
     ("--enable-request-id-headers",): Unused("Every answer has its X-Request-Id.", is_switch=True),
-    ("--disable-frontend-multiprocessing",): Unused("The engine always has a process of its own.", is_switch=True),
+    ("--disable-frontend-multiprocessing",): Unused("The engine is always a separate process.", is_switch=True),
     ("--disable-custom-all-reduce",): Unused("A model runs on one device.", is_switch=True),
 }  # fmt: skip
 
-_LORA = "Adapters are not served; merge them into the checkpoint."
+_LORA = "Adapters are not supported; merge them into the checkpoint."
 _PROXY = "Put a reverse proxy in front of the server, such as nginx or Caddy."
 _TOKENIZER = "A tokenizer belongs to its checkpoint; put its files into a copy of the model's folder."
-_HUB = "HF_HOME says where downloads go and HF_TOKEN is the token, as everywhere; --revision names the version."
+_HUB = "Set HF_HOME for the folder of downloads and HF_TOKEN for the token; --revision names the version."
 _CONFIG = "Change config.json in a copy of the model's folder."
 _SPECULATION = "Speculative decoding is not supported."
 _MISSING: Mapping[tuple[str, ...], Missing] = {
@@ -229,13 +229,13 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ),
     ("--override-generation-config",): Missing("Put the parameters into each request."),
     ("--default-chat-template-kwargs", "--trust-request-chat-template"): Missing(
-        "--chat-template names a file with a template of your own."
+        "--chat-template names a file with another template."
     ),
     ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh",
      "--uds", "--allow-credentials", "--allowed-methods", "--allowed-headers",
      "--middleware"): Missing(_PROXY),
-    ("--root-path",): Missing("Let the proxy in front of the server take the prefix off the path."),
-    ("--h11-max-header-count",): Missing("--max-header-bytes bounds what is read of a request's head."),
+    ("--root-path",): Missing("Let the proxy in front of the server strip the prefix of the path."),
+    ("--h11-max-header-count",): Missing("--max-header-bytes bounds the headers of a request."),
     ("--disable-fastapi-docs",): Missing("There is only /openapi.json, which describes the routes."),
     ("--media-io-kwargs",): Missing("--mm-processor-kwargs takes fps, and --max-video-frames bounds the frames."),
     ("--interleave-mm-strings", "--enable-mm-embeds", "--enable-prompt-embeds", "--mm-encoder-tp-mode",
@@ -244,10 +244,10 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--logprobs-mode", "--return-tokens-as-token-ids"): Missing(
         "Logprobs have one form; --max-logprobs bounds how many."
     ),
-    ("--num-gpu-blocks-override",): Missing("--kv-cache-memory says how large the KV cache is."),
-    ("--cpu-offload-gb",): Missing("Weights stay on one device; --quantize int8 or int4 makes them smaller."),
+    ("--num-gpu-blocks-override",): Missing("--kv-cache-memory sets the size of the KV cache."),
+    ("--cpu-offload-gb",): Missing("Weights stay on one device; --quantize int8 or int4 reduces their size."),
     ("--no-enable-chunked-prefill",): Missing(
-        "Long prompts are always read in chunks; --max-num-batched-tokens says how large these are."
+        "Long prompts are always computed in chunks; --max-num-batched-tokens sets their size."
     ),
     ("--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold",
      "--scheduler-delay-factor", "--num-scheduler-steps", "--num-lookahead-slots", "--stream-interval",
@@ -260,15 +260,15 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ),
     ("--speculative-config", "--speculative-model", "--num-speculative-tokens"): Missing(_SPECULATION),
     ("--tool-parser-plugin", "--tool-server", "--reasoning-parser"): Missing(
-        "There is no such setting; --tool-call-parser says how models write calls."
+        "There is no such setting; --tool-call-parser sets the form of calls."
     ),
     ("--structured-outputs-config", "--guided-decoding-backend"): Missing(
-        "Grammars are always llguidance's; the documentation of the API says what requests may ask for."
+        "Grammars always use llguidance; docs/api.md describes the formats that requests may set."
     ),
-    ("--logits-processors", "--logits-processor-pattern"): Missing("Code from outside is never run."),
+    ("--logits-processors", "--logits-processor-pattern"): Missing("Code from outside vlmserve is never run."),
     ("--log-config-file",): Missing("--log-format json writes the log for programs."),
     ("--enable-log-outputs", "--max-log-len"): Missing(
-        "--log-prompts logs what requests say, and --enable-debug serves /debug/cache, which shows where each stands."
+        "--log-prompts logs prompts, and --enable-debug serves /debug/cache, which shows the state of each request."
     ),
     ("--enable-sleep-mode",): Missing("--load lazy loads the model when the first request comes."),
     ("--kv-transfer-config", "--kv-events-config", "--enable-expert-parallel", "--data-parallel-rank",
@@ -278,7 +278,7 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--attention-backend", "--override-attention-dtype", "--disable-cascade-attn"): Missing(
         "--kernels chooses between the native kernels and torch."
     ),
-    ("--pooler-config", "--override-pooler-config", "--convert"): Missing("Only models that write text are served."),
+    ("--pooler-config", "--override-pooler-config", "--convert"): Missing("All supported models generate text."),
 }  # fmt: skip
 
 

@@ -186,7 +186,7 @@ def bench(
         bool, typer.Option("--all-kernels", help="Measure every instruction set that this machine has, and torch.")
     ] = False,
     compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Measure torch's kernels as well.")] = True,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the results to this file.")] = None,
 ) -> None:
     """Measure prefill, decode and vision throughput, and compare it with this machine's limits and with torch."""
     from vlmserve.cli.bench import run_bench

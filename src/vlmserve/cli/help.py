@@ -160,7 +160,7 @@ class HelpfulGroup(typer.core.TyperGroup):
         page.section("Commands", rows)
         params: list[Any] = self.get_params(ctx)
         page.section("Options", [(_flag_text(param), param.help) for param in params])
-        page.paragraphs(f"{ctx.command_path} COMMAND --help shows what a command takes.")
+        page.paragraphs(f"{ctx.command_path} COMMAND --help shows the arguments of a command.")
         formatter.write(page.text)
 
 

@@ -18,9 +18,9 @@ EntryT = TypeVar("EntryT", vllm.Unused, vllm.Missing)
 INTRODUCTION = """\
 # Settings
 
-Made by `vlmserve config --reference`; change `src/vlmserve/config.py` instead of this page.
+`vlmserve config --reference` writes this page from `src/vlmserve/config.py`.
 
-A setting is a flag, an environment variable or a key in a file, in this order of precedence:
+A setting is a flag, an environment variable and a key in a file, in this order of precedence:
 
     vlmserve serve --port 8001
     VLMSERVE_PORT=8001 vlmserve serve
@@ -39,21 +39,21 @@ kv_cache_memory = "4GiB"
 mm_processor_kwargs = { max_pixels = 501760 }
 ```
 
-- Only a file that `--config` or `VLMSERVE_CONFIG` names is read, never one that happens to lie in the folder. `vlmserve
-  config --toml` writes a complete one, and `vlmserve config` shows which settings count and where each comes from.
-- An unknown section, key or variable that begins with `VLMSERVE_` is an error that says what was probably meant.
-  Variables that Kubernetes makes for a Service called vlmserve are left alone, and an empty variable is not set.
-- Sizes are written like `4GiB`, `512MB` or `1048576`. A list is a flag that is repeated, `["a", "b"]` in a file, and
-  `a,b` or JSON in a variable. What is yes or no is `--flag` or `--no-flag`, `true` or `false`.
-- The other commands (`ask`, `chat`, `bench`, `verify`, `quantize`, `eval`) take the same variables and files, of which
-  those count for which a command has flags; the model that `verify`, `quantize` and `eval perplexity` are about always
-  stands on their line. `vlmserve.LLM` in Python takes its options from its caller alone.
+- The only file that is read is the one that `--config` or `VLMSERVE_CONFIG` names. `vlmserve config --toml` writes a
+  complete file, and `vlmserve config` shows the settings in effect and where each comes from.
+- An unknown section, key or variable that begins with `VLMSERVE_` is an error that suggests the right name. Variables
+  that Kubernetes makes for a Service called vlmserve are ignored, and an empty variable counts as not set.
+- Sizes are written like `4GiB`, `512MB` or `1048576`. A list is a repeated flag, `["a", "b"]` in a file, and `a,b` or
+  JSON in a variable. Yes and no are `--flag` and `--no-flag`, `true` and `false`.
+- The other commands (`ask`, `chat`, `bench`, `verify`, `quantize`, `eval`) read the same variables and files and use
+  the settings for which they have flags. The model of `verify`, `quantize` and `eval perplexity` is always an
+  argument. `vlmserve.LLM` in Python takes options from its caller only.
 - Secrets are never shown, neither by `vlmserve config` nor in errors.
 
 ## [worker.NAME]
 
-One file may describe several servers of one machine. What all of them have stands in the sections below; what one of
-them has beside or instead of it, of whatever section, stands under the name of this worker:
+One file may describe several servers of one machine. The sections below hold what they share. Settings of one server
+are in the section of its worker, whatever section they belong to:
 
 ```toml
 [server]
@@ -78,16 +78,16 @@ kv_cache_memory = "20GiB"
     VLMSERVE_WORKER=text vlmserve serve --config vlmserve.toml
     vlmserve config --config vlmserve.toml --worker text
 
-A worker's section counts over the others, and below variables and flags. Without `--worker` no worker's section counts;
-the keys of all of them are checked in any case. A name that the file does not have is an error.
+A worker's section overrides the other sections; variables and flags override it. Without `--worker` no worker's
+section is used. The keys of all of them are always checked. A name that the file does not have is an error.
 """
 
 VLLM = """\
 ## vLLM's flags
 
-Flags that are called the same mean the same. Underscores (`--max_model_len`), several words after a flag with several
-values (`vlmserve serve MODEL --served-model-name a b`) and single keys of JSON (`--limit-mm-per-prompt.image 4`) are
-taken as well.
+Flags with the same name have the same meaning. Underscores (`--max_model_len`), several words after a flag with
+several values (`vlmserve serve MODEL --served-model-name a b`) and single keys of JSON (`--limit-mm-per-prompt.image
+4`) are accepted as well.
 """
 
 
@@ -129,13 +129,13 @@ def _vllm() -> Iterable[str]:
         for theirs, ours in others.items()
     ]
     yield _table(("vLLM", "here", ""), [*renamed, *values])
-    yield "Accepted, with a line that says so, although they change nothing:\n"
+    yield "Accepted without effect, with a line in the log:\n"
     unused = [(name, entry) for name, entry in entries if isinstance(entry, vllm.Unused)]
     yield _table(
         ("flag", "values", "why"),
         ((names, ", ".join(f"`{v}`" for v in entry.values), entry.why) for names, entry in _together(unused)),
     )
-    yield "Refused, since vlmserve has nothing like them:\n"
+    yield "Refused, because vlmserve has no such feature:\n"
     missing = [(name, entry) for name, entry in entries if isinstance(entry, vllm.Missing)]
     yield _table(("flag", "instead"), ((names, entry.why) for names, entry in _together(missing)))
 

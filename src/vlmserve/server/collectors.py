@@ -71,9 +71,7 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         "Blocks whose content can be found again, those that requests hold included.",
         lambda s: s.kv_blocks_cached,
     ),
-    StatMetric(
-        "counter", "kv_cache_evictions", "Cached blocks that were evicted.", lambda s: s.kv_evictions
-    ),
+    StatMetric("counter", "kv_cache_evictions", "Cached blocks that were evicted.", lambda s: s.kv_evictions),
     StatMetric("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
     StatMetric("gauge", "host_cache_used_blocks", "Host blocks in use.", lambda s: s.host_blocks_used),
     StatMetric(
@@ -90,9 +88,7 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         lambda s: s.blocks_loaded,
         old_name="blocks_swapped_in",
     ),
-    StatMetric(
-        "counter", "num_preemptions", "Running requests that were preempted.", lambda s: s.preemptions
-    ),
+    StatMetric("counter", "num_preemptions", "Running requests that were preempted.", lambda s: s.preemptions),
     StatMetric(
         "counter",
         "prompt_tokens",
@@ -227,7 +223,9 @@ class ModelFacts(Collector):
         engine, stats = self._engine(), self._stats()
         if engine is None or stats is None:
             return
-        yield self._gauge("model_load_time_seconds", "Seconds that the engine took to load the model.", engine.load_seconds)
+        yield self._gauge(
+            "model_load_time_seconds", "Seconds that the engine took to load the model.", engine.load_seconds
+        )
         info = engine.info
         about = {"architecture": info.architecture, "device": info.device, "dtype": info.dtype}
         yield self._gauge("model_info", "1; the model's properties are labels.", 1, about)

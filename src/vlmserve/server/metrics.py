@@ -93,9 +93,7 @@ class ServerMetrics:
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
         )
-        self.gap = self._histogram(
-            "inter_token_latency_seconds", "Seconds between two chunks of an answer."
-        )
+        self.gap = self._histogram("inter_token_latency_seconds", "Seconds between two chunks of an answer.")
         self.tpot = self._histogram("request_time_per_output_token_seconds", "Mean seconds of a token after the first.")
         self.e2e = self._histogram(
             "e2e_request_latency_seconds", "Seconds from a request's arrival to the answer's end."
