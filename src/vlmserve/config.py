@@ -267,6 +267,12 @@ class EngineConfig(Settings):
     max_encoded_images: int | None = Field(
         None, ge=1, description="Images that one step may encode; default: 16 on a GPU, 4 on a CPU."
     )
+    encoder_step_share: float = Field(
+        0.8,
+        gt=0,
+        description="Time that a step may spend on images while requests generate, as a share of the rest of the step; "
+        "inf encodes every image at once.",
+    )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
     max_waiting: int = Field(4096, ge=1, description="Largest number of requests in the waiting queue.")
     max_logprobs: int = Field(20, ge=0, description="Largest number of top logprobs that a request may ask for.")

@@ -34,6 +34,18 @@ class CrossStates(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
+class ImageEncoding(msgspec.Struct, frozen=True):
+    """An image that goes through the vision tower in several steps, and how far it gets in this one.
+
+    products: multiplications of the tower; None: all that it lacks, and its embeddings are there when the step computes
+    tokens. image: with the first of these steps and with no other.
+    """
+
+    key: bytes
+    products: int | None
+    image: ImageInput | None = None
+
+
 class NewRequest(msgspec.Struct, frozen=True):
     """A request that the runner does not know yet, and the tokens ``start <= i < start + num_tokens`` of it to compute.
 
@@ -74,7 +86,8 @@ class SchedulerOutput(msgspec.Struct):
 
     finished_request_ids: requests to drop; a new request of the same step may have the same id. blocks_to_zero,
     block_copies: changes to KV blocks. embeddings_to_evict: keys of image embeddings and cross-attention states to
-    drop. images_to_encode: their pixels come with no other step. cross_states: to compute.
+    drop, and to encode no further. images_to_encode: all of them in one call; their pixels come with no other step.
+    encodings: of images that take several steps. cross_states: to compute.
     cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, draft tokens
     that may follow its newest one; they are the last tokens that are computed of it.
     """
@@ -84,6 +97,7 @@ class SchedulerOutput(msgspec.Struct):
     block_copies: list[BlockCopy] = []
     embeddings_to_evict: list[bytes] = []
     images_to_encode: list[ImageInput] = []
+    encodings: list[ImageEncoding] = []
     cross_states: list[CrossStates] = []
     cached_requests: list[CachedRequest] = []
     new_requests: list[NewRequest] = []
@@ -102,8 +116,18 @@ class SchedulerOutput(msgspec.Struct):
     def has_work(self) -> bool:
         """Whether there is anything to run. Evictions alone are not: they free memory for images of the same step."""
         return bool(
-            self.has_requests or self.blocks_to_zero or self.block_copies or self.images_to_encode or self.cross_states
+            self.has_requests
+            or self.blocks_to_zero
+            or self.block_copies
+            or self.images_to_encode
+            or self.encodings
+            or self.cross_states
         )
+
+    @property
+    def encoded_keys(self) -> list[bytes]:
+        """Of the images that the step works on."""
+        return [image.key for image in self.images_to_encode] + [one.key for one in self.encodings]
 
 
 class RequestFailure(msgspec.Struct, frozen=True):
@@ -118,13 +142,17 @@ class RequestFailure(msgspec.Struct, frozen=True):
 
 
 class RunTimings(msgspec.Struct, frozen=True):
-    """Seconds that a step spent in each part of the runner."""
+    """Seconds that a step spent in each part of the runner.
+
+    products: multiplications of the vision tower.
+    """
 
     transfer: float = 0.0
     build: float = 0.0
     vision: float = 0.0
     model: float = 0.0
     sample: float = 0.0
+    products: int = 0
 
 
 class ModelRunnerOutput(msgspec.Struct):

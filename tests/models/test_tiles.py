@@ -91,7 +91,7 @@ def test_rows_of_tiles_lie_beside_each_other_and_end_in_newlines(tmp_path: Path)
     vision: Any = model.vision
     pixels = torch.randn(7, 3, 16, 16)
     [image] = vision.encode([pixels], [Tiling(2, 3, 4, 12)])
-    alone = [vision._encode_tiles([pixels[tile : tile + 1]])[0][0].view(4, 4, -1) for tile in range(7)]
+    alone = [vision.encode([pixels[tile : tile + 1]], [None])[0][:16].view(4, 4, -1) for tile in range(7)]
     torch.testing.assert_close(image[:16], alone[0].flatten(0, 1), atol=1e-5, rtol=0)
     rows = image[16:].view(4, 13, -1)
     # The middle rows of both rows of tiles: the last two of the upper ones, the first two of the lower ones.

@@ -11,6 +11,7 @@ from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.runner.requests import RequestStates
+from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
@@ -51,15 +52,18 @@ def scheduler(
 ) -> Scheduler:  # fmt: skip
     return Scheduler(
         cache=PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None),
-        encoder_cache=EncoderCache(encoder_bytes),
+        images=ImageScheduler(
+            EncoderCache(encoder_bytes),
+            max_encoded_images=max_encoded_images,
+            image_token_bytes=1,
+            state_bytes=1,
+            products=lambda image: 10 * image.num_embeddings,
+        ),
         block_size=BLOCK,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
-        max_encoded_images=max_encoded_images,
-        image_token_bytes=1,
         prefix_caching=prefix_caching,
         window=window,
-        state_bytes=1,
     )
 
 

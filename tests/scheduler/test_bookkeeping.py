@@ -108,31 +108,55 @@ def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:
     st.sampled_from([None, None, "images", "prefix"]),
     st.sampled_from([None, 3, 9, 20]),
     st.sampled_from([None, [], [7], [7, 7, 7], [8, 8, 7, 8, 8, 8], [7] * 9]),
+    st.sampled_from([None, 1, 9, 25, 1000]),
 )
 def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends(
-    sizes, operations, bidirectional, max_short_len, drafts
+    sizes, operations, bidirectional, max_short_len, drafts, encoder_budget
 ):
     if bidirectional is not None:
         sizes = (*sizes[:-1], None)
     num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, window = sizes
     s = scheduler(*sizes)
     s.propose_drafts = None if drafts is None else lambda request: drafts[request.num_prompt_tokens % 2 :]
+    s.encoder_budget = None if encoder_budget is None else lambda: encoder_budget
     states = request_states(bidirectional=bidirectional, max_short_len=max_short_len)
     contents = Contents()
     capacity = num_blocks * BLOCK
     open_requests: set[str] = set()
     embeddings: set[bytes] = set()
+    unfinished: dict[bytes, int] = {}
     added = 0
 
     def step(token):
         planned = s.schedule()
         counts = [scheduled.num_tokens for scheduled in planned.requests]
         assert sum(counts) <= budget or (bidirectional is not None and sum(counts) - max(counts) < budget)
-        assert len(planned.images_to_encode) <= max_images
+        begun = [one for one in planned.encodings if one.image is not None]
+        assert len(planned.images_to_encode) + len(begun) <= max_images
         assert len(s.running) <= seqs
-        embeddings.difference_update(planned.embeddings_to_evict)
-        assert not embeddings & {one.key for one in planned.images_to_encode}
+        for key in planned.embeddings_to_evict:
+            assert (unfinished.pop(key, None) is None) == (key in embeddings)
+            embeddings.discard(key)
+        assert not embeddings & {*planned.encoded_keys}
+        assert len({*planned.encoded_keys}) == len(planned.encoded_keys)
         embeddings.update(one.key for one in planned.images_to_encode)
+        for one in planned.encodings:
+            assert (one.image is None) == (one.key in unfinished)
+            if one.image is not None:
+                unfinished[one.key] = 10 * one.image.num_embeddings
+            if one.products is None:
+                del unfinished[one.key]
+                embeddings.add(one.key)
+            else:
+                unfinished[one.key] -= one.products
+                assert unfinished[one.key] > 0, "what is finished is said to be"
+        if encoder_budget is not None and any(
+            len(s[one.request_id].token_ids) == one.start + one.num_tokens
+            for one in planned.cached_requests
+            if one.num_tokens == 1
+        ):
+            whole = sum(10 * one.num_embeddings for one in planned.images_to_encode)
+            assert whole + sum(one.products or 0 for one in planned.encodings) <= encoder_budget
         for wanted in planned.cross_states:
             assert wanted.image_key in embeddings
             assert wanted.key not in embeddings
@@ -167,7 +191,7 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
         for running in s.running:
             for block in set(running.block_table[running.num_computed // BLOCK :]):
                 assert s.pool.ref_count(block) == 1, "a block that is still written to is in one hand only"
-        assert s.encoder_cache.used_bytes <= encoder_bytes
+        assert s.images.cache.used_bytes <= encoder_bytes
         return planned
 
     for operation, argument in operations:
@@ -188,7 +212,14 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
     for _ in range(10_000):
         if not open_requests:
             break
-        assert step(7).requests, "an engine with work must always make progress"
+        planned = step(7)
+        assert planned.requests or planned.encodings, "an engine with work must always make progress"
     assert not open_requests
-    assert (s.pool.num_used, s.encoder_cache.num_pinned, len(s)) == (0, 0, 0)
+    assert (s.pool.num_used, s.images.cache.num_pinned, len(s)) == (0, 0, 0)
     assert not s._computing
+    if planned := s.images._dropped:
+        assert {*planned} == {*unfinished}
+    else:
+        assert not unfinished
+    assert not s.images._unfinished
+    assert not s.images._awaiting_image

@@ -13,18 +13,18 @@ def test_equal_requests_share_their_states_and_others_the_image():
     assert plan(step) == [("a", 5), ("b", 5), ("c", 5)]
     assert [image.num_tokens for image in step.images_to_encode] == [10]
     assert [len(states.token_ids) for states in step.cross_states] == [0, 3]
-    assert (s.encoder_queries, s.encoder_hits) == (3, 2)
-    assert s.encoder_cache.used_bytes == 10 + 10 + 3
-    assert s.encoder_cache.num_pinned == 2, "the image itself was needed in that step only"
+    assert (s.images.queries, s.images.hits) == (3, 2)
+    assert s.images.cache.used_bytes == 10 + 10 + 3
+    assert s.images.cache.num_pinned == 2, "the image itself was needed in that step only"
     finish(s)
-    assert s.encoder_cache.num_pinned == 0
+    assert s.images.cache.num_pinned == 0
 
 
 def test_an_image_that_is_known_is_not_evicted_for_states_computed_from_it():
     s = scheduler(encoder_bytes=20)
     s.add(request("a", 5, cross=cross_input(1, 10)))
     finish(s)
-    assert s.encoder_cache.used_bytes == 20, "full, and the image is older than the states"
+    assert s.images.cache.used_bytes == 20, "full, and the image is older than the states"
     s.add(request("b", 5, cross=cross_input(1, 10, 4)))
     step, _ = run(s)
     assert plan(step) == [("b", 5)]
@@ -45,7 +45,7 @@ def test_who_finds_no_room_waits_for_who_has_it():
     assert plan(step) == [("2", 5)]
     assert len(step.embeddings_to_evict) == 2
     finish(s)
-    assert s.encoder_cache.num_pinned == 0
+    assert s.images.cache.num_pinned == 0
 
 
 def test_one_that_is_aborted_or_preempted_lets_go_of_it():
@@ -55,7 +55,7 @@ def test_one_that_is_aborted_or_preempted_lets_go_of_it():
     run(s)
     while not s.num_preemptions:
         run(s)
-    assert s.encoder_cache.num_pinned == 1
+    assert s.images.cache.num_pinned == 1
     s.abort(["1"])
-    assert s.encoder_cache.num_pinned == 0
+    assert s.images.cache.num_pinned == 0
     finish(s)

@@ -85,9 +85,9 @@ def test_an_image_cut_by_a_chunk_stays_pinned_until_its_last_token():
     s = scheduler(budget=7)
     s.add(request("a", 14, images=[(image(1, 6), 5)]))
     run(s)
-    assert s.encoder_cache.num_pinned == 1
+    assert s.images.cache.num_pinned == 1
     run(s)
-    assert s.encoder_cache.num_pinned == 0
+    assert s.images.cache.num_pinned == 0
 
 
 def test_an_image_that_comes_twice_is_encoded_once_if_it_is_still_there():
@@ -113,7 +113,7 @@ def test_aborting_frees_everything_at_once():
     s.add(request("b", 14))
     run(s)
     s.abort(["a", "b", "nobody"])
-    assert (s.pool.num_used, s.encoder_cache.num_pinned, len(s)) == (0, 0, 0)
+    assert (s.pool.num_used, s.images.cache.num_pinned, len(s)) == (0, 0, 0)
     assert s.schedule().requests == []
 
 

@@ -30,12 +30,12 @@ class CostModel:
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step computed that many prompt tokens in that time."""
         if num_tokens >= LEAST_TOKENS:
-            self.seconds_per_token = _smooth(self.seconds_per_token, seconds / num_tokens)
+            self.seconds_per_token = smooth(self.seconds_per_token, seconds / num_tokens)
 
     def copied(self, block_copies: Sequence[BlockCopy], seconds: float) -> None:
         """A step made these copies in that time, which says nothing if some stayed on the device."""
         if block_copies and all(copy.kind != "copy" for copy in block_copies):
-            self.seconds_per_copy = _smooth(self.seconds_per_copy, seconds / len(block_copies))
+            self.seconds_per_copy = smooth(self.seconds_per_copy, seconds / len(block_copies))
 
     def worth_saving(self) -> bool:
         """Whether an evicted block should go to host memory; to be asked once for each."""
@@ -47,5 +47,6 @@ class CostModel:
         return self._refusals % TRIAL_INTERVAL == 0
 
 
-def _smooth(average: float | None, value: float) -> float:
+def smooth(average: float | None, value: float) -> float:
+    """A moving average with another value; None: it is the first one."""
     return value if average is None else (1 - SMOOTHING) * average + SMOOTHING * value

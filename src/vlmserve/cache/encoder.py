@@ -59,6 +59,15 @@ class EncoderCache:
         self._idle.pop(key, None)
         return True
 
+    def holders(self, key: bytes) -> frozenset[str]:
+        """The requests that have pinned an image."""
+        return frozenset(self._pins.get(key, ()))
+
+    def remove(self, key: bytes) -> None:
+        """Give up the place of an idle image. Raises KeyError if it is pinned or not there."""
+        del self._idle[key]
+        self.used_bytes -= self._sizes.pop(key)
+
     def unpin(self, key: bytes, request_id: str) -> None:
         """Undo `pin`; what was not pinned by this request stays as it is."""
         holders = self._pins.get(key)

@@ -45,13 +45,15 @@ class Device(Operations, Protocol):
 
     torch_device: where tensors lie. kernels: what computes, for people: "torch" or an instruction set.
     keeps_packed: whether weights that a file holds in few bits stay packed unless the settings say otherwise.
-    images_per_step: images that go through the vision tower in one step, unless the settings say.
+    images_per_step: images that go through the vision tower in one step, unless the settings say. stage_products:
+    multiplications of the vision tower between which a step may stop.
     """
 
     torch_device: torch.device
     kernels: str
     keeps_packed: bool
     images_per_step: int
+    stage_products: int
 
     @property
     def gpu_uuid(self) -> str | None:

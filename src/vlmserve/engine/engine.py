@@ -28,6 +28,8 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import num_kv_blocks, run_largest_step
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.sampling.sampler import draw_seed
+from vlmserve.scheduler.encoder_budget import EncoderBudget
+from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
@@ -122,16 +124,22 @@ class Engine(BaseEngine):
         self._runner = ModelRunner(model, num_blocks, num_host_blocks, config.block_size, self._grammars.matcher)
         self._scheduler = Scheduler(
             cache=self._cache,
-            encoder_cache=EncoderCache(config.encoder_cache_memory),
+            images=ImageScheduler(
+                EncoderCache(config.encoder_cache_memory),
+                max_encoded_images=config.max_encoded_images or model.device.images_per_step,
+                image_token_bytes=self._image_token_bytes,
+                state_bytes=self._state_bytes,
+                products=self._tower_products,
+            ),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_encoded_images=config.max_encoded_images or model.device.images_per_step,
-            image_token_bytes=self._image_token_bytes,
             prefix_caching=config.enable_prefix_caching,
             window=language_model.window,
-            state_bytes=self._state_bytes,
         )
+        self._encoder_budget = EncoderBudget(config.encoder_step_share)
+        self._encoder_budget.encoded(*self._runner.warm_up())
+        self._scheduler.encoder_budget = self._encoder_budget
         self._info = ModelInfo(
             name=config.model,
             architecture=model.architecture,
@@ -184,22 +192,28 @@ class Engine(BaseEngine):
         prompt_tokens = self._note_progress(step, output, planned, ran)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
+        self._record_encoder_times(output, prompt_tokens)
         answered = {request_id: self._scheduler[request_id] for request_id in output.token_ids}
         outputs = [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += sum(len(one.token_ids) for one in outputs)
-        self._images_encoded += len(step.images_to_encode)
+        self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
         self._steps += 1
         ended = time.perf_counter()
         self._step_seconds += ended - started
-        self._vision_seconds += output.timings.vision if step.images_to_encode else 0.0
+        self._vision_seconds += output.timings.vision if step.encoded_keys else 0.0
         self.timings = StepTimings(planned - started + ended - ran, output.timings)
         return outputs
 
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float, ran: float) -> int:
         """Record when requests first ran, had an image encoded and had their first token. Returns how many prompt
         tokens the step computed."""
-        encoded = {image.key for image in step.images_to_encode}
+        for key in step.encoded_keys:
+            for request_id in self._scheduler.images.cache.holders(key):
+                request = self._scheduler[request_id]
+                request.started = request.started or planned
+                request.vision_started = request.vision_started or planned + output.timings.transfer
+                request.vision_seconds += output.timings.vision
         prompt_tokens = 0
         for scheduled in step.requests:
             request = self._scheduler[scheduled.request_id]
@@ -209,10 +223,16 @@ class Engine(BaseEngine):
             request.started = request.started or planned
             if not request.answered and scheduled.request_id in output.token_ids:
                 request.answered = ran
-            if encoded and any(image.key in encoded for image in request.images_for(scheduled.start, end)):
-                request.vision_started = request.vision_started or planned + output.timings.transfer
-                request.vision_seconds += output.timings.vision
         return prompt_tokens
+
+    def _record_encoder_times(self, output: ModelRunnerOutput, prompt_tokens: int) -> None:
+        timings = output.timings
+        self._encoder_budget.encoded(timings.products, timings.vision)
+        if output.token_ids and not prompt_tokens:
+            self._encoder_budget.generated(timings.build + timings.model + timings.sample)
+
+    def _tower_products(self, image: ImageInput) -> int:
+        return 0 if self._vision is None else self._vision.products(image.pixels.shape, image.tiling)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self._scheduler.abort(request_ids)
@@ -242,11 +262,11 @@ class Engine(BaseEngine):
             host_blocks_used=0 if host is None else host.num_cached,
             blocks_offloaded=self._cache.num_saved,
             blocks_loaded=self._cache.num_loaded,
-            encoder_queries=self._scheduler.encoder_queries,
-            encoder_hits=self._scheduler.encoder_hits,
-            encoder_cache_bytes=self._scheduler.encoder_cache.capacity_bytes,
-            encoder_cache_used_bytes=self._scheduler.encoder_cache.used_bytes,
-            encoder_cache_pinned=self._scheduler.encoder_cache.num_pinned,
+            encoder_queries=self._scheduler.images.queries,
+            encoder_hits=self._scheduler.images.hits,
+            encoder_cache_bytes=self._scheduler.images.cache.capacity_bytes,
+            encoder_cache_used_bytes=self._scheduler.images.cache.used_bytes,
+            encoder_cache_pinned=self._scheduler.images.cache.num_pinned,
         )
 
     def inspect(self) -> EngineSnapshot:

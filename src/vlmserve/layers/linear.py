@@ -36,6 +36,11 @@ class Weight(Layer):
         self._quantized: QuantizedWeight | None = None
 
     @property
+    def products(self) -> int:
+        """Multiplications for each row of inputs."""
+        return self.in_features * self.out_features
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the weight takes, in whatever form it is."""
         if self._stored is not None:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.stages import Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
+from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
 IMAGE_TOKEN_ID = 262144
@@ -25,7 +27,10 @@ TOKENS_PER_IMAGE = 256
 
 
 class Gemma3Projector(nn.Module):
-    """``[images, patches, vision width]`` to ``[images, embeddings, hidden_size]``, the averages of squares."""
+    """``[images, patches, vision width]`` to ``[images, embeddings, hidden_size]``, the averages of squares.
+
+    products: multiplications for an image.
+    """
 
     def __init__(
         self, spec: ClipSpec, hidden_size: int, num_tokens: int, *, dtype: torch.dtype, device: torch.device
@@ -40,6 +45,7 @@ class Gemma3Projector(nn.Module):
             )
         # As wide as the tower and as the decoder, the other way round than a linear layer has it.
         self.mm_input_projection_weight = empty_parameter(spec.hidden_size, hidden_size, dtype=dtype, device=device)
+        self.products = num_tokens * spec.hidden_size * hidden_size
         self.mm_soft_emb_norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=1.0, dtype=dtype, device=device)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -50,7 +56,7 @@ class Gemma3Projector(nn.Module):
         return output
 
 
-class Gemma3Vision(nn.Module):
+class Gemma3Vision(StagedVision):
     """Tower and projector of a Gemma 3 config; modules are named as checkpoints name them.
 
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
@@ -76,12 +82,20 @@ class Gemma3Vision(nn.Module):
         if num_tokens != self.num_tokens:
             raise InvalidImageError(f"the image makes {self.num_tokens} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of images, in one call.
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """See `VisionEncoder.example_shape`."""
+        spec = self.vision_tower.spec
+        return 1, spec.num_channels, spec.image_size, spec.image_size
 
-        pixels: one float tensor ``[1, channels, height, width]`` an image, on the model's device.
-        Returns one ``[num_tokens, hidden_size]`` tensor an image, ready to replace its placeholders' embeddings.
-        """
-        if not pixels:
-            return []
-        return list(self.multi_modal_projector(self.vision_tower(torch.cat(pixels).to(self.dtype))))
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """See `VisionEncoder.products`."""
+        return self.vision_tower.products(self.vision_tower.spec.num_patches) + self.multi_modal_projector.products
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. All images are computed together."""
+        patches = yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), limit)
+        projector = self.multi_modal_projector
+        return list((yield from by_rows(projector, projector.products, limit, patches)))

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
 from vlmserve.layers.linear import Linear
+from vlmserve.layers.stages import Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS, SiglipTower
+from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
 IMAGE_TOKEN_ID = 128257
@@ -31,6 +33,10 @@ class Connector(nn.Module):
         self.modality_projection = nn.ModuleDict({"proj": projection})
         self.merge = merge
 
+    def products(self, patches: int) -> int:
+        """Multiplications for a tile of that many patches."""
+        return patches // self.merge**2 * self.modality_projection["proj"].products  # type: ignore[operator, return-value]
+
     def forward(self, patches: Tensor) -> Tensor:
         tiles, count, _ = patches.shape
         side, merge = math.isqrt(count) // self.merge, self.merge
@@ -39,7 +45,7 @@ class Connector(nn.Module):
         return output
 
 
-class Idefics3Vision(nn.Module):
+class Idefics3Vision(StagedVision):
     """Tower and connector of a config; modules are named as checkpoints name them.
 
     Raises UnsupportedModelError for a tower or activation that is not implemented, ModelLoadError for impossible sizes.
@@ -68,15 +74,29 @@ class Idefics3Vision(nn.Module):
         if embeddings != num_tokens:
             raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of images.
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """See `VisionEncoder.example_shape`."""
+        spec = self.vision_model.spec
+        side = spec.patch_size * self.connector.merge
+        side *= max(1, spec.image_size // side)
+        return 1, spec.num_channels, side, side
 
-        pixels: one float tensor ``[tiles, channels, height, width]`` an image, on the model's device.
-        Returns one ``[num_tokens, hidden_size]`` tensor an image, tile by tile, row by row.
-        """
-        return [
-            torch.cat(
-                [self.connector(self.vision_model(tiles)) for tiles in torch.split(image, TILES_AT_ONCE)]
-            ).flatten(0, 1)
-            for image in (image.to(self.dtype) for image in pixels)
-        ]
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """See `VisionEncoder.products`."""
+        patches = (shape[2] // self.vision_model.spec.patch_size) ** 2
+        return shape[0] * (self.vision_model.products(patches) + self.connector.products(patches))
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. One image after the other, its embeddings tile by tile, row by row."""
+        images = []
+        for image in pixels:
+            embeddings = []
+            for tiles in torch.split(image.to(self.dtype), TILES_AT_ONCE):
+                patches = yield from self.vision_model.in_stages(tiles, limit)
+                products = self.connector.products(patches.shape[1])
+                embeddings.append((yield from by_rows(self.connector, products, limit, patches)))
+            images.append(torch.cat(embeddings).flatten(0, 1))
+        return images

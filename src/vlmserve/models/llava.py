@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.linear import Linear, empty_parameter
+from vlmserve.layers.stages import Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
+from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import Tiling, TowerInputs
 
 # LLaVA-1.5's tower and options, which its published configs partly leave out.
@@ -47,12 +49,17 @@ class Projector(nn.Module):
         self.linear_1 = Linear(in_size, inner, bias=bias, dtype=dtype, device=device, act=act)
         self.linear_2 = Linear(inner, size, bias=bias, dtype=dtype, device=device)
 
+    @property
+    def products(self) -> int:
+        """Multiplications for each row."""
+        return self.linear_1.products + self.linear_2.products
+
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.linear_2(self.linear_1(x))
         return output
 
 
-class LlavaVision(nn.Module):
+class LlavaVision(StagedVision):
     """Tower and projector of a LLaVA config; modules are named as checkpoints name them.
 
     Raises UnsupportedModelError for a tower, activation or selection strategy that is not implemented.
@@ -90,24 +97,36 @@ class LlavaVision(nn.Module):
         if embeddings != num_tokens:
             raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of images, in one call.
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """See `VisionEncoder.example_shape`."""
+        spec = self.vision_tower.spec
+        return 1, spec.num_channels, spec.image_size, spec.image_size
 
-        pixels: one float tensor ``[tiles, channels, height, width]`` an image, on the model's device.
-        Returns one ``[num_tokens, hidden_size]`` tensor an image, ready to replace its placeholders' embeddings.
-        """
-        return [tiles.flatten(0, 1) for tiles in self._encode_tiles(pixels)]
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """See `VisionEncoder.products`."""
+        return shape[0] * (self.vision_tower.products + self._embeddings_of_tile * self.multi_modal_projector.products)
 
-    def _encode_tiles(self, pixels: list[Tensor]) -> list[Tensor]:
-        """``[tiles, embeddings of each, hidden_size]`` an image."""
-        if not pixels:
-            return []
-        features = self.vision_tower(torch.cat(pixels).to(self.dtype))[:, self.skipped_tokens :]
-        embeddings: Tensor = self.multi_modal_projector(features)
-        return list(torch.split(embeddings, [len(tiles) for tiles in pixels]))
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. The tiles of all images are computed together."""
+        features = yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), limit)
+        rows = features[:, self.skipped_tokens :].flatten(0, 1)
+        embeddings = yield from by_rows(self.multi_modal_projector, self.multi_modal_projector.products, limit, rows)
+        tiles = embeddings.view(-1, self._embeddings_of_tile, embeddings.shape[-1])
+        return self._arranged(list(torch.split(tiles, [len(image) for image in pixels])), tilings)
+
+    @property
+    def _embeddings_of_tile(self) -> int:
+        return self.vision_tower.spec.num_patches + 1 - self.skipped_tokens
+
+    def _arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
+        """``[num_tokens, hidden_size]`` from ``[tiles, embeddings of each, hidden_size]`` an image."""
+        return [tiles.flatten(0, 1) for tiles in images]
 
     def _count(self, tiles: int, tiling: TowerInputs | None) -> int:
-        return tiles * (self.vision_tower.spec.num_patches + 1 - self.skipped_tokens)
+        return tiles * self._embeddings_of_tile
 
 
 class Newline(nn.Module):
@@ -138,9 +157,9 @@ class LlavaNextVision(LlavaVision):
         spec = self.vision_tower.spec
         self._side = spec.image_size // spec.patch_size
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """As `LlavaVision.encode`; every image that was cut needs its tiling."""
-        return [self._arrange(*image) for image in zip(self._encode_tiles(pixels), tilings, strict=True)]
+    def _arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
+        """Every image that was cut needs its tiling."""
+        return [self._arrange(*image) for image in zip(images, tilings, strict=True)]
 
     def _arrange(self, tiles: Tensor, tiling: TowerInputs | None) -> Tensor:
         if tiling is None:

@@ -12,11 +12,17 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layers.attention import CrossRows
+from vlmserve.layers.stages import Stages
 from vlmserve.types import Bidirectional, CrossInput, TowerInputs
 
 
 class VisionEncoder(Protocol):
     """A vision tower with its projector."""
+
+    @property
+    def example_shape(self) -> tuple[int, ...] | None:
+        """Of the pixels of a small image; None: only the model's own processor can make one."""
+        ...
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels ``[tiles, channels, height, width]`` of that shape become that many embeddings.
@@ -32,6 +38,16 @@ class VisionEncoder(Protocol):
         tilings: how the tiles of each lie, for a model that puts their embeddings in order, or whatever else it needs.
         Returns one ``[num_tokens, hidden_size]`` tensor an image, ready to replace its placeholders' embeddings.
         """
+        ...
+
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """Multiplications that it takes to encode pixels of a shape that `check` lets pass."""
+        ...
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """`encode` in stages of at most `limit` multiplications each, as far as it can be divided so finely."""
         ...
 
 

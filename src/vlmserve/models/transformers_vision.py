@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from vlmserve.errors import InvalidImageError
+from vlmserve.layers.stages import Stages
 from vlmserve.types import FurtherInputs, TowerInputs
 
 logger = logging.getLogger(__name__)
+
+_TOWERS = {"visual", "vision_model", "vision_tower", "vision_encoder", "image_encoder"}
+"""What models call their vision tower. Without one that is known, the whole model counts."""
 
 
 class TransformersVision:
@@ -26,6 +30,8 @@ class TransformersVision:
         self.width: int = model.get_input_embeddings().weight.shape[1]
         """Of embeddings: several side by side for a model that adds one to what each of its first layers makes of a
         image's token."""
+        towers = (part for name, part in model.named_modules() if name.rsplit(".", 1)[-1] in _TOWERS)
+        self._parameters: int = sum(parameter.numel() for parameter in next(towers, model).parameters())
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Only the model itself knows what becomes of pixels; images must have been made for it."""
@@ -35,9 +41,26 @@ class TransformersVision:
                 "say --model-impl transformers"
             )
 
+    example_shape = None
+
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """One image after the other, since models differ in how they take several. NaN for one that fails."""
         return [self._encode(*image) for image in zip(pixels, tilings, strict=True)]
+
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """About as many as a tower of so many parameters makes for each embedding."""
+        assert isinstance(tiling, FurtherInputs)
+        return tiling.num_embeddings * self._parameters
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """An image is one stage: somebody else's code cannot be stopped within."""
+        images = []
+        for image, tiling in zip(pixels, tilings, strict=True):
+            yield self.products(tuple(image.shape), tiling)
+            images.append(self._encode(image, tiling))
+        return images
 
     def _encode(self, pixels: Tensor, further: TowerInputs | None) -> Tensor:
         assert isinstance(further, FurtherInputs), "`check` lets no other pass"

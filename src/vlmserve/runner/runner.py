@@ -10,17 +10,17 @@ from torch import Tensor
 from vlmserve.layers.attention import CrossRows
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.batch import Batch, BatchBuilder
+from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.runner.prompt_logprobs import score_prompts
 from vlmserve.runner.requests import MakeMatcher, RequestStates
 from vlmserve.runner.sampling import sample_tokens
-from vlmserve.steps import CrossStates, ModelRunnerOutput, RunTimings, SchedulerOutput
-from vlmserve.types import ImageInput
+from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
 
 
 class ModelRunner:
-    """Owns the model, the KV cache's tensors, the embeddings of cached images, cross-attention states, and the states
-    of requests. All that it knows of requests comes from the steps that it runs.
+    """Owns the model, the KV cache's tensors, the embeddings of images, and the states of requests. All that it knows
+    of requests comes from the steps that it runs.
 
     make_matcher: makes a matcher of a request's grammar, which was compiled before.
     """
@@ -32,7 +32,11 @@ class ModelRunner:
         self._requests = RequestStates(model.language_model, make_matcher)
         self._batches = BatchBuilder(block_size, model.device.upload)
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
-        self._embeddings: dict[bytes, Tensor] = {}
+        self._images = ImageEncoder(model)
+
+    def warm_up(self) -> tuple[int, float]:
+        """See `ImageEncoder.warm_up`."""
+        return self._images.warm_up()
 
     def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Run a step. It has finished when this returns; steps run in the order in which they are submitted."""
@@ -49,14 +53,13 @@ class ModelRunner:
         self._kv.zero(step.blocks_to_zero)
         self._kv.copy(step.block_copies)
         clock.mark()
-        self._encode(step.images_to_encode, step.embeddings_to_evict)
-        self._compute_cross_states(step.cross_states)
+        products = self._images.run(step)
         clock.mark()
         scheduled = self._requests.update(step)
         output = ModelRunnerOutput()
         if not scheduled:
             transfer, vision = clock.seconds()
-            output.timings = RunTimings(transfer=transfer, vision=vision)
+            output.timings = RunTimings(transfer=transfer, vision=vision, products=products)
             return output
         batch = self._batches.build(scheduled)
         clock.mark()
@@ -67,42 +70,17 @@ class ModelRunner:
         output.prompt_logprobs = score_prompts(scheduled, hidden, self.model.language_model)
         clock.mark()
         transfer, vision, build, model, sampling = clock.seconds()
-        output.timings = RunTimings(transfer=transfer, build=build, vision=vision, model=model, sample=sampling)
+        output.timings = RunTimings(transfer, build, vision, model, sampling, products)
         return output
-
-    def _encode(self, images: list[ImageInput], evict: list[bytes]) -> None:
-        for key in evict:
-            del self._embeddings[key]
-        if not images:
-            return
-        if self.model.vision is None:
-            raise ValueError("the model has no vision encoder")
-        # Not from_numpy: it warns of read-only arrays, and images' pixels are read-only, since requests share them.
-        device, dtype = self.model.device.torch_device, self.model.dtype
-        pixels = [torch.tensor(image.pixels, device=device, dtype=dtype) for image in images]
-        encoded = self.model.vision.encode(pixels, [image.tiling for image in images])
-        for image, embeddings in zip(images, encoded, strict=True):
-            # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
-            self._embeddings[image.key] = embeddings.clone()
-
-    def _compute_cross_states(self, wanted: list[CrossStates]) -> None:
-        if not wanted:
-            return
-        if self.model.cross is None:
-            raise ValueError("the model has no cross attention")
-        features = [self._embeddings[one.image_key] for one in wanted]
-        states = self.model.cross.encode(features, [one.token_ids for one in wanted])
-        for one, rows in zip(wanted, states, strict=True):
-            self._embeddings[one.key] = rows
 
     def _hidden(self, batch: Batch) -> Tensor:
         """``[tokens, hidden_size]``: the final hidden states."""
         language_model = self.model.language_model
         embeddings = language_model.embed(batch.token_ids)
         for rows in batch.image_rows:
-            image = self._embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
+            image = self._images.embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
             embeddings[rows.first : rows.last] = image
-        cross = [CrossRows(rows.first, rows.last, self._embeddings[rows.key]) for rows in batch.cross_rows]
+        cross = [CrossRows(rows.first, rows.last, self._images.embeddings[rows.key]) for rows in batch.cross_rows]
         return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, cross)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -8,62 +8,56 @@ computed again, and the outcome is the same either way.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from vlmserve.cache.blocks import BlockPool
-from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.prefix import Hit, PrefixCache
 from vlmserve.scheduler.answers import extend_answer
+from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.request import Request
-from vlmserve.steps import CachedRequest, CrossStates, ModelRunnerOutput, SchedulerOutput
-from vlmserve.types import CrossInput, EngineOutput, ImageInput
+from vlmserve.steps import CachedRequest, ModelRunnerOutput, SchedulerOutput
+from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
 """Proposes draft tokens, ids of the vocabulary, that may follow a request's newest token; none without a proposal."""
 
 
 class Scheduler:
-    """Owns the requests, their blocks and their images' places in the encoder cache.
+    """Owns the requests, their blocks and, by `images`, their images.
 
-    propose_drafts: asked for each request that decodes; an accepted draft saves a step.
+    propose_drafts: asked for each request that decodes; an accepted draft saves a step. encoder_budget:
+    asked for each step in which requests decode: how many multiplications the vision tower may make in it.
     """
 
     def __init__(
         self,
         *,
         cache: PrefixCache,
-        encoder_cache: EncoderCache,
+        images: ImageScheduler,
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_encoded_images: int,
-        image_token_bytes: int,
         prefix_caching: bool,
         window: int | None = None,
-        state_bytes: int = 0,
     ) -> None:
-        """image_token_bytes: of an embedding. window: of positions that a token attends to in every layer, itself
-        included; None: all. state_bytes: of a state that requests attend to by cross attention."""
+        """window: of positions that a token attends to in every layer, itself included; None: all."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
-        self.encoder_cache = encoder_cache
+        self.images = images
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.propose_drafts: ProposeDrafts | None = None
+        self.encoder_budget: Callable[[], float] | None = None
         self.num_preemptions = 0
         self.prefix_queried_tokens = 0
         self.prefix_cached_tokens = 0
-        self.encoder_queries = 0
-        self.encoder_hits = 0
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_encoded_images = max_encoded_images
-        self._image_token_bytes = image_token_bytes
         self._prefix_caching = prefix_caching
         self._window = window
-        self._state_bytes = state_bytes
         # By block key, the running request that computes the block; others that need it wait for that.
         self._computing: dict[bytes, Request] = {}
         self._requests: dict[str, Request] = {}
@@ -97,7 +91,7 @@ class Scheduler:
         """Plan the next step and take the blocks that it writes to."""
         step = SchedulerOutput()
         budget = self._schedule_running(step)
-        while not step.has_requests and len(self.running) > 1:
+        while not (step.has_requests or step.encodings) and len(self.running) > 1:
             # Each needs what another one holds: KV blocks, or memory of the encoder cache.
             self._preempt(self.running.pop())
             budget = self._schedule_running(step)
@@ -105,6 +99,7 @@ class Scheduler:
         step.block_copies, self.cache.block_copies = self.cache.block_copies, []
         step.blocks_to_zero, self._not_finite = self._not_finite, []
         if step.has_work:
+            self.images.end_step(step)
             step.finished_request_ids, self._finished = self._finished, []
         return step
 
@@ -143,12 +138,7 @@ class Scheduler:
     def _set_computed(self, request: Request, num_computed: int) -> None:
         """That many of a request's tokens are in the KV cache now."""
         before = request.num_computed
-        for span in request.spans_between(before, num_computed):
-            if span.end <= num_computed:
-                self._unpin(request, span.image.key, num_computed)
-        if request.cross is not None:
-            # The cross-attention states were computed from the image's features, which are not needed any more.
-            self.encoder_cache.unpin(request.cross.image.key, request.request_id)
+        self.images.set_computed(request, before, num_computed)
         self._register(request, num_computed)
         request.num_computed = num_computed
         if before < request.num_prompt_tokens <= num_computed:
@@ -158,6 +148,8 @@ class Scheduler:
     def _schedule_running(self, step: SchedulerOutput) -> int:
         """Chunks for the running requests; returns the budget that is left."""
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
+        bound = self.encoder_budget if step.has_requests else None
+        self.images.begin_step(math.inf if bound is None else bound())
         for request in self.running:
             if request.num_uncomputed > 1 and budget > 0:
                 budget -= self._schedule_chunk(step, request, self._allocate_blocks(request, budget))
@@ -318,14 +310,14 @@ class Scheduler:
         """
         if budget <= 0:
             return 0
-        if request.cross is not None and not self._schedule_cross_states(step, request, request.cross):
+        if request.cross is not None and not self.images.schedule_cross_states(step, request, request.cross):
             return 0
         start = request.num_computed
         end = start + min(request.num_uncomputed, budget)
         if (cut := request.bidirectional_span_at(end)) is not None:
             end = cut[0] if cut[0] > start else cut[1]
         for span in request.spans_between(start, end):
-            if not self._schedule_image(step, request, span.image):
+            if not self.images.schedule(step, request, span.image):
                 cut = request.bidirectional_span_at(span.start)
                 end = max(start, span.start if cut is None else cut[0])
                 break
@@ -341,60 +333,6 @@ class Scheduler:
             step.draft_token_ids[request.request_id] = list(drafts)
         return num_tokens
 
-    def _schedule_image(self, step: SchedulerOutput, request: Request, image: ImageInput) -> bool:
-        """Pin an image's embeddings for a request, and schedule its encoding if they are missing."""
-        if image.key not in self.encoder_cache:
-            if len(step.images_to_encode) >= self._max_encoded_images:
-                return False
-            size = image.num_embeddings * self._image_token_bytes
-            evicted = self.encoder_cache.make_room(size)
-            if evicted is None:
-                return False
-            self.encoder_cache.add(image.key, size)
-            step.embeddings_to_evict.extend(evicted)
-            step.images_to_encode.append(image)
-            request.num_encoded += 1
-            self.encoder_queries += self.encoder_cache.pin(image.key, request.request_id)
-        elif self.encoder_cache.pin(image.key, request.request_id):
-            self.encoder_queries += 1
-            self.encoder_hits += 1
-        return True
-
-    def _schedule_cross_states(self, step: SchedulerOutput, request: Request, cross: CrossInput) -> bool:
-        """Pin a request's cross-attention states for as long as it runs, and schedule their computation if missing.
-
-        The image's features are pinned for this step if the states are computed in it.
-        """
-        key, image, owner = request.cross_key, cross.image, request.request_id
-        assert key is not None
-        if key in self.encoder_cache:
-            if self.encoder_cache.pin(key, owner):
-                self.encoder_queries += 1
-                self.encoder_hits += 1
-            return True
-        sizes = {key: cross.num_states * self._state_bytes}
-        known = image.key in self.encoder_cache
-        if known:
-            self.encoder_cache.pin(image.key, owner)
-        else:
-            sizes[image.key] = image.num_embeddings * self._image_token_bytes
-        full = not known and len(step.images_to_encode) >= self._max_encoded_images
-        evicted = None if full else self.encoder_cache.make_room(sum(sizes.values()))
-        if evicted is None:
-            self.encoder_cache.unpin(image.key, owner)
-            return False
-        for new, size in sizes.items():
-            self.encoder_cache.add(new, size)
-            self.encoder_cache.pin(new, owner)
-        step.embeddings_to_evict.extend(evicted)
-        step.cross_states.append(CrossStates(key, image.key, cross.token_ids))
-        if not known:
-            step.images_to_encode.append(image)
-            request.num_encoded += 1
-        self.encoder_queries += 1
-        self.encoder_hits += known
-        return True
-
     def _discard_contents(self, request: Request) -> None:
         """Unregister a failed request's blocks and have them zeroed, because they may hold NaN.
 
@@ -405,15 +343,6 @@ class Scheduler:
             if self.pool.ref_count(block) == 1:
                 self._not_finite.append(block)
 
-    def _unpin(self, request: Request, key: bytes, num_computed: int) -> None:
-        """Unpin an image unless the first `num_computed` tokens end in the middle of it.
-
-        An image that occurs again later in the prompt is unpinned as well: kept, it could leave no memory for the
-        images in between.
-        """
-        if not any(s.image.key == key and s.start < num_computed < s.end for s in request.image_spans):
-            self.encoder_cache.unpin(key, request.request_id)
-
     def _release(self, request: Request) -> None:
         # The last block first: it is of no use without those before it, so it is evicted before them.
         self.pool.release(reversed(request.block_table[request.first_block :]))
@@ -421,11 +350,7 @@ class Scheduler:
         for key in request.block_keys:
             if self._computing.get(key) is request:
                 del self._computing[key]
-        for span in request.image_spans:
-            self.encoder_cache.unpin(span.image.key, request.request_id)
-        if request.cross is not None and request.cross_key is not None:
-            for key in (request.cross_key, request.cross.image.key):
-                self.encoder_cache.unpin(key, request.request_id)
+        self.images.release(request)
 
     def _preempt(self, request: Request) -> None:
         if request.num_uncomputed == 1:

@@ -133,7 +133,7 @@ class ServerMetrics:
         tokens = after.prompt_tokens - before.prompt_tokens + after.generation_tokens - before.generation_tokens
         self._step_tokens.observe(tokens)
         self._step_time.observe(after.step_seconds - before.step_seconds)
-        if after.images_encoded > before.images_encoded:
+        if after.vision_seconds > before.vision_seconds:
             self._step_vision.observe(after.vision_seconds - before.vision_seconds)
 
     def count_request(self, num_answers: int, max_tokens: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
+from vlmserve.layers.stages import Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
 DEFAULTS: Mapping[str, Any] = {
@@ -45,7 +47,7 @@ class BlipEmbeddings(nn.Module):
         return torch.cat((self.class_embedding.expand(len(patches), 1, -1), patches), 1) + self.position_embedding
 
 
-class BlipTower(nn.Module):
+class BlipTower(StagedVision):
     """Images to the states that a decoder attends to: the class token and the patches, normed. A `VisionEncoder` whose
     embeddings stand in no prompt."""
 
@@ -66,15 +68,26 @@ class BlipTower(nn.Module):
         if num_tokens != self.spec.num_patches + 1:
             raise InvalidImageError(f"the image makes {self.spec.num_patches + 1} features, not {num_tokens}")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Features of images, in one call.
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """See `VisionEncoder.example_shape`."""
+        return 1, 3, self.spec.image_size, self.spec.image_size
 
-        pixels: one float tensor ``[1, 3, height, width]`` an image, on the model's device.
-        Returns one ``[1 + patches, hidden_size]`` tensor an image.
-        """
-        if not pixels:
-            return []
-        x = self.embeddings(torch.cat(pixels).to(self.dtype))
-        for layer in self.encoder["layers"].children():
-            x = layer(x)
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """See `VisionEncoder.products`."""
+        layers = sum(layer.products(self.spec.num_patches + 1) for layer in self._layers())
+        return self.spec.num_patches * self.embeddings.patch_embedding.products + layers
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. All images are computed together; features are ``[1 + patches, hidden_size]``
+        an image."""
+        products = self.spec.num_patches * self.embeddings.patch_embedding.products
+        x = yield from by_rows(self.embeddings, products, limit, torch.cat(pixels).to(self.dtype))
+        for layer in self._layers():
+            x = yield from layer.in_stages(x, limit)
         return list(self.post_layernorm(x))
+
+    def _layers(self) -> Iterable[ClipLayer]:
+        return self.encoder["layers"].children()  # type: ignore[return-value]

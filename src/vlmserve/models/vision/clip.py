@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
+from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.models.vision.staged import StagedLayer
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
@@ -134,11 +136,6 @@ class ClipAttention(nn.Module):
         self.out_proj = Linear(spec.hidden_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
         self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual: ``[images, tokens, hidden_size]``; the second is added to the output."""
-        output: Tensor = self.out_proj(self.attention(self.qkv_proj(x)), residual)
-        return output
-
 
 class ClipMLP(nn.Module):
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -149,12 +146,12 @@ class ClipMLP(nn.Module):
         self.fc2 = Linear(spec.intermediate_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual: ``[images, tokens, hidden_size]``; the second is added to the output."""
+        """x, residual: ``[tokens, hidden_size]``; the second is added to the output."""
         output: Tensor = self.fc2(self.fc1(x), residual)
         return output
 
 
-class ClipLayer(nn.Module):
+class ClipLayer(StagedLayer):
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.layer_norm1 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
@@ -162,8 +159,25 @@ class ClipLayer(nn.Module):
         self.layer_norm2 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.mlp = ClipMLP(spec, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.self_attn(self.layer_norm1(x), x)
+    @property
+    def full_attention(self) -> EncoderAttention:
+        """See `StagedLayer.full_attention`."""
+        return self.self_attn.attention
+
+    @property
+    def token_products(self) -> tuple[int, int]:
+        """See `StagedLayer.token_products`."""
+        mlp = self.mlp.fc1.products + self.mlp.fc2.products
+        return self.self_attn.qkv_proj.products, self.self_attn.out_proj.products + mlp
+
+    def before(self, x: Tensor) -> Tensor:
+        """See `StagedLayer.before`."""
+        output: Tensor = self.self_attn.qkv_proj(self.layer_norm1(x))
+        return output
+
+    def behind(self, attended: Tensor, x: Tensor) -> Tensor:
+        """See `StagedLayer.behind`."""
+        x = self.self_attn.out_proj(attended, x)
         output: Tensor = self.mlp(self.layer_norm2(x), x)
         return output
 
@@ -194,11 +208,26 @@ class ClipTower(nn.Module):
         # A dict puts the layers where checkpoints have them, under "encoder.layers".
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """``[images, channels, height, width]`` to ``[images, 1 + patches, hidden_size * feature layers]``."""
-        x = self.pre_layrnorm(self.embeddings(pixels))
-        states = [x]
-        for layer in self.encoder["layers"].children():
-            x = layer(x)
-            states.append(x)
+    @property
+    def products(self) -> int:
+        """Multiplications for an image."""
+        spec = self.spec
+        layers = sum(layer.products(spec.num_patches + 1) for layer in self._layers())
+        return spec.num_patches * self.embeddings.patch_embedding.products + layers
+
+    def in_stages(self, pixels: Tensor, limit: float) -> Stages[Tensor]:
+        """``[images, channels, height, width]`` to ``[images, 1 + patches, hidden_size * feature layers]``.
+
+        limit: multiplications of a stage.
+        """
+        products = self.spec.num_patches * self.embeddings.patch_embedding.products
+        x = yield from by_rows(lambda images: self.pre_layrnorm(self.embeddings(images)), products, limit, pixels)
+        states = {0: x}
+        for number, layer in enumerate(self._layers(), 1):
+            x = yield from layer.in_stages(x, limit)
+            if number in self.feature_layers:
+                states[number] = x
         return torch.cat([states[layer] for layer in self.feature_layers], -1)
+
+    def _layers(self) -> Iterable[ClipLayer]:
+        return self.encoder["layers"].children()  # type: ignore[return-value]

@@ -6,7 +6,7 @@ down to the grid of the whole image's, and projected beside these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
+from vlmserve.layers.stages import Stages, by_rows
 from vlmserve.models.llava import Projector
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
 DEFAULTS: Mapping[str, Any] = {
@@ -95,7 +97,7 @@ class MoondreamSpec:
         return self.side - 2 * self.margin
 
 
-class MoondreamTower(nn.Module):
+class MoondreamTower(StagedVision):
     """A `VisionEncoder`. Pixels of an image are one plane: the whole image at a crop's size in the upper left
     corner, and below it the one that crops are cut from."""
 
@@ -132,13 +134,29 @@ class MoondreamTower(nn.Module):
                 f"the image makes {layers.num_patches} embeddings and has {num_tokens} placeholders"
             )
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of images, one after the other.
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """See `VisionEncoder.example_shape`."""
+        return 1, self.spec.layers.num_channels, *self._plane((1, 1))
 
-        pixels: one float tensor ``[1, 3, height, width]`` an image, on the model's device.
-        Returns one ``[side * side, out_size]`` tensor an image.
-        """
-        return [self._encode(plane[0].to(self.dtype), self._layout(plane.shape)) for plane in pixels]
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """See `VisionEncoder.products`."""
+        rows, columns = self._layout(shape)
+        patches = self.spec.layers.num_patches
+        crop = patches * self.patch_embedding.products + sum(block.products(patches) for block in self._layers())
+        return (1 + rows * columns) * crop + patches * self.projector.products
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. One image after the other; ``[side * side, out_size]`` each."""
+        images = []
+        for plane in pixels:
+            images.append((yield from self._encode(plane[0].to(self.dtype), self._layout(plane.shape), limit)))
+        return images
+
+    def _layers(self) -> Iterable[ClipLayer]:
+        return self.blocks.children()  # type: ignore[return-value]
 
     def _layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of crops."""
@@ -150,18 +168,21 @@ class MoondreamTower(nn.Module):
         size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
         return 2 * size + (layout[0] - 1) * step, size + (layout[1] - 1) * step
 
-    def _encode(self, plane: Tensor, layout: tuple[int, int]) -> Tensor:
+    def _encode(self, plane: Tensor, layout: tuple[int, int], limit: float) -> Stages[Tensor]:
         size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
         crops = plane[:, size:].unfold(1, size, step).unfold(2, size, step).permute(1, 2, 0, 3, 4).flatten(0, 1)
-        x = self.patch_embedding(torch.cat((plane[None, :, :size, :size], crops))) + self.position_embedding
-        for block in self.blocks:
-            x = block(x)
+        crops = torch.cat((plane[None, :, :size, :size], crops))
+        products = self.spec.layers.num_patches * self.patch_embedding.products
+        x = yield from by_rows(self.patch_embedding, products, limit, crops)
+        x = x + self.position_embedding
+        for block in self._layers():
+            x = yield from block.in_stages(x, limit)
         x = self.post_layernorm(x)
         side = self.spec.side
         grid = self._put_together(x[1:].unflatten(1, (side, side)).unflatten(0, layout))
         local = F.adaptive_avg_pool2d(grid.permute(2, 0, 1).float(), side).to(x.dtype)
-        output: Tensor = self.projector(torch.cat((x[0], local.flatten(1).T), -1))
-        return output
+        features = torch.cat((x[0], local.flatten(1).T), -1)
+        return (yield from by_rows(self.projector, self.projector.products, limit, features))
 
     def _put_together(self, crops: Tensor) -> Tensor:
         """``[rows, columns, side, side, size]`` to the grid of all patches: of what crops share, each has one half."""

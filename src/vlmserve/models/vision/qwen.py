@@ -5,7 +5,7 @@ one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
 ROPE_THETA = 10000.0
@@ -121,23 +123,23 @@ class VisionAttention(nn.Module):
         self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
         self._num_heads = spec.num_heads
 
-    def forward(self, x: Tensor, residual: Tensor, layout: Layout, lengths: list[int]) -> Tensor:
-        """x, residual: ``[patches, hidden_size]``; lengths: how many of them attend to each other, one group after the
-        other."""
-        qkv = self.qkv(x)
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``[patches, hidden_size]`` to queries, keys and values side by side."""
+        qkv: Tensor = self.qkv(x)
         heads = qkv.view(len(x), 3, self._num_heads, -1)
         plain = heads[:, :2].flatten(1, 2).float()
         first, second = plain.chunk(2, -1)
-        rotated = torch.cat((first * layout.cos - second * layout.sin, second * layout.cos + first * layout.sin), -1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
         heads[:, :2] = rotated.view_as(heads[:, :2]).to(qkv.dtype)
-        attended = torch.cat(
-            [
-                self.attention(group.view(-1, length, group.shape[-1])).flatten(0, 1)
-                for length, group in _runs(qkv, lengths)
-            ]
-        )
-        output: Tensor = self.proj(attended, residual)
-        return output
+        return qkv
+
+    def attended(self, qkv: Tensor, lengths: list[int], limit: float) -> Stages[Tensor]:
+        """lengths: how many patches see each other, one group behind the other. limit: multiplications of a stage."""
+        parts = []
+        for length, group in _runs(qkv, lengths):
+            groups = group.view(-1, length, group.shape[-1])
+            parts.append((yield from self.attention.in_stages(groups, limit)).flatten(0, 1))
+        return torch.cat(parts)
 
 
 def _runs(rows: Tensor, lengths: list[int]) -> list[tuple[int, Tensor]]:
@@ -166,6 +168,12 @@ class VisionMLP(nn.Module):
             self.fc1 = Linear(size, inner, act=spec.activation, **kind)
             self.fc2 = Linear(inner, size, **kind)
 
+    @property
+    def products(self) -> int:
+        """Multiplications for each patch."""
+        first, second = (self.gate_up_proj, self.down_proj) if self._gated else (self.fc1, self.fc2)
+        return first.products + second.products
+
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
         gated = self._gated
@@ -186,14 +194,34 @@ class VisionLayer(nn.Module):
         self.attn = VisionAttention(spec, dtype=dtype, device=device)
         self.mlp = VisionMLP(spec, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, layout: Layout, lengths: list[int]) -> Tensor:
-        x = self.attn(self.norm1(x), x, layout, lengths)
+    def products(self, lengths: list[int]) -> int:
+        """Multiplications for patches of which so many see each other."""
+        pairs = sum(self.attn.attention.products(length) for length in lengths)
+        return sum(lengths) * sum(self._products) + pairs
+
+    def in_stages(self, x: Tensor, layout: Layout, lengths: list[int], limit: float) -> Stages[Tensor]:
+        """``[patches, hidden_size]`` to the same. limit: multiplications of a stage."""
+        before, behind = self._products
+        qkv = yield from by_rows(self._rotated, before, limit, x, layout.cos, layout.sin)
+        attended = yield from self.attn.attended(qkv, lengths, limit)
+        return (yield from by_rows(self._behind, behind, limit, attended, x))
+
+    @property
+    def _products(self) -> tuple[int, int]:
+        """Multiplications for each patch, before and behind attention."""
+        return self.attn.qkv.products, self.attn.proj.products + self.mlp.products
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.attn.rotated(self.norm1(x), cos, sin)
+
+    def _behind(self, attended: Tensor, x: Tensor) -> Tensor:
+        x = self.attn.proj(attended, x)
         output: Tensor = self.mlp(self.norm2(x), x)
         return output
 
 
 class PatchMerger(nn.Module):
-    """``[patches, hidden_size]`` to ``[patches / merge^2, output_size]``. Modules are named as checkpoints do it."""
+    """Squares of patches to embeddings. products: multiplications for each. Modules are named as checkpoints do it."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -203,13 +231,15 @@ class PatchMerger(nn.Module):
         second = Linear(size, spec.output_size, bias=True, dtype=dtype, device=device)
         self.mlp = nn.ModuleDict({"0": first, "2": second})
         self._size = size
+        self.products = first.products + second.products
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
         output: Tensor = self.mlp["2"](self.mlp["0"](self.ln_q(x).view(-1, self._size)))
         return output
 
 
-class QwenVisionTower(nn.Module):
+class QwenVisionTower(StagedVision):
     """Images of any size, or videos, to embeddings. Modules are named as checkpoints name them."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -239,26 +269,58 @@ class QwenVisionTower(nn.Module):
         if embeddings != num_tokens:
             raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of images or videos, each by itself.
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """See `VisionEncoder.example_shape`. 64 embeddings."""
+        side = 8 * self.spec.patch_size * self.spec.merge
+        return 1, self.spec.num_channels, side, side
 
-        pixels: one float tensor ``[frames, channels, height, width]`` each, on the model's device; the last frame is
-        repeated to fill a patch. Returns one ``[num_tokens, output_size]`` tensor each, frame by frame, row by row.
-        """
-        return [self._encode(image.to(self.dtype)) for image in pixels]
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """See `VisionEncoder.products`."""
+        spec = self.spec
+        deep, down, across = -(-shape[0] // spec.frames), shape[2] // spec.patch_size, shape[3] // spec.patch_size
+        windows = [spec.merge**2 * len(window) for window in self._windows((deep, down, across))]
+        layers = sum(
+            block.products(windows if self._is_windowed(index) else [down * across] * deep)
+            for index, block in enumerate(self._layers())
+        )
+        patches = deep * down * across
+        embeddings = patches // spec.merge**2
+        return layers + patches * self._projection.products + embeddings * self.merger.products
 
-    def _encode(self, pixels: Tensor) -> Tensor:
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. Images or videos ``[frames, channels, height, width]`` each by itself; the
+        last frame is repeated to fill a patch. Embeddings come frame by frame, row by row."""
+        images = []
+        for image in pixels:
+            images.append((yield from self._encode(image.to(self.dtype), limit)))
+        return images
+
+    def _layers(self) -> Iterable[VisionLayer]:
+        return self.blocks.children()  # type: ignore[return-value]
+
+    @property
+    def _projection(self) -> PatchEmbedding:
+        return self.patch_embed["proj"]  # type: ignore[return-value]
+
+    def _is_windowed(self, layer: int) -> bool:
+        return self.spec.window is not None and layer not in self.spec.full_layers
+
+    def _encode(self, pixels: Tensor, limit: float) -> Stages[Tensor]:
         spec = self.spec
         missing = -len(pixels) % spec.frames
         if missing:
             pixels = torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1)))
         grid = len(pixels) // spec.frames, pixels.shape[2] // spec.patch_size, pixels.shape[3] // spec.patch_size
         layout = self._layout(grid, pixels.device)
-        x: Tensor = self.patch_embed["proj"](self._patches(pixels, grid)[layout.order])
-        for index, block in enumerate(self.blocks):
-            windowed = spec.window is not None and index not in spec.full_layers
-            x = block(x, layout, layout.windows if windowed else layout.frames)
-        merged: Tensor = self.merger(x)
+        patches = self._patches(pixels, grid)[layout.order]
+        x = yield from by_rows(self._projection, self._projection.products, limit, patches)
+        for index, block in enumerate(self._layers()):
+            lengths = layout.windows if self._is_windowed(index) else layout.frames
+            x = yield from block.in_stages(x, layout, lengths, limit)
+        merged = yield from by_rows(self.merger, self.merger.products, limit, x.view(-1, spec.merge**2, x.shape[-1]))
         return merged[layout.back]
 
     def _patches(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
@@ -275,11 +337,7 @@ class QwenVisionTower(nn.Module):
         spec = self.spec
         deep, down, across = grid
         unit = spec.merge**2
-        rows, columns = down // spec.merge, across // spec.merge
-        # Of merged patches: frame by frame, window by window, row by row.
-        places = torch.arange(deep * rows * columns).view(deep, rows, columns)
-        side = max(rows, columns, 1) if spec.window is None else spec.window // spec.merge // spec.patch_size
-        windows = [window.flatten() for frame in places for band in frame.split(side) for window in band.split(side, 1)]
+        windows = self._windows(grid)
         merged = torch.cat(windows)
         order = (merged[:, None] * unit + torch.arange(unit)).flatten()
         row, column = self._rows_and_columns(down, across)
@@ -293,6 +351,14 @@ class QwenVisionTower(nn.Module):
             order=order.to(device),
             back=merged.argsort().to(device),
         )
+
+    def _windows(self, grid: tuple[int, int, int]) -> list[Tensor]:
+        """Which merged patches lie in each window: frame by frame, window by window, row by row."""
+        spec = self.spec
+        deep, rows, columns = grid[0], grid[1] // spec.merge, grid[2] // spec.merge
+        places = torch.arange(deep * rows * columns).view(deep, rows, columns)
+        side = max(rows, columns, 1) if spec.window is None else spec.window // spec.merge // spec.patch_size
+        return [window.flatten() for frame in places for band in frame.split(side) for window in band.split(side, 1)]
 
     def _rows_and_columns(self, down: int, across: int) -> tuple[Tensor, Tensor]:
         """Of the patches of a frame, in the order of `_patches`."""

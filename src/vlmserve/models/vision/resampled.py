@@ -5,7 +5,7 @@ Implements `VisionEncoder`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
+from vlmserve.layers.stages import Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
+from vlmserve.models.vision.staged import StagedLayer, StagedVision
 from vlmserve.types import TowerInputs
 
 NORM_EPS = 1e-6
@@ -80,13 +82,10 @@ class TowerAttention(nn.Module):
         self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
         self._num_heads = spec.num_heads
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual: ``[images, patches, hidden_size]``; the second is added to the output."""
-        images, patches, size = x.shape
-        heads = self.in_proj(x).view(images, patches, self._num_heads, 3, -1)
-        qkv = heads.transpose(2, 3).reshape(images, patches, 3 * size)
-        output: Tensor = self.out_proj(self.attention(qkv), residual)
-        return output
+    def qkv(self, x: Tensor) -> Tensor:
+        """``[patches, size]`` to ``[patches, 3 * size]``, queries before keys before values."""
+        heads: Tensor = self.in_proj(x).view(len(x), self._num_heads, 3, -1)
+        return heads.transpose(1, 2).flatten(1)
 
 
 class TowerMLP(nn.Module):
@@ -97,12 +96,12 @@ class TowerMLP(nn.Module):
         self.c_proj = Linear(inner, size, bias=True, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual: ``[images, patches, hidden_size]``; the second is added to the output."""
+        """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
         output: Tensor = self.c_proj(self.c_fc(x), residual)
         return output
 
 
-class TowerLayer(nn.Module):
+class TowerLayer(StagedLayer):
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.ln_1 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
@@ -110,8 +109,24 @@ class TowerLayer(nn.Module):
         self.attn = TowerAttention(spec, dtype=dtype, device=device)
         self.mlp = TowerMLP(spec, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attn(self.ln_1(x), x)
+    @property
+    def full_attention(self) -> EncoderAttention:
+        """See `StagedLayer.full_attention`."""
+        return self.attn.attention
+
+    @property
+    def token_products(self) -> tuple[int, int]:
+        """See `StagedLayer.token_products`."""
+        mlp = self.mlp.c_fc.products + self.mlp.c_proj.products
+        return self.attn.in_proj.products, self.attn.out_proj.products + mlp
+
+    def before(self, x: Tensor) -> Tensor:
+        """See `StagedLayer.before`."""
+        return self.attn.qkv(self.ln_1(x))
+
+    def behind(self, attended: Tensor, x: Tensor) -> Tensor:
+        """See `StagedLayer.behind`."""
+        x = self.attn.out_proj(attended, x)
         output: Tensor = self.mlp(self.ln_2(x), x)
         return output
 
@@ -150,8 +165,14 @@ class Resampler(nn.Module):
         projected = width != size
         self.kv_proj = Linear(width, size, bias=False, dtype=dtype, device=device) if projected else nn.Identity()
         self.attn = CrossAttention(size, dtype=dtype, device=device)
+        self._key_products = width * size * projected + 2 * size * size + 2 * count * size
+        self._query_products = 2 * count * size * size
         self.ln_q = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
         self.ln_kv = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
+
+    def products(self, patches: int) -> int:
+        """Multiplications for an image of that many patches."""
+        return patches * self._key_products + self._query_products
 
     def forward(self, patches: Tensor) -> Tensor:
         value = self.ln_kv(self.kv_proj(patches))
@@ -160,7 +181,7 @@ class Resampler(nn.Module):
         return output
 
 
-class ResampledVision(nn.Module):
+class ResampledVision(StagedVision):
     """Images of one size to as many embeddings each. Modules are named as checkpoints name them."""
 
     def __init__(self, spec: ResampledSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -189,16 +210,39 @@ class ResampledVision(nn.Module):
                 f"the image makes {self.spec.num_queries} embeddings and has {num_tokens} placeholders"
             )
 
-    def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """Embeddings of images, in one call.
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """See `VisionEncoder.example_shape`."""
+        tower = self.spec.tower
+        return 1, tower.num_channels, tower.image_size, tower.image_size
 
-        pixels: one float tensor ``[1, channels, height, width]`` an image, on the model's device.
-        Returns one ``[num_queries, output_size]`` tensor an image, ready to replace its placeholders' embeddings.
-        """
-        if not pixels:
-            return []
-        patches = self.conv1(torch.cat(pixels).to(self.dtype))
-        x = self.ln_pre(patches + interpolated(self.positional_embedding, patches.shape[1]))
-        for layer in self.transformer["resblocks"].children():
-            x = layer(x)
-        return list(self.ln_post(self.attn_pool(x)) @ self.proj)
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        """See `VisionEncoder.products`."""
+        patches = self.spec.tower.num_patches
+        layers = sum(layer.products(patches) for layer in self._layers())
+        return patches * self.conv1.products + layers + self._pool_products
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. All images are computed together."""
+        count = self.spec.tower.num_patches
+        images = torch.cat(pixels).to(self.dtype)
+        patches = yield from by_rows(self.conv1, count * self.conv1.products, limit, images)
+        x = self.ln_pre(patches + interpolated(self.positional_embedding, count))
+        for layer in self._layers():
+            x = yield from layer.in_stages(x, limit)
+        return list((yield from by_rows(self._pool, self._pool_products, limit, x)))
+
+    @property
+    def _pool_products(self) -> int:
+        size, queries = self.spec.output_size, self.spec.num_queries
+        return self.attn_pool.products(self.spec.tower.num_patches) + queries * size * size
+
+    def _pool(self, patches: Tensor) -> Tensor:
+        """``[images, patches, width]`` to ``[images, num_queries, output_size]``."""
+        output: Tensor = self.ln_post(self.attn_pool(patches)) @ self.proj
+        return output
+
+    def _layers(self) -> Iterable[TowerLayer]:
+        return self.transformer["resblocks"].children()  # type: ignore[return-value]

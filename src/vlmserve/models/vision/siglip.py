@@ -3,7 +3,7 @@ SmolVLM have it see images that need not have the size of its table of positions
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vlmserve.layers.linear import Embedding
 from vlmserve.layers.norm import LayerNorm
+from vlmserve.layers.stages import Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
 
 IDEFICS3_KINDS = ("idefics3_vision", "idefics3", "smolvlm_vision", "smolvlm")
@@ -65,7 +66,7 @@ class SiglipEmbeddings(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``: the normed output of all layers.
+    """Images to the states of their patches.
 
     stretched: positions are those of `patch_positions`; otherwise all images have the size of their table. Modules
     are named as checkpoints name them.
@@ -79,9 +80,23 @@ class SiglipTower(nn.Module):
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        x = self.embeddings(pixels)
-        for layer in self.encoder["layers"].children():
-            x = layer(x)
+    def products(self, num_patches: int) -> int:
+        """Multiplications for an image of that many patches."""
+        patches = num_patches * self.embeddings.patch_embedding.products
+        return patches + sum(layer.products(num_patches) for layer in self._layers())
+
+    def in_stages(self, pixels: Tensor, limit: float) -> Stages[Tensor]:
+        """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``: the normed output of all layers.
+
+        limit: multiplications of a stage.
+        """
+        num_patches = (pixels.shape[2] // self.spec.patch_size) * (pixels.shape[3] // self.spec.patch_size)
+        products = num_patches * self.embeddings.patch_embedding.products
+        x = yield from by_rows(self.embeddings, products, limit, pixels)
+        for layer in self._layers():
+            x = yield from layer.in_stages(x, limit)
         output: Tensor = self.post_layernorm(x)
         return output
+
+    def _layers(self) -> Iterable[ClipLayer]:
+        return self.encoder["layers"].children()  # type: ignore[return-value]

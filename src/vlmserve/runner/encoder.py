@@ -1,0 +1,121 @@
+"""Images through the vision tower, whole or step by step, and what came of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vlmserve.models.protocols import LoadedModel, VisionEncoder
+from vlmserve.steps import CrossStates, SchedulerOutput
+from vlmserve.types import ImageInput, TowerInputs
+
+WARM_UP_STAGES = 16
+
+
+class ImageEncoder:
+    """Owns the embeddings of cached images, cross-attention states, and the images that are being encoded.
+
+    embeddings: by key, what `VisionEncoder.encode` and `CrossEncoder.encode` gave.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._limit = model.device.stage_products
+        self.embeddings: dict[bytes, Tensor] = {}
+        self._unfinished: dict[bytes, _Encoding] = {}
+
+    def run(self, step: SchedulerOutput) -> int:
+        """Evict and encode what a step says. Returns how many multiplications the tower made."""
+        for key in step.embeddings_to_evict:
+            if self._unfinished.pop(key, None) is None:
+                del self.embeddings[key]
+        products = self._encode(step.images_to_encode)
+        for one in step.encodings:
+            if one.image is not None:
+                pixels = self._pixels(one.image)
+                self._unfinished[one.key] = _Encoding(self._tower, pixels, one.image.tiling, self._limit)
+            # It may have been finished before the step in which the scheduler counts on it.
+            if (encoding := self._unfinished.get(one.key)) is not None:
+                products += encoding.advance(math.inf if one.products is None else one.products)
+                if encoding.result is not None:
+                    self.embeddings[one.key] = encoding.result
+                    del self._unfinished[one.key]
+        self._compute_cross_states(step.cross_states)
+        return products
+
+    @torch.inference_mode()
+    def warm_up(self) -> tuple[int, float]:
+        """Send the beginning of an image through the tower, twice, so that no request pays for what is done only once.
+
+        Returns multiplications and seconds of the second time; (0, 0.0) for a tower that takes no made-up images.
+        """
+        if self._model.vision is None or (shape := self._model.vision.example_shape) is None:
+            return 0, 0.0
+        device = self._model.device
+        pixels = torch.zeros(shape, device=device.torch_device, dtype=self._model.dtype)
+        wanted = WARM_UP_STAGES * self._limit
+        _Encoding(self._model.vision, pixels, None, self._limit).advance(wanted)
+        clock = device.clock()
+        products = _Encoding(self._model.vision, pixels, None, self._limit).advance(wanted)
+        clock.mark()
+        [seconds] = clock.seconds()
+        return products, seconds
+
+    @property
+    def _tower(self) -> VisionEncoder:
+        if self._model.vision is None:
+            raise ValueError("the model has no vision encoder")
+        return self._model.vision
+
+    def _pixels(self, image: ImageInput) -> Tensor:
+        # Not from_numpy: it warns of read-only arrays, and images' pixels are read-only, since requests share them.
+        return torch.tensor(image.pixels, device=self._model.device.torch_device, dtype=self._model.dtype)
+
+    def _encode(self, images: list[ImageInput]) -> int:
+        """All of them in one call."""
+        if not images:
+            return 0
+        encoded = self._tower.encode([self._pixels(image) for image in images], [image.tiling for image in images])
+        for image, embeddings in zip(images, encoded, strict=True):
+            # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
+            self.embeddings[image.key] = embeddings.clone()
+        return sum(self._tower.products(image.pixels.shape, image.tiling) for image in images)
+
+    def _compute_cross_states(self, wanted: list[CrossStates]) -> None:
+        if not wanted:
+            return
+        if self._model.cross is None:
+            raise ValueError("the model has no cross attention")
+        features = [self.embeddings[one.image_key] for one in wanted]
+        states = self._model.cross.encode(features, [one.token_ids for one in wanted])
+        for one, rows in zip(wanted, states, strict=True):
+            self.embeddings[one.key] = rows
+
+
+class _Encoding:
+    """An image on its way through the tower. result: its embeddings, once they are there."""
+
+    def __init__(self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, limit: float) -> None:
+        self.result: Tensor | None = None
+        self._stages = tower.in_stages([pixels], [tiling], limit)
+        self._next = next(self._stages)
+        self._allowed = 0.0
+
+    def advance(self, products: float) -> int:
+        """Compute stages of as many more multiplications; what is too little for the next one is kept for later.
+
+        Returns how many were made.
+        """
+        self._allowed += products
+        made = 0
+        while self.result is None and self._next <= self._allowed:
+            self._allowed -= self._next
+            made += self._next
+            try:
+                self._next = next(self._stages)
+            except StopIteration as end:
+                [embeddings] = end.value
+                self.result = embeddings.clone()
+        return made

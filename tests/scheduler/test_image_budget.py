@@ -1,0 +1,189 @@
+"""Images that take several steps because others are generating: how far each gets, and when it is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduler.made_up import cross_input, finish, image, plan, request, run, sampled, scheduler
+from vlmserve.scheduler.encoder_budget import FIRST_STEP_SECONDS, EncoderBudget
+from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
+
+
+def busy_scheduler(budget: float, **settings) -> Scheduler:
+    """One in which a request generates, and steps may make so many multiplications; an image's embedding takes 10."""
+    s = scheduler(**settings)
+    s.encoder_budget = lambda: budget
+    s.add(request("text", 3, max_tokens=1000))
+    run(s)
+    return s
+
+
+def encoded(step: SchedulerOutput) -> list[tuple[int, int | None]]:
+    return [(one.key[0], one.products) for one in step.encodings]
+
+
+def test_an_image_takes_as_many_steps_as_its_multiplications_do():
+    s = busy_scheduler(15)
+    s.add(request("a", 10, images=[(image(1, 4), 2)]))
+    step, _ = run(s)
+    assert (plan(step), encoded(step), step.images_to_encode) == ([("text", 1), ("a", 2)], [(1, 15)], [])
+    assert step.encodings[0].image is not None
+    step, _ = run(s)
+    assert (plan(step), encoded(step)) == ([("text", 1)], [(1, 15)])
+    assert step.encodings[0].image is None, "pixels are sent once"
+    step, _ = run(s)
+    assert (plan(step), encoded(step)) == ([("text", 1), ("a", 8)], [(1, None)])
+    step, _ = run(s)
+    assert (plan(step), step.encoded_keys) == ([("text", 1), ("a", 1)], [])
+
+
+def test_what_fits_is_encoded_at_once_and_what_is_left_goes_to_the_next_image():
+    s = busy_scheduler(55)
+    for number in (1, 2, 3):
+        s.add(request(str(number), 8, images=[(image(number, 4), 2)]))
+    step, _ = run(s)
+    assert [one.key[0] for one in step.images_to_encode] == [1]
+    assert encoded(step) == [(2, 15)]
+    assert ("3", 2) in plan(step)
+    step, _ = run(s)
+    assert (step.images_to_encode, encoded(step)) == ([], [(2, None), (3, 30)])
+
+
+def test_without_anybody_who_generates_there_is_no_bound():
+    s = scheduler()
+    s.encoder_budget = lambda: 1
+    s.add(request("a", 10, images=[(image(1, 4), 2)]))
+    step, _ = run(s)
+    assert (len(step.images_to_encode), step.encodings) == (1, [])
+
+
+def test_once_nobody_generates_an_image_is_finished_at_once():
+    s = busy_scheduler(1)
+    s.add(request("a", 10, images=[(image(1, 4), 2)]))
+    run(s)
+    s.abort(["text"])
+    step, _ = run(s)
+    assert encoded(step) == [(1, None)]
+    finish(s)
+
+
+def test_two_who_need_an_image_wait_for_the_same_one():
+    s = busy_scheduler(15)
+    for name in ("a", "b"):
+        s.add(request(name, 10, images=[(image(1, 4), 2)], token=ord(name)))
+    seen = [encoded(run(s)[0]) for _ in range(3)]
+    assert seen == [[(1, 15)], [(1, 15)], [(1, None)]]
+    assert (s.images.queries, s.images.hits) == (2, 1)
+
+
+def test_an_image_that_nobody_needs_any_more_is_given_up():
+    s = busy_scheduler(15)
+    s.add(request("a", 10, images=[(image(1, 4), 2)]))
+    run(s)
+    s.abort(["a"])
+    assert (s.images.cache.used_bytes, len(s.images.cache)) == (0, 0)
+    step, _ = run(s)
+    assert (step.embeddings_to_evict, step.encodings) == ([image(1, 4).key], [])
+    s.add(request("again", 10, images=[(image(1, 4), 2)]))
+    step, _ = run(s)
+    assert (encoded(step), step.embeddings_to_evict) == ([(1, 15)], [])
+    assert step.encodings[0].image is not None, "it begins anew"
+
+
+def test_an_image_that_is_given_up_and_asked_for_again_begins_anew_in_the_same_step():
+    s = busy_scheduler(15)
+    s.add(request("a", 10, images=[(image(1, 4), 2)]))
+    run(s)
+    s.abort(["a"])
+    s.add(request("b", 10, images=[(image(1, 4), 2)]))
+    step, _ = run(s)
+    assert (step.embeddings_to_evict, encoded(step)) == ([image(1, 4).key], [(1, 15)])
+    assert step.encodings[0].image is not None
+
+
+def test_an_image_that_another_one_needs_goes_on():
+    s = busy_scheduler(15)
+    for name in ("a", "b"):
+        s.add(request(name, 10, images=[(image(1, 4), 2)], token=ord(name)))
+    run(s)
+    s.abort(["a"])
+    step, _ = run(s)
+    assert (step.embeddings_to_evict, encoded(step)) == ([], [(1, 15)])
+
+
+def test_a_request_that_is_preempted_gives_its_image_up():
+    s = busy_scheduler(1, num_blocks=6)
+    s.add(request("a", 12, images=[(image(1, 4), 2)]))
+    run(s)
+    while not s.num_preemptions:
+        run(s)
+    assert len(s.images.cache) == 0
+    assert not s.images._unfinished
+    s.abort(["text"])
+    assert [one.token_ids for one in finish(s)] == [[7]] * 3
+
+
+def test_a_request_that_fails_gives_its_image_up():
+    """Its logits for the first token of a preempted answer, say; here those of the prompt before the image."""
+    s = busy_scheduler(15)
+    s.add(request("a", 10, images=[(image(1, 4), 2)]))
+    step = s.schedule()
+    output = sampled(s, step, 7)
+    output.token_ids["a"] = []
+    output.failures["a"] = RequestFailure("not_finite")
+    ended = {one.request_id: one.finish_reason for one in s.update(step, output)}
+    assert ended == {"text": None, "a": "error"}
+    assert len(s.images.cache) == 0
+    assert s.schedule().embeddings_to_evict == [image(1, 4).key]
+
+
+def test_cross_attention_states_wait_for_their_image():
+    s = busy_scheduler(15)
+    s.add(request("a", 5, cross=cross_input(1, 4, 3)))
+    s.add(request("b", 5, cross=cross_input(1, 4, 3), token=2))
+    steps = [run(s)[0] for _ in range(3)]
+    assert [encoded(step) for step in steps] == [[(1, 15)], [(1, 15)], [(1, None)]]
+    assert [len(step.cross_states) for step in steps] == [0, 0, 1]
+    assert plan(steps[2]) == [("text", 1), ("a", 5), ("b", 5)]
+    assert (s.images.queries, s.images.hits) == (2, 1)
+    s.abort(["a", "b"])
+    assert s.images.cache.num_pinned == 0
+
+
+@pytest.mark.parametrize("aborted", [["a"], ["b"], ["a", "b"]])
+def test_cross_attention_states_that_were_never_computed_are_not_evicted(aborted):
+    s = busy_scheduler(15)
+    for name, text in (("a", 3), ("b", 2)):
+        s.add(request(name, 5, cross=cross_input(1, 4, text)))
+    run(s)
+    s.abort(aborted)
+    step, _ = run(s)
+    assert step.embeddings_to_evict == ([image(1, 4).key] if len(aborted) == 2 else [])
+    s.abort(["text"])
+    answers = finish(s)
+    assert {one.request_id for one in answers} == {"a", "b"} - {*aborted}
+    assert s.images.cache.num_pinned == 0
+
+
+def test_a_budget_is_a_share_of_the_time_that_steps_take():
+    budget = EncoderBudget(0.5)
+    assert budget() == float("inf"), "the tower's rate is not known"
+    budget.encoded(1000, 2.0)
+    assert budget() == pytest.approx(0.5 * FIRST_STEP_SECONDS * 500) or budget() == 1
+    budget.generated(8.0)
+    assert budget() == pytest.approx(2000)
+    budget.generated(4.0)
+    assert 1000 < budget() < 2000
+    budget.encoded(0, 3.0)
+    assert budget.seconds_per_product == 0.002
+    assert EncoderBudget(float("inf"))() == float("inf")
+
+
+def test_no_output_of_a_runner_is_needed_for_an_image_alone():
+    s = busy_scheduler(15)
+    s.abort(["text"])
+    s.encoder_budget = lambda: 15
+    s.add(request("a", 10, images=[(image(1, 4), 0)]))
+    step = s.schedule()
+    assert s.update(step, ModelRunnerOutput(token_ids={"a": [7]}))[0].token_ids == [7]
