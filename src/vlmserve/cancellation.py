@@ -20,7 +20,7 @@ def check_cancelled() -> None:
     """Raises CancelledWorkError if nobody waits for what this thread does. Work that takes long calls it often."""
     event = _cancelled.get()
     if event is not None and event.is_set():
-        raise CancelledWorkError("nobody waits for this any more")
+        raise CancelledWorkError("the result is no longer needed")
 
 
 async def run_in_thread(executor: Executor, work: Callable[[], Result]) -> Result:

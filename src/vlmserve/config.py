@@ -88,7 +88,7 @@ def parse_list(text: str) -> list[Any]:
     try:
         entries: list[Any] = json.loads(text)
     except ValueError as error:
-        raise ValueError(f'{text!r} is no list in JSON ({error}); write a,b or ["a", "b"]') from None
+        raise ValueError(f'{text!r} is not a JSON list ({error}); write a,b or ["a", "b"]') from None
     return entries
 
 
@@ -131,7 +131,7 @@ class Settings(BaseModel):
         """
         parts = annotation_parts(cls.model_fields[str(info.field_name)])
         if isinstance(value, bool) and bool not in parts:
-            raise ValueError("write a value; true and false are none here")
+            raise ValueError("write a value; true and false are not allowed here")
         if not isinstance(value, str):
             return value
         if any(get_origin(part) is tuple for part in parts):

@@ -25,7 +25,7 @@ def pack(message: Any) -> Frames:
 
     def take_out(value: Any) -> Any:
         if not isinstance(value, np.ndarray):
-            raise TypeError(f"{type(value)} has no place in a message")
+            raise TypeError(f"{type(value)} cannot be sent in a message")
         if id(value) not in places:
             arrays.append(np.ascontiguousarray(value, dtype=np.float32).data)
             places[id(value)] = len(arrays)

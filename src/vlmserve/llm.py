@@ -35,7 +35,7 @@ Outcome: TypeAlias = RequestOutput | InvalidRequestError
 UNBOUNDED_QUEUE = 2**31
 """Offline, all requests come from one caller who waits for them, so a full queue would only be in the way."""
 WINDOWS = 4
-"""Times as many results as requests that are under way at once wait for an earlier one that takes long."""
+"""Finished results may wait for an earlier, slow one, up to this many times the running requests."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -287,7 +287,7 @@ class LLM:
             text = self._preparer.text(prompt["prompt"], images, allow_local=True, cache_salt=salt)
             return Prepared(text, salt, prompt["prompt"])
         if images:
-            raise InvalidRequestError('images need a "prompt" in words, not token ids', param="prompt")
+            raise InvalidRequestError('images need a text "prompt", not token ids', param="prompt")
         if not _are_token_ids(prompt["prompt_token_ids"]):
             raise InvalidRequestError("prompt_token_ids must be a list of token ids", param="prompt")
         return Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
@@ -367,7 +367,7 @@ class _Call:
             )
         if not isinstance(items, Sequence):
             raise InvalidRequestError(
-                "one SamplingParams for all is wanted where an iterator gives the inputs", param="sampling_params"
+                "inputs from an iterator take one SamplingParams for all", param="sampling_params"
             )
         if len(params) != len(items):
             raise InvalidRequestError(

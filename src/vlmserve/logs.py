@@ -92,7 +92,7 @@ def _catch_other_lines() -> None:
         if issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
             return
-        logging.getLogger(__name__).critical("Nobody caught this", exc_info=(kind, error, trace))
+        logging.getLogger(__name__).critical("Uncaught exception", exc_info=(kind, error, trace))
 
     def uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_value is not None and not issubclass(arguments.exc_type, SystemExit):

@@ -83,7 +83,7 @@ def test_ours_is_preferred_and_the_log_says_which_it_is(tmp_path: Path, caplog: 
         assert "LlamaForCausalLM runs by transformers' implementation" in " ".join(caplog.messages)
         caplog.clear()
         engine(make(tmp_path / "theirs", "GPTNeoX"))
-        assert "no implementation of our own: architecture 'GPTNeoXForCausalLM'" in caplog.messages[0]
+        assert "vlmserve has no implementation: architecture 'GPTNeoXForCausalLM'" in caplog.messages[0]
         assert "GPTNeoXForCausalLM runs by transformers'" in " ".join(caplog.messages)
     with pytest.raises(UnsupportedModelError, match=r"'GPTNeoXForCausalLM' is not supported.*all that are: "):
         engine(tmp_path / "theirs", model_impl="vlmserve")

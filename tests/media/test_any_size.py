@@ -144,5 +144,5 @@ def test_an_image_of_low_detail_is_small_unless_the_request_says_how_large() -> 
 
 
 def test_an_image_that_is_too_narrow_is_refused() -> None:
-    with pytest.raises(InvalidImageError, match="200 times as long as wide"):
+    with pytest.raises(InvalidImageError, match="200 times as long as the other"):
         AnySizeProcessor.from_settings(SETTINGS).process(DecodedImage.whole(noise(1, 201)))

@@ -170,7 +170,7 @@ def test_a_stream_counts_until_it_ends_or_its_client_leaves(guarded, keys):
         assert account.num_running == 1
         refused = ask(guarded, key)
         assert refused.status_code == 429
-        assert "1 requests under way" in refused.json()["error"]["message"]
+        assert "1 running requests" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"] == "1"
     wait_until(lambda: account.num_running == 0)
     assert ask(guarded, key).status_code == 200

@@ -224,7 +224,7 @@ def test_tokens_are_paid_afterwards_and_debts_are_waited_for(clock):
 def test_concurrency_counts_what_is_under_way(clock):
     asking = account(clock, max_concurrency=2)
     with asking.admit(), asking.admit():
-        with pytest.raises(RefusedError, match="2 requests under way"), asking.admit():
+        with pytest.raises(RefusedError, match="2 running requests"), asking.admit():
             pass
         assert asking.num_running == 2
     with asking.admit():

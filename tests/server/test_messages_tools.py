@@ -339,7 +339,7 @@ def history(call: Any, *answer: Any) -> list[Any]:
     ("fields", "message"),
     [
         ({"thread": {"type": "create"}}, "thread is not supported here"),
-        ({"tools": [], "tool_choice": ANY}, "tool_choice wants a call, but there are no tools"),
+        ({"tools": [], "tool_choice": ANY}, "tool_choice requires a call, but there are no tools"),
         ({"tool_choice": {"type": "tool", "name": "fly"}}, "tool_choice names 'fly'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: Field is missing"),
         ({"tool_choice": {"type": "required"}}, "tool_choice: Input should be an object with a type out of 'auto'"),

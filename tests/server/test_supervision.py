@@ -155,7 +155,7 @@ def test_a_loop_of_crashes_ends_with_a_clear_line(folder):
         line = last_line(server)
     assert line == (
         "EngineDeadError The engine process was killed by SIGKILL. The engine has died 3 times in a row "
-        "(--max-restarts); the server gives up"
+        "(--max-restarts); the server exits"
     )
 
 
@@ -172,7 +172,7 @@ def test_an_exception_in_the_engine_is_named_to_who_asked_and_at_the_end(folder)
         assert second.error["code"] == "engine_dead"
         line = last_line(server)
     assert "OverflowError" in line
-    assert line.endswith("died 2 times in a row (--max-restarts); the server gives up")
+    assert line.endswith("died 2 times in a row (--max-restarts); the server exits")
 
 
 def test_an_engine_that_cannot_load_again_is_given_up_with_the_reason(folder, tmp_path):

@@ -95,7 +95,7 @@ def config(
     from vlmserve.cli.reference import reference_page
 
     if as_json + as_toml + reference > 1:
-        raise ConfigurationError("--json, --toml and --reference are three ways of showing; give one of them")
+        raise ConfigurationError("give only one of --json, --toml and --reference")
     settings = {"server": server, "engine": engine, "media": media}
     if reference:
         print(reference_page(), end="")

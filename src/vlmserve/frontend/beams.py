@@ -188,8 +188,8 @@ async def _only_output(stream: EngineStream) -> EngineOutput:
     async for output in stream:
         if output.finish_reason not in ("abort", "error"):
             return output
-        raise VLMServeError(output.error or "The engine gave up on this request")
-    raise VLMServeError("The engine said nothing of a beam")
+        raise VLMServeError(output.error or "The engine aborted this request")
+    raise VLMServeError("The engine returned no output for a beam")
 
 
 def _check_params(params: SamplingParams) -> None:

@@ -424,7 +424,7 @@ def _quoted_json(value: Any, quotation: Quotation) -> Any:
 def _transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
     _refuse_bounds(media)
     if tokenizer.image_token_id is None:
-        raise UnsupportedModelError("no token stands for its images, so that it does not run by transformers' code")
+        raise UnsupportedModelError("it has no placeholder token for images, so it cannot run by transformers' code")
     processor = TransformersProcessor(folder, tokenizer.image_token_id)
     tokenizer.mark_images(processor.mark)
     return processor
@@ -463,7 +463,7 @@ def _split_words(tokenizer: Tokenizer) -> SplitWords:
     named = tokenizer.special_tokens
     around = named.get("fake_image_token", "<fake_token_around_image>")
     if tokenizer.token_id(around) is None:
-        raise ModelLoadError(f"the tokenizer has no token {around}, which stands around the tiles of images")
+        raise ModelLoadError(f"the tokenizer has no token {around}, which is needed around the tiles of images")
     return SplitWords(
         encode=partial(tokenizer.encode, add_special_tokens=False),
         image_token=tokenizer.image_token,

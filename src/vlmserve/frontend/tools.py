@@ -341,7 +341,7 @@ def _embedded(answer: Grammar, bounds: JSONBounds) -> str:
     if answer.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(answer.text)))
     raise InvalidRequestError(
-        f"{answer.source} does not go together with tools that the model may but need not call; use a JSON schema, or "
+        f"{answer.source} cannot be combined with tools that the model may but need not call; use a JSON schema, or "
         "set tool_choice to none or required",
         param=answer.source,
     )

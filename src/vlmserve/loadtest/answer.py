@@ -112,7 +112,7 @@ class Answer:
         if not self._streams:
             self._event(self._rest, self.ended)
         if not self.is_whole:
-            raise RequestFailedError("broken stream", "the stream ended before the answer had")
+            raise RequestFailedError("broken stream", "the stream ended before the answer was complete")
 
     def _event(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
@@ -121,7 +121,7 @@ class Answer:
         try:
             chunk = _chunk.decode(data)
         except msgspec.DecodeError as error:
-            raise RequestFailedError("broken stream", f"an event is no completion: {error}") from None
+            raise RequestFailedError("broken stream", f"an event is not a completion: {error}") from None
         if chunk.error != _NOTHING:
             code, message = _describe(bytes(chunk.error))
             raise RequestFailedError(f"error in the stream{code}", message)

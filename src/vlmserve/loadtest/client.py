@@ -139,7 +139,7 @@ class Client:
         except ValueError:
             port = 0
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise ConfigurationError(f"{url!r} is no URL of a server; write one like http://127.0.0.1:8000")
+            raise ConfigurationError(f"{url!r} is not the URL of a server; write one like http://127.0.0.1:8000")
         self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._ssl = _tls(insecure) if parts.scheme == "https" else None
         self._timeout = timeout
@@ -165,7 +165,7 @@ class Client:
             async with asyncio.timeout(self._timeout):
                 return await self._send(request, sink)
         except TimeoutError:
-            raise RequestFailedError("timeout", f"no whole answer within {self._timeout:g} seconds") from None
+            raise RequestFailedError("timeout", f"no complete answer within {self._timeout:g} seconds") from None
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """A whole answer: its status and body. Raises RequestFailedError."""

@@ -46,9 +46,9 @@ def read_dataset(config: WorkloadConfig) -> list[Entry]:
         raise ConfigurationError(f"--dataset-path {path}: the file cannot be read: {error.strerror}") from None
     entries = [_entry(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not entries:
-        raise ConfigurationError(f"--dataset-path {path}: there is nothing in it; write a JSON object on each line")
+        raise ConfigurationError(f"--dataset-path {path}: the file is empty; write a JSON object on each line")
     if config.images or config.turns > 1:
-        raise ConfigurationError("--images and --turns are of random workloads; a dataset has its own")
+        raise ConfigurationError("--images and --turns are for random workloads; a dataset has its own")
     return entries
 
 
@@ -61,7 +61,7 @@ def _entry(path: Path, number: int, text: bytes) -> Entry:
     if (line.prompt is None) == (line.messages is None):
         raise ConfigurationError(f"{where}: needs either prompt or messages")
     if line.messages is not None and line.images:
-        raise ConfigurationError(f"{where}: images go beside a prompt; in messages they are parts of their own")
+        raise ConfigurationError(f"{where}: images belong to a prompt; in messages they are content parts")
     urls = [_url(path.parent, image, where) for image in line.images]
     return Entry(number, line.prompt, line.messages, urls, line.max_tokens or line.output_tokens)
 

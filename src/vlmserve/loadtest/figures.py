@@ -130,7 +130,7 @@ def histogram(values: Sequence[float]) -> Histogram | None:
 
 
 def concurrency(records: Sequence[Record]) -> tuple[float, int]:
-    """Requests that were under way at a time: on average, and at most."""
+    """Running requests: on average, and at most."""
     if not records:
         return 0.0, 0
     sent = np.array([record.sent for record in records])

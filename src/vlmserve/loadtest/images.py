@@ -21,7 +21,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
     """Width and height in pixels. Raises ConfigurationError for text that is no size."""
     match = re.fullmatch(r"\s*(\d+)\s*[x*,]\s*(\d+)\s*", text)
     if match is None or not all(0 < int(side) <= MAX_SIDE for side in match.groups()):
-        raise ConfigurationError(f"--image-size {text!r} is no size of an image; write WIDTHxHEIGHT, like 640x480")
+        raise ConfigurationError(f"--image-size {text!r} is not an image size; write WIDTHxHEIGHT, like 640x480")
     return int(match[1]), int(match[2])
 
 

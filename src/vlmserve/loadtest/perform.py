@@ -208,7 +208,7 @@ def _check(config: TestConfig) -> None:
     if not config.goal.find_rate:
         return
     if not objectives:
-        raise ConfigurationError("--find-rate needs objectives to keep: --slo ttft=500ms,tpot=50ms")
+        raise ConfigurationError("--find-rate needs objectives: --slo ttft=500ms,tpot=50ms")
     if config.load.ramp_up_strategy is not None or config.load.request_rate == math.inf:
         raise ConfigurationError("--find-rate tries rates of its own; --request-rate is the first of them")
 

@@ -41,7 +41,7 @@ class Goodput(msgspec.Struct, frozen=True):
 
 
 class Concurrency(msgspec.Struct, frozen=True):
-    """Requests under way at a time."""
+    """Running requests at a time."""
 
     mean: float
     peak: int

@@ -22,7 +22,7 @@ def parse_objective(text: str) -> tuple[str, float]:
     """
     match = re.fullmatch(r"\s*(\w+)\s*[=:]\s*(\d+(?:\.\d+)?)\s*(s|ms|us)?\s*", text)
     if match is None or match[1] not in OBJECTIVES:
-        raise ValueError(f"{text!r} is no objective; write {'=500ms, '.join(OBJECTIVES)}=500ms")
+        raise ValueError(f"{text!r} is not an objective; write {'=500ms, '.join(OBJECTIVES)}=500ms")
     return match[1], float(match[2]) * SECONDS[match[3] or "ms"]
 
 

@@ -104,7 +104,7 @@ async def _find_model(client: Client, wanted: str | None, url: str) -> tuple[str
     except RequestFailedError as error:
         raise TargetError(f"there is no server at {url}: {error}") from None
     if status in (401, 403):
-        raise TargetError(f"{url} wants a key ({http_failure(status, body)}); give --api-key")
+        raise TargetError(f"{url} needs a key ({http_failure(status, body)}); give --api-key")
     models: list[dict[str, Any]] = []
     if status == 200:
         try:

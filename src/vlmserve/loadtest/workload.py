@@ -139,7 +139,7 @@ def _dataset_session(entry: Any, config: WorkloadConfig, *, is_chat: bool) -> Se
     images = [image_part(url) for url in entry.urls]
     if not is_chat:
         if entry.prompt is None or images:
-            raise ConfigurationError(f"--dataset-path: line {entry.line} is no completion's; it needs a prompt alone")
+            raise ConfigurationError(f"--dataset-path: line {entry.line} is not a completion; it needs only a prompt")
         content: Fragments = (msgspec.json.encode(entry.prompt),)
     elif entry.messages is not None:
         content = (msgspec.json.encode(entry.messages)[1:-1],)

@@ -123,8 +123,8 @@ class AnySizeProcessor(PixelProcessor):
         width, height = size
         if max(size) > LARGEST_ASPECT * min(size):
             raise InvalidImageError(
-                f"the image has {width} x {height} pixels; the model takes none that is more than {LARGEST_ASPECT} "
-                "times as long as wide"
+                f"the image has {width} x {height} pixels; one side may be at most {LARGEST_ASPECT} times as long as "
+                "the other"
             )
         side, least, most = self._recipe.side, self._recipe.min_pixels, self._recipe.max_pixels
         down, across = round(height / side), round(width / side)

@@ -128,7 +128,7 @@ class _GuardedBackend(httpcore.NetworkBackend):
     ) -> httpcore.NetworkStream:
         allowed = host.lower() in self._allowed_hosts
         if self._domains and not allowed and host.lower() not in self._domains:
-            raise _ForbiddenAddressError(f"{host} is none of the hosts that the operator allows")
+            raise _ForbiddenAddressError(f"{host} is not one of the hosts that the operator allows")
         addresses = _resolve(host, port, _remaining(self._deadline))
         # One message for both, so that nobody learns which names there are inside the network.
         if not allowed and not (addresses and all(map(is_public, addresses))):

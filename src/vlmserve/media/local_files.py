@@ -36,7 +36,7 @@ def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") 
     try:
         path = named.resolve()
     except (OSError, RuntimeError, ValueError):  # a loop of links, or a null byte
-        raise ImageFetchError(f"the {kind}'s URL leads nowhere") from None
+        raise ImageFetchError(f"the {kind}'s file does not exist") from None
     if not path.is_relative_to(root):
         raise ImageFetchError(f"the {kind} is not in the folder that --allowed-media-path allows")
     return _read(path, limits, kind)

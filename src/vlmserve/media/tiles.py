@@ -62,7 +62,7 @@ class AnyResolutionProcessor(PixelProcessor):
         if (self._tile_processor.height, self._side**2) != (tile, self._tile_processor.num_tokens):
             raise UnsupportedModelError(
                 f"tiles of {tile} pixels become images of {self._tile_processor.height} pixels and "
-                f"{self._tile_processor.num_tokens} embeddings, which make no square rows"
+                f"{self._tile_processor.num_tokens} embeddings, which do not form a square"
             )
         self._exact_pixels = exact_pixels
         self._set_resolutions(_resolutions(values.get("image_grid_pinpoints"), tile))

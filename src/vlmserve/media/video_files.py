@@ -50,7 +50,7 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
     try:
         with av.open(io.BytesIO(data), format=container_format, options=dict(_SAFE)) as container:
             if not container.streams.video:
-                raise InvalidVideoError("the file has no video in it, only sound")
+                raise InvalidVideoError("the file has no video, only audio")
             stream = container.streams.video[0]
             # As many videos are decoded at once as there are threads for it.
             stream.codec_context.thread_count = 1

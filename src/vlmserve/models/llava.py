@@ -150,7 +150,7 @@ class LlavaNextVision(LlavaVision):
         super().__init__(config, hidden_size, dtype=dtype, device=device)
         if self.skipped_tokens == 0:
             raise UnsupportedModelError(
-                "vision_feature_select_strategy 'full' keeps a class token in each tile, which has no place in rows; "
+                "vision_feature_select_strategy 'full' keeps a class token in each tile, which does not fit into rows; "
                 "LLaVA-NeXT is supported with 'default'"
             )
         self.image_newline = Newline(hidden_size, dtype=dtype, device=device)
@@ -178,7 +178,7 @@ class LlavaNextVision(LlavaVision):
         if tiling is None and tiles == 1:
             return self._side**2 + 1
         if not isinstance(tiling, Tiling) or tiles != 1 + tiling.rows * tiling.columns:
-            raise InvalidImageError(f"the image's {tiles} tiles lie in no rows and columns: {tiling}")
+            raise InvalidImageError(f"the image's {tiles} tiles do not form rows and columns: {tiling}")
         if not 0 <= tiling.height <= tiling.rows * self._side or not 0 <= tiling.width <= tiling.columns * self._side:
             raise InvalidImageError(f"the image covers more than its tiles: {tiling}")
         return self._side**2 + tiling.height * (tiling.width + 1)

@@ -80,7 +80,7 @@ def load_model(
     except UnsupportedModelError as error:
         if implementation == "vlmserve" or folder.is_file():
             raise
-        logger.info("no implementation of our own: %s", error)
+        logger.info("vlmserve has no implementation: %s", error)
         try:
             return _load_with_transformers(folder, device, dtype, kernels, quantization, quantized_cache)
         except MissingWeightsError:
@@ -258,7 +258,7 @@ def _load_with_transformers(
     if folder.is_file():
         raise ConfigurationError("--model-impl transformers reads folders, not GGUF files")
     if quantization is not None:
-        raise ConfigurationError("--quantize is for our own implementations; this model runs by transformers'")
+        raise ConfigurationError("--quantize is for vlmserve's own implementations; this model runs by transformers'")
     checkpoint = TransformersCheckpoint(folder)
     config = checkpoint.config
     stated = dtype or config.dtype or Checkpoint(folder, str).dtype()
@@ -270,7 +270,7 @@ def _load_with_transformers(
     if quantized_cache:
         # Not sooner: its logits were compared with transformers' own.
         model.backend = choose(model.attention, bidirectional=model.bidirectional is not None, quantized_cache=True)
-    logger.info("%s runs by transformers' implementation, which is slower than our own", type(theirs).__name__)
+    logger.info("%s runs by transformers' implementation, which is slower than vlmserve's own", type(theirs).__name__)
     return LoadedModel(
         architecture=type(theirs).__name__,
         language_model=model,

@@ -186,7 +186,7 @@ class TransformersModel:
         if not specs:
             raise UnsupportedModelError(NO_INTERFACE)
         if unknown := set(windows) - {spec.window for spec in specs}:
-            raise UnsupportedModelError(f"masks have a window of {min(unknown)} tokens, and no layer says that it does")
+            raise UnsupportedModelError(f"masks have a window of {min(unknown)} tokens, and no layer has one")
         return tuple(specs)
 
     @property
@@ -423,7 +423,7 @@ class TransformersCheckpoint:
         except (*_MISFITS, OSError, ImportError, StrictDataclassError) as error:
             raise UnsupportedModelError(f"transformers does not know it either: {_first_line(error)}") from error
         if getattr(config, "quantization_config", None) is not None:
-            raise UnsupportedModelError("quantized checkpoints are only for our own implementations")
+            raise UnsupportedModelError("quantized checkpoints are only for vlmserve's own implementations")
         return config
 
     @property
@@ -438,7 +438,11 @@ class TransformersCheckpoint:
             text_config, "original_max_position_embeddings", None
         )
         if rope.get("rope_type") in EXTENDING_ROPES and isinstance(original, int) and original < longest:
-            logger.info("%d positions instead of %d: a longer one would change others in its batch", original, longest)
+            logger.info(
+                "a context of %d instead of %d tokens: a longer request would change others in its batch",
+                original,
+                longest,
+            )
             return original
         return longest
 

@@ -101,7 +101,7 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     from transformers.convert_slow_tokenizer import SentencePieceExtractor
 
     if not path.is_file():
-        raise ModelLoadError(f"{path} is missing, which holds the tokenizer; so is a tokenizer.json in its place")
+        raise ModelLoadError(f"{path}, which holds the tokenizer, is missing, and so is a tokenizer.json")
     try:
         extractor = SentencePieceExtractor(str(path))
         parts: dict[str, Any] = extractor.extract(models.BPE)
@@ -110,11 +110,11 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
             f"{path} is a SentencePiece model: install vlmserve[sentencepiece], or put a tokenizer.json beside it"
         ) from error
     except Exception as error:  # the library's own kind of error for a broken file
-        raise ModelLoadError(f"{path} is no SentencePiece model: {error}") from error
+        raise ModelLoadError(f"{path} is not a SentencePiece model: {error}") from error
     spec = extractor.proto.normalizer_spec
     trainer = extractor.proto.trainer_spec
     if trainer.model_type != 2:
-        raise ModelLoadError(f"{path} is no SentencePiece model of kind BPE")
+        raise ModelLoadError(f"{path} is not a SentencePiece model of kind BPE")
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab=parts["vocab"],

@@ -110,7 +110,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     kinds = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(texts)
     scores = header.array("tokenizer.ggml.scores") or [0.0] * len(texts)
     if not texts or len(kinds) != len(texts) or len(scores) != len(texts):
-        raise ModelLoadError(f"{path} holds no whole tokenizer")
+        raise ModelLoadError(f"{path} holds no complete tokenizer")
     tokens = [_Token(*token) for token in zip(texts, kinds, scores, strict=True)]
     model = header.values.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
@@ -138,7 +138,7 @@ def _special_id(header: Header, name: str) -> int | None:
 def _byte_level(header: Header, tokens: Sequence[_Token]) -> tokenizers.Tokenizer:
     name = header.values.get("tokenizer.ggml.pre", "default")
     if name == "default":
-        logger.warning("%s does not say how its tokenizer splits text: taken for GPT-2's way", header.path)
+        logger.warning("%s names no pre-tokenizer: GPT-2's is used", header.path)
     elif name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"{header.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"

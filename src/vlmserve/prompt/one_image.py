@@ -94,7 +94,7 @@ def only_text(messages: Sequence[Message]) -> str:
     """The text that comes with the image. Raises InvalidRequestError for what is more than one turn of the user."""
     if [message.role for message in messages] != ["user"]:
         raise InvalidRequestError(
-            "this model holds no conversations: send one message of the user, with an image and a text",
+            "this model does not support conversations: send one user message, with an image and a text",
             param="messages",
         )
     return "\n".join(part for part in messages[0].parts if isinstance(part, str)).strip()

@@ -80,7 +80,7 @@ class Vocabulary:
 
         rule = byte_rule(tokenizer)
         if rule is None or rule.stripped > 1:
-            raise InvalidRequestError("this model's tokenizer cannot be held to a grammar", param="grammar")
+            raise InvalidRequestError("this model's tokenizer does not support structured output", param="grammar")
         texts = [tokenizer.token(id_) for id_ in range(min(size, tokenizer.vocab_size))]
         special = sorted(id_ for id_ in tokenizer.special_ids if id_ < len(texts))
         tokens = [b"" if text is None else rule.to_bytes(text) for text in texts]

@@ -57,7 +57,7 @@ class Bucket:
 
 
 class Account:
-    """What one key has under way and has left. To be used from one thread.
+    """The running requests of a key, and what is left of its limits. To be used from one thread.
 
     owner: whose history it sees, the same after every start; default: that of the key's name in its file.
     """
@@ -75,13 +75,13 @@ class Account:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request for as long as it is under way. Raises RefusedError (429) if it is beyond a limit.
+        """Count a request while it runs. Raises RefusedError (429) if it is beyond a limit.
 
         A request may begin while the account has any token left; what it costs is taken when that is known.
         """
         most = self.key.max_concurrency
         if most is not None and self.num_running >= most:
-            raise self._refusal(f"has {most} requests under way, which is its limit", 1.0)
+            raise self._refusal(f"has {most} running requests, which is its limit", 1.0)
         if self._requests is not None and (wait := self._requests.seconds_until(1)):
             raise self._refusal(f"has used up its {self._requests.per_minute} requests a minute", wait)
         if self._tokens is not None and (wait := self._tokens.seconds_until(1)):

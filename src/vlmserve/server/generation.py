@@ -101,7 +101,7 @@ class Answer:
             async for output in self._stream:
                 self._record.output(output)
                 if output.finish_reason in ("abort", "error"):
-                    message = output.error or "The engine gave up on this request"
+                    message = output.error or "The engine aborted this request"
                     if output.error_param is not None:
                         raise InvalidRequestError(message, param=output.error_param)
                     raise VLMServeError(message)

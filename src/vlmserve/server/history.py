@@ -42,7 +42,8 @@ async def read_items(store: Store, items: Sequence[StoredItem], max_bytes: int, 
     size = sum(item.num_bytes for item in items)
     if size > max_bytes:
         raise PromptTooLongError(
-            f"What was said before has {size:,} bytes; at most {max_bytes:,} are read. Begin anew, or with a summary"
+            f"The history has {size:,} bytes; at most {max_bytes:,} are allowed. Start a new conversation, or one that "
+            "begins with a summary"
         )
     share.need(size)
     return await store.run(store.responses.unpack, items)

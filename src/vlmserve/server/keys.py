@@ -81,7 +81,7 @@ def store(key: str, name: str, **limits: int | str | None) -> StoredKey:
     try:
         return msgspec.convert(values, StoredKey)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"this is no key: {error}; a name has 1 to 64 characters and no spaces") from None
+        raise ConfigurationError(f"this is not a key: {error}; a name has 1 to 64 characters and no spaces") from None
 
 
 def read_keys(path: Path) -> list[StoredKey]:

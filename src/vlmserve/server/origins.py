@@ -48,7 +48,7 @@ class Origins:
         if origin and not self._any_origin and origin not in self._origins and _host_of(origin) != host:
             raise _refused(
                 f"Pages of the origin {origin!r:.200} may not use this server; --cors-origins lets them read answers, "
-                "--allowed-origins lets other programs that send this origin ask",
+                "--allowed-origins allows other programs that send this origin",
                 "origin_not_allowed",
             )
 

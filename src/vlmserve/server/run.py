@@ -62,7 +62,7 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> Non
 
         service = Service(engine, media, server)
         if service.keys is None and server.host not in _LOOPBACK:
-            logger.warning("Everybody who reaches %s may use this server; --api-key asks for a key", server.host)
+            logger.warning("Everybody who reaches %s may use this server; --api-key requires a key", server.host)
         web = WebServer(service, listener)
         with asyncio.Runner(loop_factory=_event_loop_factory()) as runner:
             runner.run(_serve(service, web, launcher, media))

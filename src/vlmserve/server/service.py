@@ -194,7 +194,7 @@ class Service:
             await self._opened.wait()
 
     async def drain(self, grace: float) -> bool:
-        """Refuse new requests from now on, wait for those under way; whether they ended within `grace` seconds."""
+        """Refuse new requests from now on, wait for the running ones; whether they ended within `grace` seconds."""
         self._closing = True
         self._opened.set()
         with contextlib.suppress(TimeoutError):
@@ -212,7 +212,7 @@ class Service:
 
     @property
     def num_answers(self) -> int:
-        """Answers under way, from the arrival of their request on."""
+        """Running answers, counted from the arrival of their request."""
         return self._num_answers
 
     @property
@@ -291,9 +291,9 @@ class Service:
 
     @contextlib.contextmanager
     def admit(self, num_answers: int) -> Iterator[None]:
-        """Count a request's answers for as long as it is under way. Raises OverloadedError if there are too many."""
+        """Count a request's answers while it runs. Raises OverloadedError if there are too many."""
         if self._num_answers + num_answers > self._max_answers:
-            raise OverloadedError(f"{self._num_answers} answers are under way already; try again later")
+            raise OverloadedError(f"{self._num_answers} answers are running already; try again later")
         self._num_answers += num_answers
         self._idle.clear()
         try:

@@ -103,6 +103,6 @@ class Supervisor:
         self._crashes += 1
         if self._crashes > config.max_restarts:
             times = f"{self._crashes} times in a row" if self._crashes > 1 else "once"
-            raise EngineDeadError(f"{reason}. The engine has died {times} (--max-restarts); the server gives up")
+            raise EngineDeadError(f"{reason}. The engine has died {times} (--max-restarts); the server exits")
         self._service.metrics.count_restart()
         return min(_LONGEST_BACKOFF, config.restart_backoff * 2.0 ** (self._crashes - 1))

@@ -35,7 +35,7 @@ _NANOSECONDS = 1e9
 
 
 class Trace:
-    """The span of a request under way. It must be ended. Times are Unix times."""
+    """The span of a running request. It must be ended. Times are Unix times."""
 
     def __init__(self, tracer: Tracer, span: Span, method: str) -> None:
         self._method = method
@@ -125,7 +125,7 @@ class _LoggingExporter(SpanExporter):
         result = self._exporter.export(spans)
         fails = result is not SpanExportResult.SUCCESS
         if fails and not self._fails:
-            logger.warning("Traces do not arrive at %s and are dropped; all else goes on", self._url)
+            logger.warning("Traces do not arrive at %s and are dropped; everything else continues", self._url)
         elif self._fails and not fails:
             logger.info("Traces arrive at %s again", self._url)
         self._fails = fails

@@ -80,13 +80,13 @@ class Database:
         raise AssertionError("unreachable")
 
     def delete(self, work: Callable[[Connection], Result]) -> Result:
-        """The same for work that deletes, which succeeds on a full disk, too: in the space that was set aside."""
+        """The same for work that deletes, which succeeds on a full disk, too: in the reserved space."""
         try:
             return self.write(work)
         except StorageError as error:
             if self._reserve is None or not _is_full(error.__cause__):
                 raise
-        logger.warning("The disk of the history is full; deleting in the space that was set aside")
+        logger.warning("The disk of the history is full; deleting in the reserved space")
         self._reserve.give()
         try:
             self.shrink()
@@ -181,7 +181,7 @@ def _make_engine(url: URL, num_connections: int) -> Engine:
         engine = create_engine(url, **options)
     except (ImportError, NoSuchModuleError) as error:
         raise ConfigurationError(
-            f"--storage-url needs a driver that is not here ({error}); pip install 'vlmserve[postgres]'"
+            f"--storage-url needs a driver that is not installed ({error}); pip install 'vlmserve[postgres]'"
         ) from None
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)

@@ -92,7 +92,7 @@ def _config(header: Header) -> Config:
     metadata = Metadata(header)
     _check_options(metadata)
     if "token_embd.weight" not in header.tensors:
-        raise ModelLoadError(f"{header.path} lacks token_embd.weight: it holds no whole language model")
+        raise ModelLoadError(f"{header.path} lacks token_embd.weight: it is not a complete language model")
     if metadata.get("attention.layer_norm_epsilon") is None:
         metadata["attention.layer_norm_rms_epsilon"]
     heads = metadata["attention.head_count"]

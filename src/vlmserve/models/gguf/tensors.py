@@ -192,7 +192,9 @@ def _apart(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]
 def _check(info: TensorInfo, header: Header) -> None:
     block, _ = _block(info)
     if not info.shape or 0 in info.shape or info.shape[-1] % block:
-        raise ModelLoadError(f"{header.path} is broken: {info.name} {info.shape} is not of whole blocks of {block}")
+        raise ModelLoadError(
+            f"{header.path} is broken: {info.name} {info.shape} does not consist of whole blocks of {block}"
+        )
     if len(info.shape) == 1 and block > 1:
         raise UnsupportedModelError(f"{header.path}: {info.name} is a vector of type {_type_of(info).name}")
     if info.offset + _num_bytes(info) > header.size:

@@ -50,7 +50,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 
     async def ask(self, service: Service, body: ResponsesRequest) -> GenerationRequest:
         if body.store and self._store is None:
-            raise InvalidRequestError("This server keeps no history; leave store out", param="store")
+            raise InvalidRequestError("This server stores no history; leave store out", param="store")
         params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
         tools = body.tool_use
         self._params = self._reader.expect(service.preparer.tool_form, tools, params)

@@ -70,7 +70,7 @@ def read_query(request: Request, kind: type[QueryKind]) -> QueryKind:
         if field == "include":
             values.setdefault(field, []).append(value)
         elif field in values:
-            raise InvalidRequestError(f"{field} stands in the address twice", param=field)
+            raise InvalidRequestError(f"{field} is in the query twice", param=field)
         else:
             values[field] = value
     return validate(kind, values)

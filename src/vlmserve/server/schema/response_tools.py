@@ -30,7 +30,7 @@ class Flat(RequestModel):
                     f"Tools of type {kind!r:.60} are not supported here, only functions, which your own program runs"
                 )
             if "function" in value:
-                raise ValueError("Here the name of a function and all else stand beside type, not in a field function")
+                raise ValueError("The fields of a function are beside type here, not in a field function")
         return value
 
 

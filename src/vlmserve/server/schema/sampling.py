@@ -212,8 +212,8 @@ class ChoicesRequest(SamplingRequest):
                 raise InvalidRequestError(f"{name} needs use_beam_search", param=name)
         if self.stream and self.num_running > self.n:
             raise InvalidRequestError(
-                f"which of {self.num_running} answers are the best is known when all have ended, so that they cannot "
-                "be streamed; leave out best_of or stream",
+                f"the best of {self.num_running} answers are known only when all have ended, so they cannot be "
+                "streamed; leave out best_of or stream",
                 param="best_of",
             )
         return self

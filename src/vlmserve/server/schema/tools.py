@@ -85,7 +85,7 @@ def tool_use(functions: Sequence[Function], choice: str | NamedTool | None, para
     or the choice."""
     if not functions:
         if isinstance(choice, NamedTool) or choice == "required":
-            raise InvalidRequestError("tool_choice wants a call, but there are no tools", param="tool_choice")
+            raise InvalidRequestError("tool_choice requires a call, but there are no tools", param="tool_choice")
         return None
     names: set[str] = set()
     for index, function in enumerate(functions):
