@@ -30,7 +30,7 @@ from vlmserve.layers.products import PlainProduct, QuantizedProduct, ReorderedPr
 logger = logging.getLogger(__name__)
 
 CACHE_SHARE = 0.5
-"""Of the memory that is free once the model is loaded; the rest is for activations and everybody else."""
+"""Share of the memory that is free after loading; the rest is for activations and other processes."""
 
 
 def open_cpu(
@@ -172,7 +172,7 @@ class NativeCpuDevice(CpuDevice):
 
 
 class ProgramExecutor:
-    """Runs all layers in one call, where native kernels can do all that they do. A `LayerExecutor`."""
+    """Runs all layers in one call, if native kernels support all of their operations. A `LayerExecutor`."""
 
     def __init__(self) -> None:
         self._recorded: tuple[weakref.ref[LayerCache], Program | None] | None = None
@@ -186,7 +186,7 @@ class ProgramExecutor:
         return program.run(x, [rope.rows for rope in step.ropes], step.plan)
 
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
-        """The layers over these caches as one program; None where a layer does what no native kernel does."""
+        """The layers over these caches as one program; None if a layer has an operation without a native kernel."""
         if self._recorded is None or self._recorded[0]() is not caches[0]:
             self._recorded = weakref.ref(caches[0]), _record(layers, x, caches, step)
         return self._recorded[1]

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, and AMD's by ROCm, which torch calls "cuda" as well."""
+"""NVIDIA GPUs, and AMD GPUs with ROCm, which torch calls "cuda" as well."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vlmserve.layers.products import QuantizedProduct
 logger = logging.getLogger(__name__)
 
 BLOCK_ELEMENTS = 2**24
-"""Weights of few bits that are expanded at a time: more of them at once take fewer launches."""
+"""Quantized weights that are dequantized at a time: larger blocks take fewer launches."""
 
 
 class CudaDevice(TorchDevice):
     """A GPU by torch's operations. It computes while the host goes on."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Has to come before the model is loaded: what is free now is what the model and its caches may take."""
+        """Make it before the model is loaded: the memory that is free now is what the model and its caches may take."""
         super().__init__(torch_device)
         self._free_before = torch.cuda.mem_get_info(torch_device)[0]
         self._allocated_before = torch.cuda.memory_allocated(torch_device)
@@ -88,7 +88,7 @@ class CudaDevice(TorchDevice):
 
 
 class EventClock:
-    """Events that the device notes when it comes to them. A `Clock`."""
+    """Times of events that the device records. A `Clock`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What the rest of the engine asks of a device."""
+"""The interface between the engine and a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LayerExecutor(Protocol):
     """Runs the layers of one decoder: one by one, as a fused program, or as a graph."""
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """What `layers` gives. It is the same function in each call."""
+        """The result of `layers`, which is the same function in each call."""
         ...
 
 
@@ -80,7 +80,7 @@ class Device(Operations, Protocol):
         ...
 
     def executor(self) -> LayerExecutor:
-        """What runs the layers of another decoder."""
+        """An executor for the layers of another decoder."""
         ...
 
     def upload(self, values: np.ndarray) -> Tensor:
@@ -114,7 +114,7 @@ class EagerExecutor:
 
 
 class HostClock:
-    """For devices that have computed what they were asked for when a call returns. A `Clock`."""
+    """For devices that compute synchronously. A `Clock`."""
 
     def __init__(self) -> None:
         self._marks = [time.perf_counter()]

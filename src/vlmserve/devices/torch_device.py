@@ -1,4 +1,4 @@
-"""Any device of torch's, by torch's operations."""
+"""Devices that compute by torch's operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlmserve.layers.products import torch_linear, torch_table
 
 
 class TorchDevice:
-    """A `Device` without kernels of its own. What a kind of device does otherwise is overridden."""
+    """A `Device` that uses torch's operations only; subclasses override what they do differently."""
 
     kernels = "torch"
     keeps_packed = False
@@ -96,7 +96,7 @@ class TorchDevice:
 
 
 class MpsDevice(TorchDevice):
-    """Apple's GPUs."""
+    """Apple GPUs."""
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
         """See `Device.cache_budget`. What Metal's driver holds after the largest step is the step's peak: torch keeps

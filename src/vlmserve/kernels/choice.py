@@ -1,4 +1,4 @@
-"""Which kernels run: the compiled ones for an instruction set, or torch's."""
+"""Chooses the kernels: the native ones for an instruction set, or torch's."""
 
 from __future__ import annotations
 

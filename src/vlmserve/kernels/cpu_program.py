@@ -40,7 +40,7 @@ class CpuPlan:
 
 
 class NotRecordable(Exception):
-    """Something that no program can do."""
+    """An operation that programs do not support."""
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Recording:
     def add(
         self, kind: int, source: Recorded, width: int, *, residual: Recorded | None = None, **fields: Any
     ) -> Tensor:
-        """Note an operation; fields: those of `Operation`, tensors where it has addresses. Returns its result."""
+        """Record an operation; fields: those of `Operation`, tensors where it has addresses. Returns its result."""
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 self._kept.append(value)

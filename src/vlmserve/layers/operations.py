@@ -1,4 +1,4 @@
-"""What layers ask of the device that they run on.
+"""The interface between layers and the device that they run on.
 
 Layers hold plain weights until all are loaded. Then `arrange_layers` hands each weight to the device, which stores it
 as its kernels multiply it. No layer asks what kind of device that is.

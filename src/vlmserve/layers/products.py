@@ -1,4 +1,4 @@
-"""Products by torch's operations: weights in plain, in oneDNN's order, and of few bits."""
+"""Products by torch's operations: plain weights, in oneDNN's order, and quantized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKING_ROWS = 64
 FEW_ROWS = 8
 """Up to so many rows, a product of bfloat16 takes no longer than reading its weight, whatever computes it."""
 BLOCK_ELEMENTS = 2**21
-"""Weights of few bits that are expanded at a time on a CPU: small enough for its cache."""
+"""Quantized weights that are dequantized at a time on a CPU: few enough for its cache."""
 
 
 class TorchProduct:

@@ -1,4 +1,4 @@
-"""What can be served: a table of the families, made from the tables that load them."""
+"""The table of supported families, made from the tables that load them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADINGS = ("Models", "Architecture", "Takes", "With")
 class Entry(NamedTuple):
     """A row, in the order of `HEADINGS`.
 
-    models: what people know of the family. takes: what a prompt may hold. options: how weights can be quantized at
+    models: well-known names of the family. takes: what a prompt may hold. options: how weights can be quantized at
     load, and whether attention slides where a checkpoint asks for it.
     """
 

@@ -1,4 +1,4 @@
-"""One decoder for every family: an `ArchSpec` tells it what to be. Implements `LanguageModel`."""
+"""One decoder for every family: configured by an `ArchSpec`. Implements `LanguageModel`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def head_norm(spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.d
 
 
 class HeadTransform(nn.Module):
-    """What stands between BERT's last layer and its output head (https://arxiv.org/abs/1810.04805)."""
+    """The layers between BERT's last layer and its output head (https://arxiv.org/abs/1810.04805)."""
 
     def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which experts a pass of a model chose, so that another pass of it can choose the same.
+"""Records which experts a pass of a model chose, so that another pass can use the same.
 
 Two experts of nearly the same score change places by rounding alone, and then a token's logits are those of another
 expert. Two passes can only be compared where both take the same ones.

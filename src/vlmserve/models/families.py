@@ -1,4 +1,4 @@
-"""The decoder families: what makes an `ArchSpec` of each one's config.json, and how its tensors' names become ours.
+"""The decoder families: what makes an `ArchSpec` of each one's config.json, and how its tensors are renamed.
 
 A family is a row of `FAMILIES`. Published configs leave out what equals the defaults of transformers' own classes, so a
 row has those that matter.
@@ -27,8 +27,8 @@ class Family:
     architecture: as config.json names it. build: from the family's name and a config completed by `defaults`.
     names: regular expressions for tensors' names and what to put in their place, tried in turn, those of `COMMON` last.
     also: other names of the architecture. ends: tokens that end an answer whatever the files say, from such a config.
-    end_token: the field of configs that says which token ends an answer. models: what people know of it; nothing for
-    what is only ever half of a vision-language model.
+    end_token: the field of configs that says which token ends an answer. models: its well-known names; empty for a
+    family that occurs only inside vision-language models.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""What the runner asks of a model."""
+"""The interface between the runner and a model."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Description:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """What goes wrong in here is the fault of the configuration."""
+        """Raises ModelLoadError for errors in this block, which are those of the configuration."""
         try:
             yield
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -1,4 +1,4 @@
-"""The shape of one decoder, as its config.json says it: what tells one family from another."""
+"""The shape of one decoder, as its config.json says it: the differences between families."""
 
 from __future__ import annotations
 

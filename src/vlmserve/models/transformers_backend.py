@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 NAME = "vlmserve"
 """Of our attention among transformers' implementations."""
 SAMPLE_SIZE = (60, 90)
-"""Height and width of the image that is tried before anything is served."""
+"""Height and width of the image that is compared at load."""
 NO_INTERFACE = "its layers do not attend by transformers' attention interface"
 CHECKED_LENS = (9, 24)
-"""Tokens of the sequences that are compared before anything is served."""
+"""Tokens of the sequences that are compared at load."""
 TOLERANCE = {torch.float32: 1e-3}
 ROUNDED_TOLERANCE = 0.1
 """How far apart logits may be, as shares of their standard deviation; those of a wrong model are as far as that is."""
@@ -155,7 +155,7 @@ class TransformersModel:
             self._setup(model, backend)
             self._check()
             if sample is not None:
-                self._see(sample)
+                self._find_bidirectional(sample)
         except (*_MISFITS, RuntimeError) as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot run over a flat batch: {_first_line(error)}"
@@ -286,7 +286,7 @@ class TransformersModel:
         self._compare(actual, expected, "its layers keep or attend to more than keys and values")
 
     @torch.inference_mode()
-    def _see(self, sample: Sample) -> None:
+    def _find_bidirectional(self, sample: Sample) -> None:
         """Find out which tokens attend to each other in a prompt with an image.
 
         Raises UnsupportedModelError if its logits are other than by transformers' own whichever they are.
@@ -320,17 +320,17 @@ class TransformersModel:
             with choices.replay([(0, len(ids))]):
                 hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)))
             actual = self.logits(hidden)
-            if self._agree(actual, expected):
+            if self._logits_agree(actual, expected):
                 self.bidirectional = ahead
                 return
         self._compare(actual, expected, "its images are more to it than embeddings in a row")
 
-    def _agree(self, actual: Tensor, expected: Tensor) -> bool:
+    def _logits_agree(self, actual: Tensor, expected: Tensor) -> bool:
         # An error may be NaN.
         return _distance(actual, expected) <= TOLERANCE.get(self._model.dtype, ROUNDED_TOLERANCE)
 
     def _compare(self, actual: Tensor, expected: Tensor, reason: str) -> None:
-        if not self._agree(actual, expected):
+        if not self._logits_agree(actual, expected):
             error = _distance(actual, expected)
             raise UnsupportedModelError(
                 f"over a paged cache its logits differ from transformers' own by {error:.2g} of their spread: {reason}"
@@ -409,7 +409,7 @@ def _metadata(
 
 @dataclass(frozen=True)
 class TransformersCheckpoint:
-    """A folder as transformers reads it. Its own code, which some checkpoints bring along, never runs."""
+    """A folder as transformers reads it. Code in checkpoints never runs."""
 
     folder: Path
 

@@ -34,7 +34,7 @@ class TransformersVision:
         self._parameters: int = sum(parameter.numel() for parameter in next(towers, model).parameters())
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Only the model itself knows what becomes of pixels; images must have been made for it."""
+        """Nothing is checked: only the model itself knows which pixels it takes."""
         if not isinstance(tiling, FurtherInputs) or tiling.num_embeddings != num_tokens:
             raise InvalidImageError(
                 "this model runs by transformers' code, for which its own processor must prepare images: "
@@ -44,7 +44,7 @@ class TransformersVision:
     example_shape = None
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """One image after the other, since models differ in how they take several. NaN for one that fails."""
+        """Encodes one image after another, since models differ in how they take several. NaN for one that fails."""
         return [self._encode(*image) for image in zip(pixels, tilings, strict=True)]
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
@@ -92,7 +92,7 @@ class TransformersVision:
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """``[tokens, hidden_size]`` from features in whatever pieces they come."""
+    """``[tokens, hidden_size]`` from features in any nesting."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([_rows(part) for part in features])

@@ -1,1 +1,1 @@
-"""Quantization: methods that turn weights into ones of few bits, and which layers they turn."""
+"""Quantization: methods that quantize weights, and which layers they quantize."""

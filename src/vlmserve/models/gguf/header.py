@@ -99,7 +99,7 @@ def read_header(path: Path) -> Header:
     """
     try:
         stat = path.stat()
-        # As long as the file is the same one: it is opened once for every piece that is copied.
+        # Cached while the file is the same: it is opened once for every part that is copied.
         return _read_header(path, stat.st_size, stat.st_mtime_ns)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error

@@ -146,7 +146,7 @@ class _Rows:
 
 @functools.lru_cache(maxsize=2)
 def _checked_sources(header: Header) -> dict[str, _Source]:
-    """As `_sources`; a file is opened once for every piece that is copied."""
+    """As `_sources`, cached: a file is opened once for every part that is copied."""
     for info in header.tensors.values():
         _check(info, header)
     return dict(_sources(header, architecture_of(header)))
@@ -173,12 +173,12 @@ def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, 
         elif part.endswith("norm") and kind == "weight":
             yield f"{place}.{kind}", _Source(info, added=-architecture.norm_offset)
         elif architecture.interleaved and part.endswith(("q_proj", "k_proj")):
-            yield f"{place}.{kind}", _Source(info, _apart(header, info, keys=part.endswith("k_proj")))
+            yield f"{place}.{kind}", _Source(info, _uninterleaved(header, info, keys=part.endswith("k_proj")))
         else:
             yield f"{place}.{kind}", _Source(info)
 
 
-def _apart(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
+def _uninterleaved(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
     """The rows of queries or keys in which neighbours pair, in the order in which each pairs with one of the other half
     of its head."""
     metadata = Metadata(header)
@@ -226,7 +226,7 @@ def _block(info: TensorInfo) -> tuple[int, int]:
 
 
 def _type_of(info: TensorInfo) -> Any:
-    """The type of a tensor. Raises UnsupportedModelError for one that nobody dequantizes."""
+    """The type of a tensor. Raises UnsupportedModelError for one that cannot be dequantized."""
     kind = _supported_types().get(info.type)
     if kind is None:
         from gguf import GGMLQuantizationType

@@ -1,6 +1,6 @@
 """The vision tower of Moondream 2 (https://huggingface.co/vikhyatk/moondream2, revisions 2025-01-09 to 2025-04-14).
 
-CLIP's layers see the whole image and overlapping crops of it. The crops' features are put together again, averaged
+CLIP's layers encode the whole image and overlapping crops of it. The crops' features are put together again, averaged
 down to the grid of the whole image's, and projected beside these.
 """
 
