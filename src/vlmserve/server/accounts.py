@@ -1,4 +1,4 @@
-"""Who asks: the account behind an API key, and what it may spend."""
+"""Accounts of API keys, and their rate limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 class Bucket:
-    """A token bucket: holds what a minute brings, fills up evenly, and can be taken more of than it has."""
+    """A token bucket: holds a minute's amount, is refilled evenly, and may become negative."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -41,14 +41,14 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """How much is in it; negative for a debt."""
+        """The amount in it; may be negative."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._then) * self.per_minute / _MINUTE)
         self._then = now
         return self._level
 
     def take(self, amount: float) -> None:
-        """Take it, into debt if need be."""
+        """Take an amount; the level may become negative."""
         self._level = self.level - amount
 
     def seconds_until(self, amount: float) -> float:
@@ -59,7 +59,7 @@ class Bucket:
 class Account:
     """The running requests of a key, and what is left of its limits. To be used from one thread.
 
-    owner: whose history it sees, the same after every start; default: that of the key's name in its file.
+    owner: of its history, the same after every start; default: that of the key's name in its file.
     """
 
     def __init__(self, key: StoredKey, clock: Clock = time.monotonic, owner: str = "") -> None:
@@ -149,13 +149,13 @@ class KeyRing:
 
     @classmethod
     def of(cls, config: ServerConfig) -> KeyRing | None:
-        """The keys that settings name; None if there are none, and everybody may ask."""
+        """The keys of the settings; None if there are none and no key is needed."""
         if not config.api_key and config.api_keys_file is None:
             return None
         return cls(config.api_key, None if config.api_keys_file is None else Path(config.api_keys_file).expanduser())
 
     def find(self, key: str) -> Account | None:
-        """The account of a key. Compares with every key that there is, so that time says nothing of any."""
+        """The account of a key. Compares with every key, so that timing reveals none."""
         self._reload()
         if not 0 < len(key) <= MAX_KEY_LENGTH:
             return None
@@ -186,12 +186,12 @@ class KeyRing:
 
 
 def _owner(key: str) -> str:
-    """Whose history a key without a name sees. People choose such keys themselves, so guessing one must be slow."""
+    """The owner of the history of a key without a name. People choose such keys, so the hash must be slow."""
     return "plain " + hashlib.scrypt(key.encode(), salt=b"vlmserve owner", n=2**14, r=8, p=1, dklen=24).hex()
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """What differs once a file has changed; None if it is not there."""
+    """A value that changes with the file; None if there is no file."""
     try:
         status = path.stat()
     except OSError:

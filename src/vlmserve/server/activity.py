@@ -1,4 +1,4 @@
-"""A line in the log every few seconds, for people who watch a server work. Nothing while it is idle."""
+"""A line in the log every few seconds while the server has requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application: its routes, what stands before them, and what is said of errors."""
+"""The ASGI application: routes, middleware, and error handlers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from vlmserve.server.service import Phase, Service
 
 
 def operations(service: Service) -> list[Operation]:
-    """All that a server can be asked, but for the page that people see first."""
+    """All operations of a server, without the web page."""
     caches = Operation("GET", "/debug/cache", show_caches, answer=dict[str, Any])
     return [
         Operation("POST", "/v1/chat/completions", chat_completions, ChatRequest, answer=ChatCompletion, streams=True),
@@ -134,9 +134,9 @@ async def show_model(request: Request, name: str) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Whether the server works or helps itself: 503 with the reason until its model is loaded and once it closes.
+    """Whether the server should keep running: 503 with the reason until its model is loaded, and during shutdown.
 
-    200 while the engine is restarted, too: what kills the server then makes all longer.
+    200 also while the engine is restarted: killing the server would only take longer.
     """
     return _state(request.app.state.service, fine=("asleep", "serving", "restarting"))
 

@@ -13,13 +13,13 @@ from starlette.requests import ClientDisconnect, Request
 from vlmserve.server.errors import RefusedError
 
 MIN_RATE = 500
-"""Bytes a second that a body must come with in the long run, as in Apache's RequestReadTimeout."""
+"""Lowest average rate of a body, in bytes a second, as in Apache's RequestReadTimeout."""
 _DROP_TIMEOUT = 2.0
-"""Seconds to go on reading what is not wanted."""
+"""Seconds to continue reading a body that is refused."""
 
 
 class BodyMemory:
-    """Counts the bytes of bodies that are read or worked on, at most `capacity`."""
+    """Counts the bytes of bodies in memory, at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -36,14 +36,14 @@ class BodyMemory:
 
 
 class BodyShare:
-    """What one body takes of the memory for all."""
+    """The share of one body in the memory for all."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
         self._taken = 0
 
     def take(self, num_bytes: int) -> bool:
-        """Take as much again, if it is there."""
+        """Take more bytes, if they are free. Returns whether they were."""
         if self._memory.used + num_bytes > self._memory.capacity:
             return False
         self._memory.used += num_bytes
@@ -51,7 +51,7 @@ class BodyShare:
         return True
 
     def need(self, num_bytes: int) -> None:
-        """Take as much again. Raises RefusedError if it is not there."""
+        """Take more bytes. Raises RefusedError if they are not free."""
         if not self.take(num_bytes):
             raise _no_room()
 
@@ -120,7 +120,7 @@ async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: f
 
 
 async def drop_body(request: Request, max_bytes: int) -> None:
-    """Read a body that nobody wants, as far as that takes neither long nor much, so that its sender reads an answer."""
+    """Read a refused body within limits of time and size, so that its sender reads the response."""
     if "expect" in request.headers:
         return
     with contextlib.suppress(TimeoutError, ClientDisconnect):

@@ -205,7 +205,7 @@ class Distribution(Collector):
 
 
 class ModelFacts(Collector):
-    """What is loaded, once it is."""
+    """Metrics of the loaded model."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The HTTP connection itself: clients that leave, a request's id and its line in the log."""
+"""HTTP connections: disconnected clients, request ids, and the access log."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ access_log = logging.getLogger("vlmserve.access")
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""What the log says when the client left first; https://nginx.org writes it so."""
+"""The status in the log for a client that disconnected, as nginx writes it."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _NOTES = "vlmserve.notes"
 _FIELDS = "vlmserve.fields"
 _REQUEST_ID_KEY = "vlmserve.request_id"
 _WATCH_AFTER = 0.02
-"""Seconds that a client may have left before it is noticed."""
+"""Seconds of work after which the connection is watched for a disconnect."""
 _PROBES = ("/health", "/ready", "/metrics", "/live")
-"""Paths that machines ask all the time."""
+"""Paths that are polled, and not logged."""
 
 Result = TypeVar("Result")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client leaves; then raises ClientDisconnect.
+    """The result of `work`, which is cancelled when the client disconnects; then raises ClientDisconnect.
 
     The body must have been read.
     """
@@ -63,7 +63,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
         nonlocal watcher
         watcher = asyncio.ensure_future(watch())
 
-    # What is done at once is not worth watching.
+    # Work that is done sooner is not watched.
     starting = asyncio.get_running_loop().call_later(_WATCH_AFTER, begin)
     try:
         return await work
@@ -91,7 +91,7 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. The generator and `resources` close as soon as the client leaves, also between events."""
+    """Server-sent events. The generator and `resources` close when the client disconnects, also between events."""
 
     media_type = "text/event-stream"
 
@@ -140,7 +140,7 @@ def add_note(scope: Scope, text: str, **fields: str | int) -> None:
 
 
 def note_error(scope: Scope, code: str) -> None:
-    """Remember the code of the error that the request gets for an answer."""
+    """Remember the code of the request's error for the log."""
     scope[_FIELDS]["error"] = code
 
 

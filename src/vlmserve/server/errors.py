@@ -38,11 +38,11 @@ _MESSAGES_KINDS = {
 }
 """https://docs.anthropic.com/en/api/errors"""
 _MESSAGES_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
-"""By refused fields, what lets Anthropic's clients go on without them."""
+"""By refused fields, details with which Anthropic's clients retry without them."""
 
 
 class RefusedError(VLMServeError):
-    """A request refused for its HTTP side: how it was sent, by whom and when, not what it asks for.
+    """A request that is refused for its headers, key or time, not for its content.
 
     retry_after: seconds after which it may be sent again, where that helps. headers: of the response.
     """
@@ -64,7 +64,7 @@ class RefusedError(VLMServeError):
 
 
 def status_of(error: VLMServeError) -> HTTPStatus:
-    """The HTTP status that says whose fault it was and whether trying again helps."""
+    """The HTTP status of an error."""
     match error:
         case RefusedError():
             return error.status

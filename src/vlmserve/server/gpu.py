@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of the GPU that the engine runs on, by NVML."""
+"""Stats of the GPU that the engine runs on, from NVML."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class GpuReader:
 
 
 def _open_nvml() -> Any:
-    """The library, ready to be asked. Raises ImportError if it is not installed, OSError if there is no driver."""
+    """The initialized library. Raises ImportError if it is not installed, OSError if there is no driver."""
     import pynvml
 
     try:

@@ -20,11 +20,11 @@ from vlmserve.server.page import ASSETS
 from vlmserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
-"""Paths that need no key: what load balancers ask, and the page, which asks for a key itself."""
+"""Paths that need no key: those that load balancers poll, and the page, which asks for a key itself."""
 METRICS_PATHS = frozenset({"/metrics", "/live"})
-"""Paths that need one if the settings say so."""
+"""Paths that need a key with --protect-metrics."""
 _PROBES = frozenset({"/health", "/ready", "/version"})
-"""Paths that load balancers ask under any name."""
+"""Paths that answer under any host name, for load balancers."""
 _VERSIONS = ("1.0", "1.1")
 _ACCOUNT = "vlmserve.account"
 
@@ -113,13 +113,13 @@ class Guard:
 
 
 def account_of(request: Request) -> Account | None:
-    """Whose request it is; None on a server without keys."""
+    """The request's account; None on a server without keys."""
     account: Account | None = request.scope.get(_ACCOUNT)
     return account
 
 
 def salt_of(request: Request, cache_salt: str | None) -> str:
-    """What keeps the cached apart: a request's own salt together with that of its key; "" for neither."""
+    """The cache salt: a request's own together with that of its key; "" for neither."""
     account = account_of(request)
     return cache_salt or "" if account is None else account.key.salted(cache_salt or "")
 

@@ -1,4 +1,4 @@
-"""What requests take from the history: whose it is, the turns before this one, and the files that they show."""
+"""What requests read from the history: its owner, earlier turns, and files."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def file_ids(items: Sequence[Message]) -> list[str]:
 async def fitting(
     prepare: Callable[[list[Message]], Awaitable[Prompt]], messages: list[Message], max_tokens: int
 ) -> Prompt:
-    """The prompt of as many of the last turns as fit into `max_tokens`. What the system says stays, and a turn begins
-    with what a user says. If not even the last one fits, its prompt, which will be refused."""
+    """The prompt of as many of the last turns as fit into `max_tokens`. The system message stays, and a turn begins
+    with a user message. If not even the last one fits, its prompt, which will be refused."""
     first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "user"]
     cuts = sorted({first, *turns})

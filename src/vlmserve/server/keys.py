@@ -47,7 +47,7 @@ class StoredKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
 
     def matches(self, key: str) -> bool:
-        """Whether `key` is the one; takes as long either way."""
+        """Whether `key` matches, in constant time."""
         return hmac.compare_digest(hash_key(key, bytes.fromhex(self.salt)), bytes.fromhex(self.hash))
 
     def salted(self, cache_salt: str) -> str:
@@ -66,12 +66,12 @@ def hash_key(key: str, salt: bytes) -> bytes:
 
 
 def new_key() -> str:
-    """A key that nobody had before."""
+    """A new random key."""
     return _PREFIX + secrets.token_urlsafe(32)
 
 
 def store(key: str, name: str, **limits: int | str | None) -> StoredKey:
-    """What may be written down of a key. limits: the further fields of `StoredKey`.
+    """The stored form of a key, without the key. limits: the further fields of `StoredKey`.
 
     Raises ConfigurationError for a name or limit that is none.
     """

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the engine's stats as they are, and histograms of where requests spend their time.
+"""Metrics for Prometheus: the engine's stats as they are, and histograms of where requests spend their time.
 
 Names are those that dashboards know from vLLM, with another prefix, where they mean the same:
 https://docs.vllm.ai/en/stable/usage/metrics/
@@ -212,7 +212,7 @@ class AnswerRecord:
         self._num_tokens += count
 
     def end(self, reason: FinishReason) -> None:
-        """It is over. Only the first call counts."""
+        """The answer has ended. Only the first call counts."""
         if self._ended:
             return
         self._ended = True

@@ -1,4 +1,4 @@
-"""What the server can be asked, for machines: https://spec.openapis.org/oas/v3.1.0"""
+"""The OpenAPI document of the server's operations: https://spec.openapis.org/oas/v3.1.0"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COMPONENTS = "#/components/schemas/"
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that the server does. Its endpoint's docstring says what.
+    """An operation of the server. Its endpoint's docstring describes it.
 
     body: what is sent, in JSON or, as a schema, in a form. query: query parameters. answer: what
     comes back in JSON, or the media type of something else. streams: whether it may come as server-sent events.
@@ -43,7 +43,7 @@ class Operation:
 
 
 def routes(operations: Iterable[Operation]) -> list[Route]:
-    """What serves these operations."""
+    """Routes for these operations."""
     return [Route(one.path, _called(one.endpoint), methods=[one.method]) for one in operations]
 
 

@@ -1,4 +1,4 @@
-"""Which names a server answers to, and to pages of which origins.
+"""Checks of the Host and Origin headers.
 
 A page in somebody's browser can reach servers that its author cannot: on the same machine, or in the same network. It
 names itself in ``Origin``; or its own name is made to lead to the server (DNS rebinding), which shows in ``Host``.

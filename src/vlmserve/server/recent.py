@@ -1,4 +1,4 @@
-"""How long answers took in the last minutes, in bounded memory however many there are."""
+"""Latencies of the last minutes, in bounded memory."""
 
 from __future__ import annotations
 

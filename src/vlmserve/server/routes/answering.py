@@ -1,4 +1,4 @@
-"""What all routes that generate do: read, admit, prepare, generate, and let go of everything at the end."""
+"""What all routes that generate do: read, admit, prepare, generate, and free everything at the end."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from vlmserve.types import Prompt
 
 
 class Echo(NamedTuple):
-    """What an answer begins with."""
+    """The prompt that an answer begins with."""
 
     text: str
     token_ids: list[int]

@@ -18,7 +18,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def usage_until_now(options: StreamOptions | None, generation: Generation) -> Usage | UnsetType | None:
-    """What an event before the last one says of its request's cost; where only the last one tells, that is null."""
+    """The usage of an event before the last one; null unless every event has it."""
     if options is None or not options.include_usage:
         return UNSET
     return generation.usage if options.continuous_usage_stats else None

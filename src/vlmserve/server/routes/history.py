@@ -1,4 +1,4 @@
-"""The addresses of everything that is kept."""
+"""The operations on stored data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, for clients that speak Anthropic's dialect."""
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, for clients of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class BlockEvents:
         self._open: type[TextContent] | type[ToolUseContent] | None = None
 
     def push(self, new: Event) -> bytes:
-        """What is to be sent now."""
+        """The events for a new part of the answer."""
         match new:
             case ContentDelta(text):
                 begun = b"" if self._open is TextContent else self._begin(TextContent(""))

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: an answer that follows earlier ones and is kept."""
+"""``POST /v1/responses``: an answer that continues earlier ones and is stored."""
 
 from __future__ import annotations
 
@@ -193,5 +193,5 @@ def _shown_format(body: ResponsesRequest) -> dict[str, Any]:
 
 
 async def create_response(request: Request) -> Response:
-    """Answer a text or items, after what was said before."""
+    """Answer a text or items, after earlier turns."""
     return await answer(request, ResponsesDialect(request.app.state.service, owner_of(request)))

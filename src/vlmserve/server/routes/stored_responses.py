@@ -1,4 +1,4 @@
-"""``/v1/responses/{id}``: what was answered earlier."""
+"""``/v1/responses/{id}``: stored responses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 async def list_input_items(request: Request, response_id: str) -> Response:
-    """What a response was asked: the items of its own request."""
+    """The input items of a response's own request."""
     query = read_query(request, ItemsQuery)
     store = needed_store(request.app.state.service)
     items, has_more = await store.run(store.responses.inputs, owner_of(request), response_id, query.page, PAGE_BYTES)
