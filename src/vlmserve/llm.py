@@ -33,7 +33,7 @@ OnError: TypeAlias = Literal["raise", "return"]
 Outcome: TypeAlias = RequestOutput | InvalidRequestError
 
 UNBOUNDED_QUEUE = 2**31
-"""Offline, all requests come from one caller who waits for them, so a full queue would only be in the way."""
+"""Offline, all requests come from one caller who waits for them, so the queue needs no limit."""
 WINDOWS = 4
 """Finished results may wait for an earlier, slow one, up to this many times the running requests."""
 
@@ -241,7 +241,7 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> Iterator[str]:
-        """Answer one conversation, piece by piece as the text comes. Closing the iterator ends the request.
+        """Yield the text of the answer to one conversation as it is generated. Closing the iterator ends the request.
 
         Raises as `chat` does, and VLMServeError if the request fails while it runs, when the iterator is advanced.
         """

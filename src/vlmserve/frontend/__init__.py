@@ -1,1 +1,1 @@
-"""What stands between the API and an engine: request preparation and the engine client."""
+"""The frontend: request preparation and the engine client."""

@@ -353,7 +353,7 @@ class EngineClient:
         return task
 
     def _check_task(self, task: asyncio.Task[None]) -> None:
-        """Without this task nothing would ever be answered, so the engine has to go too."""
+        """Without this task no request would be answered, so the engine is stopped as well."""
         if not task.cancelled() and task.exception() is not None:
             logger.error("The engine's messages cannot be read", exc_info=task.exception())
             self._process.kill()
@@ -456,18 +456,18 @@ class EngineClient:
         self._outbox.append(message)
 
     def _flush(self) -> None:
-        """What came together leaves together: under load, a message costs more than what it says."""
+        """Sends collected messages together: under load, the cost of a message is higher than that of its content."""
         messages, self._outbox = self._outbox, []
         if self._socket.closed:
             return
         for kind, alike in itertools.groupby(messages, type):
-            for message in _in_fewer(kind, list(alike)):
+            for message in _merged(kind, list(alike)):
                 sending = asyncio.ensure_future(self._socket.send_multipart(encode(message), copy=False))
                 self._sends.add(sending)
                 sending.add_done_callback(self._sends.discard)
 
 
-def _in_fewer(kind: type, messages: list[Any]) -> list[ToEngine]:
+def _merged(kind: type, messages: list[Any]) -> list[ToEngine]:
     """The same in fewer messages. All are of that kind."""
     if kind is Add:
         return [Add([request for message in messages for request in message.requests])]

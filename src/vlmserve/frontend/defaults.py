@@ -1,4 +1,4 @@
-"""How a checkpoint wants to be sampled where a request does not say."""
+"""Default sampling parameters of a checkpoint."""
 
 from __future__ import annotations
 

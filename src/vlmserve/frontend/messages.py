@@ -80,7 +80,7 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
         if sent and content is None:
             content = ""
         calls = tuple(call for call in sent if isinstance(call, ToolCall))
-        content = _with_cut_calls(content, [call.text for call in sent if isinstance(call, _CutCall)])
+        content = _with_incomplete_calls(content, [call.text for call in sent if isinstance(call, _IncompleteCall)])
         if isinstance(content, str):
             if not content and role not in ("assistant", "tool"):
                 raise InvalidRequestError(f"{place}.content must not be empty", param=f"{place}.content")
@@ -92,8 +92,8 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
     return parsed, media
 
 
-class _CutCall(NamedTuple):
-    """A call that its answer's limit of tokens cut in the middle. arguments: what there is of them."""
+class _IncompleteCall(NamedTuple):
+    """A tool call that the token limit cut in the middle. arguments: the part of them that exists."""
 
     id: str
     name: str
@@ -101,11 +101,11 @@ class _CutCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What the model is shown of it."""
+        """Its text in the prompt."""
         return f'{{"name": {json.dumps(self.name, ensure_ascii=False)}, "arguments": {self.arguments}'
 
 
-def _with_cut_calls(content: Any, texts: Sequence[str]) -> Any:
+def _with_incomplete_calls(content: Any, texts: Sequence[str]) -> Any:
     """A message's content, followed by its incomplete tool calls as text."""
     if not texts:
         return content
@@ -114,13 +114,13 @@ def _with_cut_calls(content: Any, texts: Sequence[str]) -> Any:
     return [*content, *({"type": "text", "text": text} for text in texts)] if isinstance(content, list) else content
 
 
-def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _CutCall, ...]:
+def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _IncompleteCall, ...]:
     """Calls in OpenAI's form; their arguments may also be an object. Raises InvalidRequestError for anything else."""
     if calls is None:
         return ()
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise InvalidRequestError(f"{place} must be a list", param=place)
-    parsed: list[ToolCall | _CutCall] = []
+    parsed: list[ToolCall | _IncompleteCall] = []
     for index, call in enumerate(calls):
         at = f"{place}[{index}]"
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -135,7 +135,7 @@ def _tool_calls(calls: Any, place: str) -> tuple[ToolCall | _CutCall, ...]:
             except ValueError:
                 for text in (call["id"], function["name"], arguments):
                     check_unicode(text, at)
-                parsed.append(_CutCall(call["id"], function["name"], arguments))
+                parsed.append(_IncompleteCall(call["id"], function["name"], arguments))
                 continue
             except RecursionError:
                 arguments = None

@@ -57,7 +57,7 @@ class ToolParser:
         self.num_calls = 0
 
     def push(self, text: str) -> list[Event]:
-        """What is new."""
+        """The events for new text."""
         events: list[Event] = []
         self._held += text
         while self._held:
@@ -68,7 +68,7 @@ class ToolParser:
         return events
 
     def finish(self) -> list[Event]:
-        """What was held back as it might have been the beginning of a call."""
+        """Text that was held back because it might have been the beginning of a call."""
         rest, self._held = self._held, ""
         return [ContentDelta(rest)] if rest and self._state == "text" else []
 

@@ -18,8 +18,8 @@ from vlmserve.types import Grammar
 
 @dataclass(frozen=True)
 class Function:
-    """What can be called. parameters: a JSON schema of its arguments, None for none. strict: keywords in it that cannot
-    be followed are refused instead of ignored."""
+    """A function that can be called. parameters: a JSON schema of its arguments, None for none. strict: unsupported
+    keywords in it are refused instead of ignored."""
 
     name: str
     description: str | None = None
@@ -103,7 +103,7 @@ class ToolForm:
         return frozenset() if self.trigger_id is None else frozenset({self.trigger_id})
 
     def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar:
-        """What an answer looks like that may call functions, and else obeys `answer`.
+        """The grammar of an answer that may call functions, and otherwise has the format `answer`.
 
         Raises InvalidRequestError if `answer` cannot be combined with calls.
         """
@@ -202,7 +202,7 @@ def for_template(
     if not form.native:
         return _with_instructions(messages, form, use, takes_system=template.takes_system)
     if not template.shows_images_in_results:
-        messages = _with_images_behind(messages)
+        messages = _with_images_after(messages)
     return messages if form.call_id_length is None else _with_short_ids(messages, form.call_id_length)
 
 
@@ -233,7 +233,7 @@ def _with_instructions(
     return _instructed(turns, _instructions(form, use), "system" if takes_system else "user")
 
 
-def _with_images_behind(messages: Sequence[Message]) -> list[Message]:
+def _with_images_after(messages: Sequence[Message]) -> list[Message]:
     """Messages for a chat template that writes results, but only their text: their images come right after them, in
     order, at the beginning of what the user says then. A number says what belongs where."""
     turns: list[Message] = []

@@ -1,4 +1,4 @@
-"""Prepared images under their keys: one that comes again is neither decoded nor resized."""
+"""A cache of prepared images, by key: a repeated image is neither decoded nor resized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmserve.types import ImageInput
 
 
 class ImageCacheStats(msgspec.Struct, frozen=True):
-    """An image cache's figures. hits: images that were there or about to be; misses: those that were prepared."""
+    """Statistics of an image cache. hits: images that were there or about to be; misses: those that were prepared."""
 
     num_images: int
     used_bytes: int
@@ -76,7 +76,7 @@ class ImageCache:
             return found.result()
 
     def stats(self) -> ImageCacheStats:
-        """The figures of this moment."""
+        """The current statistics."""
         with self._lock:
             return ImageCacheStats(len(self._images), self._used_bytes, self._capacity_bytes, self._hits, self._misses)
 

@@ -1,4 +1,4 @@
-"""Names of images and videos: 32-byte digests of their content and of the preprocessing that turns it into pixels."""
+"""Keys of images and videos: 32-byte digests of their content and of the preprocessing that turns it into pixels."""
 
 from __future__ import annotations
 

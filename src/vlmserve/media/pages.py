@@ -1,4 +1,4 @@
-"""Files that hold more than one image, of which only the first would reach the model."""
+"""Refuses files with more than one image, of which only the first would reach the model."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(RequestModel):
-    """What can be called. parameters: a JSON schema of its arguments; default: it has none."""
+    """A function that can be called. parameters: a JSON schema of its arguments; default: it has none."""
 
     name: Name
     description: str | None = None
