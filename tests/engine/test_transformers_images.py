@@ -344,7 +344,7 @@ def test_an_image_that_its_model_cannot_take_ends_its_own_request_alone(
 
 
 def test_models_that_put_no_image_into_prompts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="no token stands for its images"):
+    with pytest.raises(UnsupportedModelError, match="no placeholder token for images"):
         LLM(str(make_blip(tmp_path)), model_impl="transformers")
 
 

@@ -77,7 +77,7 @@ def test_other_conversations_are_refused(preparer: RequestPreparer) -> None:
         [*user(IMAGE, "What?"), answer, *user("And?")],
         [answer],
     ):
-        with pytest.raises(InvalidRequestError, match="no conversations"):
+        with pytest.raises(InvalidRequestError, match="does not support conversations"):
             preparer.chat(messages, allow_local=True)
     with pytest.raises(InvalidRequestError, match="one image with each request, not 0"):
         preparer.chat(user("What?"), allow_local=True)
