@@ -103,7 +103,7 @@ def test_conversations_work_as_with_every_model(tmp_path: Path) -> None:
         (
             "Llama4",
             {**EXPERTS, "num_local_experts": 4, "attention_chunk_size": 16, "pad_token_id": 0},
-            "see by chunks of 16",
+            "attention in chunks of 16",
         ),
         ("Mamba", {}, "its layers do not attend"),
         ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "more than keys and values"),
