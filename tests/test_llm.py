@@ -157,7 +157,7 @@ def test_what_is_no_salt_is_refused_before_anything_runs(llm, salt):
         ({}, "either"),
         ({"prompt": "a", "images": []}, "images"),
         ({"prompt": "a", "multi_modal_data": {"video": 1}}, "video"),
-        ({"prompt_token_ids": [1], "multi_modal_data": {"image": Image.new("RGB", (9, 9))}}, "in words"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": Image.new("RGB", (9, 9))}}, "a text"),
         ({"prompt": "no placeholder", "multi_modal_data": {"image": Image.new("RGB", (9, 9))}}, "placeholder|image"),
         ("", "empty"),
     ],

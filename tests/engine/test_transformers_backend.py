@@ -153,7 +153,7 @@ def test_a_model_with_experts_that_computes_something_else_is_still_refused(
 
 def test_what_is_broken_or_asks_for_more_says_so(tmp_path: Path) -> None:
     folder = make(tmp_path, "GPTNeoX")
-    with pytest.raises(ConfigurationError, match="--quantize is for our own"):
+    with pytest.raises(ConfigurationError, match="--quantize is for vlmserve's own"):
         load_model(folder, device=CPU, dtype=None, quantization=QuantizationConfig(scheme="int8"))
     change_tensors(folder, lambda name, tensor: None if "layers.1.mlp" in name else (name, tensor))
     with pytest.raises(MissingWeightsError, match=r"no tensor .*layers.1.mlp.*and 3 more"):

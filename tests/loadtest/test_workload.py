@@ -108,8 +108,8 @@ def test_a_dataset_is_sent_in_its_order_and_again(tmp_path):
         ("{}", "either prompt or messages"),
         ('{"prompt": 3}', "line 1"),
         ('{"prompt": "a", "images": ["none.png"]}', "none.png"),
-        ('{"messages": [], "images": ["a"]}', "parts of their own"),
-        ("", "nothing in it"),
+        ('{"messages": [], "images": ["a"]}', "content parts"),
+        ("", "the file is empty"),
     ],
 )
 def test_a_broken_dataset_says_where(tmp_path, line, words):

@@ -275,7 +275,7 @@ def test_settings_of_any_resolution_that_are_not_implemented_are_refused(
 
 
 def test_a_class_token_in_each_tile_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="no square rows"):
+    with pytest.raises(UnsupportedModelError, match="do not form a square"):
         AnyResolutionProcessor({**NEXT_CONFIG, "vision_feature_select_strategy": "full"}, NEXT)
 
 

@@ -105,9 +105,9 @@ def test_rows_of_tiles_lie_beside_each_other_and_end_in_newlines(tmp_path: Path)
 @pytest.mark.parametrize(
     ("count", "tiling", "message"),
     [
-        (3, None, "no rows and columns"),
+        (3, None, "do not form rows and columns"),
         (1, None, "17 embeddings and has 52"),
-        (3, Tiling(2, 2, 8, 8), "no rows and columns"),
+        (3, Tiling(2, 2, 8, 8), "do not form rows and columns"),
         (3, Tiling(1, 2, 5, 8), "more than its tiles"),
         (3, Tiling(1, 2, 4, 9), "more than its tiles"),
         (3, Tiling(1, 2, -1, 8), "more than its tiles"),

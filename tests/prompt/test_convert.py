@@ -260,10 +260,10 @@ def test_broken_files_are_errors_that_say_so(tmp_path: Path, monkeypatch: pytest
         Tokenizer.from_folder(folder)
     (tmp_path / "glm").mkdir()
     folder = chatglm(tmp_path / "glm", None)
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.model is missing"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.model, which holds the tokenizer, is missing"):
         Tokenizer.from_folder(folder)
     (folder / "tokenizer.model").write_bytes(b"\xff\xfe\x00 nonsense")
-    with pytest.raises(ModelLoadError, match="no SentencePiece model"):
+    with pytest.raises(ModelLoadError, match="not a SentencePiece model"):
         Tokenizer.from_folder(folder)
 
 
