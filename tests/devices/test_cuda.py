@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from vlmserve.devices.cuda import CudaDevice
+from vlmserve.devices.choice import open_device
+from vlmserve.devices.cuda import CudaCapture, CudaDevice, TritonDevice
+from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.operations import NO_EPILOGUE
+from vlmserve.layers.products import QuantizedProduct, TorchProduct
 
 GIB = 2**30
 GPU = torch.device("cuda:1")
@@ -79,6 +85,54 @@ def test_a_gpu_has_the_name_that_the_driver_gives_it(monkeypatch: pytest.MonkeyP
     assert CudaDevice(GPU).gpu_uuid == "GPU-12-1"
 
 
+def opened(monkeypatch: pytest.MonkeyPatch, kernels: str, capability: tuple[int, int]) -> CudaDevice:
+    """What a GPU with this compute capability is opened as."""
+    Driver(monkeypatch, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device, dtype = open_device(GPU, kernels, torch.bfloat16, automatic=True)
+    assert dtype == torch.bfloat16
+    assert isinstance(device, CudaDevice)
+    return device
+
+
+def test_kernels_in_triton_run_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert opened(monkeypatch, "auto", (9, 0)).kernels == "triton"
+    assert not caplog.text
+    assert opened(monkeypatch, "torch", (9, 0)).kernels == "torch"
+    assert "kernels: torch on cuda:1 (--kernels torch)" in caplog.text
+    assert opened(monkeypatch, "auto", (7, 5)).kernels == "torch"
+    assert "this GPU has 7.5" in caplog.text
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert opened(monkeypatch, "auto", (9, 0)).kernels == "torch"
+    assert "triton is not installed" in caplog.text
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert opened(monkeypatch, "auto", (9, 4)).kernels == "torch"
+    assert "NVIDIA" in caplog.text
+
+
+def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    caplog.set_level("INFO")
+    Driver(monkeypatch, 0)
+    device = TritonDevice(GPU)
+    assert device.attention([AttentionSpec(4, 2, 64, 0.125)], torch.bfloat16).name == "triton"
+    assert device.attention([AttentionSpec(4, 2, 512, 0.125)], torch.bfloat16).name == "torch"
+    assert "attention: torch (a head of 512 elements is larger than 256)" in caplog.text
+    groups = torch.ones(4, 3)
+    odd = QuantizedWeight(4, 16, torch.zeros(4, 48, dtype=torch.uint8), groups, groups)
+    assert isinstance(device.linear(odd, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
+    assert "a product of (4, 48): torch" in caplog.text
+    plain = torch.zeros(4, 48, dtype=torch.bfloat16)
+    assert not isinstance(device.linear(plain, None, NO_EPILOGUE, torch.bfloat16), TorchProduct)
+    assert isinstance(device.table(odd, torch.bfloat16), QuantizedProduct)
+    assert device.norm(torch.ones(64), None, 1e-6) is not None
+    assert device.norm(torch.ones(2**15), None, 1e-6) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_uploads_arrive_whole_though_their_arrays_change_behind_them() -> None:
@@ -87,7 +141,8 @@ def test_uploads_arrive_whole_though_their_arrays_change_behind_them() -> None:
     uploaded = []
     for number in range(20):
         values += number
-        uploaded.append((device.upload(values), values.copy()))
+        # What is uploaded next takes its place, but not before this copy of it is made.
+        uploaded.append((device.upload([values])[0].clone(), values.copy()))
     for tensor, expected in uploaded:
         assert np.array_equal(tensor.cpu().numpy(), expected)
 
@@ -104,3 +159,14 @@ def test_a_clock_measures_what_the_device_computes() -> None:
     clock.mark()
     computed, nothing = clock.seconds()
     assert computed > nothing >= 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_captured_calls_repeat_over_the_same_memory() -> None:
+    device = torch.device("cuda")
+    x = torch.ones(8, 8, device=device)
+    again = CudaCapture(device)(lambda: x @ x + 1)
+    for value in (1.0, 2.0, 3.0):
+        x.fill_(value)
+        assert torch.equal(again(), torch.full_like(x, 8 * value * value + 1))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.scheduler.made_up import BLOCK, image, request, request_states, sampled, scheduler
+from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
 from vlmserve.scheduler.scheduler import Scheduler
@@ -48,12 +49,15 @@ def assert_is(batch: Batch, scheduled: list[ScheduledRequest]) -> None:
         assert not any(row[len(table) :])
 
 
-def run(made_up: Scheduler, states: RequestStates, builder: BatchBuilder) -> tuple[Batch, list[ScheduledRequest]]:
+def run(
+    made_up: Scheduler, states: RequestStates, builder: BatchBuilder, *, padded: bool = False
+) -> tuple[Batch, list[ScheduledRequest]]:
     """The batch of the next step, after which every request has a token, or several where drafts are right."""
     step = made_up.schedule()
     scheduled = states.update(step)
     batch = builder.build(scheduled)
-    assert_is(batch, scheduled)
+    if not padded:
+        assert_is(batch, scheduled)
     output = sampled(made_up, step, token=7)
     for one in scheduled:
         for token in output.token_ids.get(one.state.request_id, ()):
@@ -79,7 +83,7 @@ def test_whatever_happened_before_a_batch_is_its_step(
     """Requests come and go, are preempted and are aborted, and some of their drafts are right."""
     made_up = scheduler(num_blocks=num_blocks, budget=budget, prefix_caching=prefix_caching)
     made_up.propose_drafts = drafts and (lambda request: drafts)
-    builder, states = BatchBuilder(BLOCK, torch.from_numpy), request_states()
+    builder, states = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu"))), request_states()
     for number, length in enumerate(lengths):
         made_up.add(request(str(number), length, token=number + 1, max_tokens=5 + (7 * number) % 40))
     for number in range(400):
@@ -100,7 +104,7 @@ def test_text_inside_an_image_is_text_wherever_a_chunk_ends(budget: int) -> None
     for place, token in shown.text:
         seen.token_ids[3 + place] = token
     seen.token_ids[:3] = seen.token_ids[15:] = [1, 2, 3]
-    builder, states = BatchBuilder(BLOCK, torch.from_numpy), request_states()
+    builder, states = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu"))), request_states()
     tokens: list[int] = []
     taken: dict[int, int] = {}
     while len(made_up):
@@ -120,10 +124,41 @@ def test_rows_of_an_image_say_whose_they_are_and_from_where() -> None:
     one, two = image(1, 5), image(2, 3)
     made_up.add(seen := request("seen", 14, images=[(one, 2), (two, 9)]))
     seen.token_ids[2:7], seen.token_ids[9:12] = [50] * 5, [50] * 3
-    builder, states = BatchBuilder(BLOCK, torch.from_numpy), request_states()
+    builder, states = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu"))), request_states()
     rows = []
     while len(made_up):
         batch, _ = run(made_up, states, builder)
         rows.append([(row.key[0], row.first, row.last, row.offset) for row in batch.image_rows])
     # Chunks of 6, 6 and 2 tokens, then two more tokens of the answer.
     assert rows == [[(1, 2, 6, 0)], [(1, 0, 1, 4), (2, 3, 6, 0)], [], [], []]
+
+
+class PaddingDevice(TorchDevice):
+    """Pads decodes to a multiple of four."""
+
+    padding_blocks = 1
+
+    def padded_decodes(self, count: int) -> int:
+        return -(-count // 4) * 4
+
+
+def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() -> None:
+    made_up = scheduler(budget=40)
+    for number, length in enumerate((5, 9, 3)):
+        made_up.add(request(str(number), length, token=number + 1, max_tokens=4))
+    builder = BatchBuilder(BLOCK, PaddingDevice(torch.device("cpu")), padding_block=77)
+    states = request_states()
+    prompts, _ = run(made_up, states, builder)
+    assert len(prompts.token_ids) == 17, "prompts are not padded"
+    while len(made_up):
+        batch, scheduled = run(made_up, states, builder, padded=True)
+        count, metadata = len(scheduled), batch.metadata
+        assert len(batch.token_ids) == len(batch.positions) == metadata.num_decodes == len(metadata.query_lens) == 4
+        assert metadata.query_starts.tolist() == [0, 1, 2, 3, 4]
+        assert metadata.context_lens.tolist() == metadata.host_context_lens
+        assert metadata.host_context_lens[count:] == [1] * (4 - count)
+        assert metadata.slot_mapping[count:].tolist() == [77 * BLOCK] * (4 - count)
+        assert metadata.block_tables[count:, 0].tolist() == [77] * (4 - count)
+        assert metadata.block_tables.shape[1] in (1, 2, 4, 8)
+        assert batch.positions[count:].tolist() == [0] * (4 - count)
+        assert batch.sampled_rows.tolist() == list(range(count))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from vlmserve.devices.cpu import open_cpu
-from vlmserve.devices.cuda import CudaDevice
+from vlmserve.devices.cuda import open_cuda
 from vlmserve.devices.device import Device
 from vlmserve.devices.torch_device import MpsDevice
 from vlmserve.errors import ConfigurationError
@@ -36,7 +36,7 @@ def _of_any_type(device: Callable[[torch.device], Device]) -> Open:
 
 KINDS: dict[str, Open] = {
     "cpu": open_cpu,
-    "cuda": _of_any_type(CudaDevice),
+    "cuda": open_cuda,
     "mps": _of_any_type(MpsDevice),
 }
 """By torch's names of the types of devices."""

@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import Clock
+from vlmserve.devices.device import Clock, LayerExecutor
+from vlmserve.devices.graphs import GraphExecutor, captured_rows
+from vlmserve.devices.staging import Staging
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.operations import Epilogue, Product, Table
+from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.layers.operations import Epilogue, Norm, Product, Table
 from vlmserve.layers.products import QuantizedProduct
 
 logger = logging.getLogger(__name__)
 
 BLOCK_ELEMENTS = 2**24
 """Quantized weights that are dequantized at a time: larger blocks take fewer launches."""
+STAGED_BYTES = 2**22
+"""What a step's arrays may take before their memory has to grow, and steps that were captured with it are lost."""
+LEAST_CAPABILITY = (8, 0)
+"""Of GPUs that the kernels are compiled for: bfloat16 products came with the A100."""
+
+
+def open_cuda(
+    torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
+) -> tuple[CudaDevice, torch.dtype]:
+    """A GPU and the type that a model runs in, which is the stated one. See `open_device`.
+
+    Kernels in Triton run unless torch's are asked for, or cannot run here; the log says which.
+    """
+    reason = "--kernels torch" if kernels == "torch" else no_triton(torch_device)
+    if reason is None:
+        return TritonDevice(torch_device), stated
+    logger.info("kernels: torch on %s (%s)", torch_device, reason)
+    return CudaDevice(torch_device), stated
+
+
+def no_triton(torch_device: torch.device) -> str | None:
+    """Why kernels in Triton cannot run on a GPU, None if they can."""
+    if torch.version.hip is not None:
+        return "those in Triton were made for NVIDIA's GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    capability = torch.cuda.get_device_capability(torch_device)
+    if capability < LEAST_CAPABILITY:
+        return f"those in Triton need compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    return None
 
 
 class CudaDevice(TorchDevice):
@@ -31,6 +67,7 @@ class CudaDevice(TorchDevice):
         self._free_before = torch.cuda.mem_get_info(torch_device)[0]
         self._allocated_before = torch.cuda.memory_allocated(torch_device)
         self._reserved_before = torch.cuda.memory_reserved(torch_device)
+        self._staging: Staging | None = None
 
     @property
     def gpu_uuid(self) -> str | None:
@@ -54,10 +91,11 @@ class CudaDevice(TorchDevice):
             return QuantizedProduct(weight, None, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
         return super().table(weight, dtype)
 
-    def upload(self, values: np.ndarray) -> Tensor:
-        """See `Device.upload`. Pinned memory is copied while the host goes on; torch keeps it and uses it again once
-        the copy is done."""
-        return torch.from_numpy(values).pin_memory().to(self.torch_device, non_blocking=True)
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """See `Device.upload`. Through pinned memory, which is copied while the host goes on."""
+        if self._staging is None:
+            self._staging = Staging(self.torch_device, reserve=STAGED_BYTES)
+        return self._staging.upload(arrays)
 
     def clock(self) -> Clock:
         """See `Device.clock`."""
@@ -85,6 +123,112 @@ class CudaDevice(TorchDevice):
                 self._free_before / 2**30, total / 2**30, device, fraction,
             )  # fmt: skip
         return min(wanted, self._free_before) - peak - beside_torch - reserved
+
+
+class TritonDevice(CudaDevice):
+    """A GPU by kernels in Triton, where these can do what a layer does, and graphs of whole steps of decodes."""
+
+    kernels = "triton"
+    padding_blocks = 1
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device)
+        self._captures = CudaCapture(torch_device)
+        self._draw: Draw | None = None
+
+    @property
+    def draw(self) -> Draw:
+        """See `Device.draw`."""
+        if self._draw is None:
+            from vlmserve.kernels.triton.sampling import TritonDraw
+
+            options = Staging(self.torch_device)
+            self._draw = TritonDraw(lambda values: options.upload([values])[0])
+        return self._draw
+
+    def linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    ) -> Product:
+        """See `Operations.linear`."""
+        from vlmserve.kernels.triton.products import TritonProduct, unsupported_reason
+
+        if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
+            logger.info("a product of %s: torch (%s)", tuple(weight.shape), reason)
+            return super().linear(weight, bias, epilogue, dtype)
+        return TritonProduct(
+            weight,
+            bias,
+            dtype=dtype,
+            activation=epilogue.activation,
+            gated=epilogue.gated,
+            float_output=epilogue.float_output,
+        )
+
+    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+        """See `Operations.table`."""
+        from vlmserve.kernels.triton.products import TritonProduct, unsupported_reason
+
+        if unsupported_reason(weight, None) is not None:
+            return super().table(weight, dtype)
+        return TritonProduct(weight, dtype=dtype, float_output=True)
+
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm | None:
+        """See `Operations.norm`."""
+        from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
+
+        return TritonNorm(weight, bias, eps) if len(weight) <= MAX_SIZE else None
+
+    def attention(
+        self,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+        *,
+        bidirectional: bool = False,
+        quantized_cache: bool = False,
+    ) -> AttentionBackend:
+        """See `Device.attention`. The backend in Triton where it serves all layers."""
+        from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
+
+        if (reason := unsupported_reason(layers, dtype)) is not None:
+            logger.info("attention: torch (%s)", reason)
+            return super().attention(layers, dtype, bidirectional=bidirectional, quantized_cache=quantized_cache)
+        logger.info("attention: triton")
+        return TritonAttention(quantized_cache=quantized_cache)
+
+    def executor(self) -> LayerExecutor:
+        """See `Device.executor`."""
+        return GraphExecutor(self._captures)
+
+    def padded_decodes(self, count: int) -> int:
+        """See `Device.padded_decodes`."""
+        return captured_rows(count)
+
+
+class CudaCapture:
+    """Captures calls as CUDA graphs that share their memory. A `Capture`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        # Once beforehand: what is compiled or allocated in a first call cannot be captured.
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = run()
+
+        def again() -> Tensor:
+            graph.replay()
+            return result
+
+        return again
 
 
 class EventClock:

@@ -47,6 +47,7 @@ class Device(Operations, Protocol):
     keeps_packed: whether weights that a file holds in few bits stay packed unless the settings say otherwise.
     images_per_step: images that go through the vision tower in one step, unless the settings say. stage_products:
     multiplications of the vision tower between which a step may stop.
+    padding_blocks: blocks of the KV cache that batches' padding rows need: 1 where `padded_decodes` pads, else 0.
     """
 
     torch_device: torch.device
@@ -54,6 +55,7 @@ class Device(Operations, Protocol):
     keeps_packed: bool
     images_per_step: int
     stage_products: int
+    padding_blocks: int
 
     @property
     def gpu_uuid(self) -> str | None:
@@ -83,8 +85,13 @@ class Device(Operations, Protocol):
         """An executor for the layers of another decoder."""
         ...
 
-    def upload(self, values: np.ndarray) -> Tensor:
-        """An array on the device. It may share the array's memory, which must not change before the step has ended."""
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Arrays on the device, in one transfer; valid until the next one. They may share the arrays' memory, which
+        must not change before the step has ended."""
+        ...
+
+    def padded_decodes(self, count: int) -> int:
+        """To how many rows a batch of so many decodes, and nothing else, is to be padded."""
         ...
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:

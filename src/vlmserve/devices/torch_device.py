@@ -25,6 +25,7 @@ class TorchDevice:
     keeps_packed = False
     images_per_step = 16
     stage_products = 2**36
+    padding_blocks = 0
     bucket_cost = 2**15
     """See `torch_decodes.BUCKET_COST`. An estimate for GPUs: the launches of a bucket take as long as reading tens of
     thousands of tokens."""
@@ -78,9 +79,13 @@ class TorchDevice:
         """See `Device.executor`."""
         return EagerExecutor()
 
-    def upload(self, values: np.ndarray) -> Tensor:
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`."""
-        return torch.from_numpy(values).to(self.torch_device)
+        return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
+
+    def padded_decodes(self, count: int) -> int:
+        """See `Device.padded_decodes`."""
+        return count
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
         """See `Device.logits_buffer`."""

@@ -265,6 +265,15 @@ class RopeTables:
         """Elements of a head that are rotated."""
         return self._rope.size
 
+    @property
+    def sources(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All that the forms are made of: positions, cosines and sines."""
+        return self._positions, *self._rope.upto(self._length)
+
+    def afresh(self) -> RopeTables:
+        """The same with no form made yet."""
+        return RopeTables(self._rope, self._positions, self._length, self._dtype)
+
     @cached_property
     def rows(self) -> RotaryRows:
         """For kernels that look up the positions by themselves."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -52,16 +53,32 @@ class Batch:
     cross_rows: list[CrossAttentionRows]
 
 
+class BatchDevice(Protocol):
+    """What a `Device` does for batches."""
+
+    padding_blocks: int
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """See `Device.upload`."""
+        ...
+
+    def padded_decodes(self, count: int) -> int:
+        """See `Device.padded_decodes`."""
+        ...
+
+
 class BatchBuilder:
     """Packs a step's requests into one batch, in memory that it keeps: a batch is valid until the next is built.
 
     Block tables stay where they are from step to step: while a request keeps its row, only its new blocks are written.
     """
 
-    def __init__(self, block_size: int, upload: Callable[[np.ndarray], Tensor]) -> None:
-        """upload: the device's, see `Device.upload`."""
+    def __init__(self, block_size: int, device: BatchDevice, padding_block: int = 0) -> None:
+        """padding_block: which block rows that only pad a batch write to and read from."""
         self._block_size = block_size
-        self._tensor = upload
+        self._device = device
+        self._padding_block = padding_block
+        self._padding_table = array("i", [padding_block])
         self._token_ids, self._positions, self._slots = np.empty((3, 0), np.int64)
         self._tables = np.zeros((0, 0), np.int32)
         # Which table each row holds, and how many blocks of it.
@@ -72,7 +89,12 @@ class BatchBuilder:
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
         num_tokens, width = sum(counts), max(len(request.state.block_table) for request in scheduled)
-        self._reserve(num_tokens, len(counts), width)
+        padding = 0
+        if num_tokens == len(counts) and not any(request.state.cross_key for request in scheduled):
+            padding = self._device.padded_decodes(num_tokens) - num_tokens
+            # A table's width is part of its shape, and few shapes are to come.
+            width = 1 << (width - 1).bit_length() if self._device.padding_blocks else width
+        self._reserve(num_tokens + padding, len(counts) + padding, width)
         for row, request in enumerate(scheduled):
             self._keep_table(row, request.state.block_table)
         ends = np.cumsum(counts)
@@ -83,14 +105,24 @@ class BatchBuilder:
         slots += positions % self._block_size
         if any(offsets := [request.state.position_offset for request in scheduled]):
             positions += np.repeat(offsets, counts)
-        has_grids = any(_has_grid(request.state) for request in scheduled)
-        in_grids = _grid_positions(scheduled, positions) if has_grids else positions
         token_ids, image_rows = self._write_tokens(scheduled, num_tokens)
+        if padding:
+            self._pad(num_tokens, padding)
+            context_lens, counts = context_lens + [1] * padding, counts + [1] * padding
+            token_ids, slots = self._token_ids[: num_tokens + padding], self._slots[: num_tokens + padding]
+        in_grids = self._positions[: num_tokens + padding]
+        if any(_has_grid(request.state) for request in scheduled):
+            in_grids = _grid_positions(scheduled, in_grids)
+        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        # Those rows that are drawn from come last: their number is no part of the shapes of a padded batch.
+        arrays: list[np.ndarray] = [starts, np.asarray(context_lens, np.int32), self._tables[: len(counts), :width]]
+        arrays += [slots, token_ids, in_grids, _sampled_rows(scheduled, ends)]
+        query_starts, contexts, tables, slot_mapping, tokens, places, sampled_rows = self._device.upload(arrays)
         metadata = BatchMetadata(
-            query_starts=self._tensor(np.concatenate(([0], ends)).astype(np.int32)),
-            context_lens=self._tensor(np.asarray(context_lens, np.int32)),
-            block_tables=self._tensor(self._tables[: len(counts), :width]),
-            slot_mapping=self._tensor(slots),
+            query_starts=query_starts,
+            context_lens=contexts,
+            block_tables=tables,
+            slot_mapping=slot_mapping,
             query_lens=counts,
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
@@ -98,17 +130,25 @@ class BatchBuilder:
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
         )
         return Batch(
-            token_ids=self._tensor(token_ids),
-            positions=self._tensor(in_grids),
+            token_ids=tokens,
+            positions=places,
             metadata=metadata,
             image_rows=image_rows,
-            sampled_rows=self._tensor(_sampled_rows(scheduled, ends)),
+            sampled_rows=sampled_rows,
             cross_rows=[
                 CrossAttentionRows(request.state.cross_key, int(end) - request.num_tokens, int(end))
                 for end, request in zip(ends, scheduled, strict=True)
                 if request.state.cross_key is not None
             ],
         )
+
+    def _pad(self, num_tokens: int, padding: int) -> None:
+        """Rows behind those of requests: sequences of one token, in a block that is nobody's."""
+        rows = slice(num_tokens, num_tokens + padding)
+        self._token_ids[rows] = self._positions[rows] = 0
+        self._slots[rows] = self._padding_block * self._block_size
+        for row in range(num_tokens, num_tokens + padding):
+            self._keep_table(row, self._padding_table)
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
         """Allocate memory for a batch of these sizes, with some to spare for larger ones."""
@@ -179,8 +219,8 @@ def _has_grid(state: RequestState) -> bool:
 
 
 def _grid_positions(scheduled: Sequence[ScheduledRequest], positions: np.ndarray) -> np.ndarray:
-    """int64 ``[3, tokens]`` from positions that count tokens."""
-    result = np.empty((3, len(positions)), np.int64)
+    """int64 ``[3, tokens]`` from positions that count tokens; 0 for rows that only pad."""
+    result = np.zeros((3, len(positions)), np.int64)
     first = 0
     for request in scheduled:
         rows = slice(first, first + request.num_tokens)

@@ -13,12 +13,14 @@ from vlmserve.steps import BlockCopy
 
 
 class KVTensors:
-    """Keys and values of all layers: `num_blocks` blocks on the model's device and `num_host_blocks` in host memory."""
+    """Keys and values of all layers: `num_blocks` blocks on the model's device, and behind them those of its padding
+    rows, and `num_host_blocks` in host memory."""
 
     def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._backend = model.backend
         self._device = model.device.torch_device
-        self.layers: list[LayerCache] = model.language_model.allocate_cache(num_blocks, block_size, self._device)
+        total = num_blocks + model.device.padding_blocks
+        self.layers: list[LayerCache] = model.language_model.allocate_cache(total, block_size, self._device)
         host = torch.device("cpu")
         self._host = model.language_model.allocate_cache(num_host_blocks, block_size, host) if num_host_blocks else []
 

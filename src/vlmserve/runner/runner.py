@@ -30,7 +30,8 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self._requests = RequestStates(model.language_model, make_matcher)
-        self._batches = BatchBuilder(block_size, model.device.upload)
+        # The block behind all others belongs to rows that only pad a batch.
+        self._batches = BatchBuilder(block_size, model.device, padding_block=num_blocks)
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         self._images = ImageEncoder(model)
 

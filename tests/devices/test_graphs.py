@@ -1,0 +1,121 @@
+"""Steps that are captured and repeated, and the memory that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.paged import BlockTables
+from vlmserve.devices.graphs import MOST_GRAPHS, MOST_ROWS, GraphExecutor, captured_rows, repeat_by_calls
+from vlmserve.devices.staging import ALIGNMENT, Staging
+from vlmserve.kernels.attention import LayerCache
+from vlmserve.layers.attention import CrossRows, StepContext
+
+CPU = torch.device("cpu")
+CACHES = [LayerCache(torch.zeros(4), torch.zeros(4), 4)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    capture_key: Hashable = "a step"
+
+
+def step(plan: object, lengths: Tensor | None = None, **rest: object) -> StepContext:
+    metadata = BlockTables([8, 8], 4).metadata([(0, 3, 1), (1, 5, 1)])
+    if lengths is not None:
+        object.__setattr__(metadata, "context_lens", lengths)
+    for name in ("query_starts", "block_tables", "slot_mapping"):
+        object.__setattr__(metadata, name, FIXED[name])
+    return StepContext(metadata, [], plan, **rest)  # type: ignore[arg-type]
+
+
+FIXED = {name: torch.zeros(3, dtype=torch.int32) for name in ("query_starts", "block_tables", "slot_mapping")}
+
+
+def layers(x: Tensor, caches: object, context: StepContext) -> Tensor:
+    return x * context.metadata.context_lens[:, None]
+
+
+def test_a_step_is_captured_when_it_comes_again_and_reads_new_numbers_in_old_places() -> None:
+    executor, lengths = GraphExecutor(repeat_by_calls), torch.tensor([2, 3])
+    for number in range(4):
+        lengths.copy_(torch.tensor([number, number + 1]))
+        x = torch.full((2, 3), float(number + 1))
+        expected = x * lengths[:, None]
+        assert torch.equal(executor.run(layers, x, CACHES, step(Plan(), lengths)), expected)
+        assert executor.num_captured == (number > 0)
+
+
+def test_what_changes_addresses_or_keys_is_another_step() -> None:
+    executor, lengths = GraphExecutor(repeat_by_calls), torch.tensor([2, 3])
+    x = torch.ones(2, 3)
+    for plan, own in ((Plan(), lengths), (Plan("more splits"), lengths), (Plan(), lengths.clone())):
+        executor.run(layers, x, CACHES, step(plan, own))
+        assert executor.num_captured == 0
+    executor.run(layers, x, CACHES, step(Plan("more splits"), lengths))
+    assert executor.num_captured == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["prompts", "a plan that says nothing", "factors of queries", "cross-attention", "too many rows"]
+)
+def test_other_steps_run_layer_by_layer(kind: str) -> None:
+    executor, rows = GraphExecutor(repeat_by_calls), MOST_ROWS + 1 if kind == "too many rows" else 2
+    lengths = torch.ones(rows, dtype=torch.int64)
+    plan: object = {"prompts": Plan(None), "a plan that says nothing": object()}.get(kind, Plan())
+    scale = torch.ones(2, 1) if kind == "factors of queries" else None
+    cross = [CrossRows(0, 2, torch.zeros(1))] if kind == "cross-attention" else []
+    for _ in range(3):
+        context = step(plan, lengths, query_scale=scale, cross=cross)
+        assert executor.run(layers, torch.ones(rows, 3), CACHES, context).sum() == rows * 3
+    assert executor.num_captured == 0
+
+
+def test_the_graphs_that_were_used_last_are_kept() -> None:
+    executor, lengths = GraphExecutor(repeat_by_calls), torch.tensor([2, 3])
+    for number in range(MOST_GRAPHS + 5):
+        for _ in range(2):
+            executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(number), lengths))
+            executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(-1), lengths))
+    assert executor.num_captured == MOST_GRAPHS
+
+
+def test_batches_of_decodes_come_in_few_sizes() -> None:
+    assert [captured_rows(count) for count in (1, 2, 3, 5, 8, 9, 16, 17, 500, 512, 513)] == [
+        1, 2, 4, 8, 8, 16, 16, 32, 512, 512, 513,
+    ]  # fmt: skip
+
+
+def test_arrays_of_the_same_shapes_arrive_at_the_same_addresses() -> None:
+    staging = Staging(CPU, reserve=64)
+    places = set()
+    for number in range(5):
+        arrays = [np.full(3, number, np.int64), np.full((2, 2), number + 1, np.int32), np.empty((0, 4), np.int64)]
+        tensors = staging.upload(arrays)
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert np.array_equal(tensor.numpy(), array)
+            assert tensor.numpy().dtype == array.dtype
+            assert tensor.data_ptr() % ALIGNMENT == tensors[0].data_ptr() % ALIGNMENT
+        places.add(tuple(tensor.data_ptr() for tensor in tensors[:2]))
+    assert len(places) == 1
+
+
+def test_memory_for_uploads_grows() -> None:
+    staging = Staging(CPU, reserve=16)
+    values = np.arange(1000)
+    assert np.array_equal(staging.upload([values[:1]])[0].numpy(), values[:1])
+    (tensor,) = staging.upload([values])
+    assert np.array_equal(tensor.numpy(), values)
+    values[:] = 0
+    assert tensor[999] == 999, "uploaded numbers are not those of the array any more"
+
+
+def test_rows_of_wider_arrays_are_uploaded() -> None:
+    wide = np.arange(20, dtype=np.int32).reshape(4, 5)
+    (tensor,) = Staging(CPU).upload([wide[1:3, :2]])
+    assert tensor.tolist() == [[5, 6], [10, 11]]

@@ -1,0 +1,125 @@
+"""A whole decoder by the kernels, through the device object, beside the same by torch's operations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+from tests.checkpoints import make_llama
+from tests.paged import PagedRun
+from vlmserve.config import QuantizationConfig
+from vlmserve.devices import choice
+from vlmserve.devices.cuda import TritonDevice
+from vlmserve.devices.device import EagerExecutor, LayerExecutor
+from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.models.registry import load_model
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels are not interpreted where there is a GPU"
+)
+
+CPU = torch.device("cpu")
+
+
+class InterpretedDevice(TritonDevice):
+    """The kernels that a GPU gets, on a CPU."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        TorchDevice.__init__(self, torch_device)
+
+    def executor(self) -> LayerExecutor:
+        """Layers run one by one."""
+        return EagerExecutor()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+def loaded(folder: Path, device: type[TorchDevice], quantize: Any = None) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(choice.KINDS, "cpu", lambda on, kernels, stated, *, automatic: (device(on), stated))
+        model = load_model(folder, device=CPU, dtype=torch.float32, quantization=quantize)
+    return model.language_model
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that a GPU would launch a kernel for, those of torch and those in Triton."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        inputs = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        views = isinstance(result, Tensor) and result.untyped_storage().data_ptr() in inputs
+        in_place = function._schema.name.endswith("_")
+        if in_place or not (views or "empty" in function._schema.name):
+            self.names.append(function._schema.name)
+        return result
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    counted = Launches()
+    call = GridExecutor.__call__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counted.names.append(self.fn.__name__)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counting)
+    return counted
+
+
+@torch.inference_mode()
+def logits(model: Any, sequences: list[list[int]], steps: list[list[int]]) -> list[Tensor]:
+    """Of all tokens, computed in chunks."""
+    run = PagedRun(model, [model.embed(torch.tensor(tokens)) for tokens in sequences])
+    for step in steps:
+        run.step(step)
+    return [torch.cat(rows) for rows in run.logits]
+
+
+@pytest.mark.parametrize("bits", [None, "int8", "int4"])
+def test_a_decoder_by_the_kernels_gives_the_logits_of_torchs_operations(folder: Path, bits: str | None) -> None:
+    quantization = None if bits is None else QuantizationConfig(scheme=bits)
+    ours, theirs = (loaded(folder, device, quantization) for device in (InterpretedDevice, TorchDevice))
+    assert ours.backend.name == "triton"
+    sequences = [[5, 9, 11, 3, 8], [7, 4, 6]]
+    steps = [[4, 2], [1, 1]]
+    with torch.inference_mode():
+        for our, their in zip(logits(ours, sequences, steps), logits(theirs, sequences, steps), strict=True):
+            torch.testing.assert_close(our, their, atol=2e-3 if bits == "int4" else 1e-4, rtol=1e-3)
+
+
+def test_a_layer_of_decodes_takes_nine_launches(folder: Path, launches: Launches) -> None:
+    model = loaded(folder, InterpretedDevice)
+    run = PagedRun(model, [model.embed(torch.tensor([5, 9, 11])), model.embed(torch.tensor([7, 4]))])
+    with torch.inference_mode():
+        run.step([2, 1])
+        layer = type(model.layers[0])
+        forward, taken = layer.forward, []
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = len(launches.names)
+            with launches:
+                result = forward(self, *args, **kwargs)
+            taken.append([name for name in launches.names[before:] if name != "add_parts"])
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer, "forward", counted)
+            run.step([1, 1])
+    expected = ["norm_rows", "multiply", "rotate_and_write", "attend_rows", "combine"]
+    expected += ["multiply", "norm_rows", "multiply", "multiply"]
+    assert taken == [expected] * len(model.layers)

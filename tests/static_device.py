@@ -1,0 +1,160 @@
+"""The data flow of a GPU on a CPU: staged uploads, padded batches, and steps that are captured and repeated.
+
+Kernels are torch's operations, and a graph is repeated by calling what was captured again, over the very tensors of the
+step in which it was. So whatever a step takes from anywhere else than static memory shows in its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vlmserve.devices import choice
+from vlmserve.devices.cpu import CpuDevice
+from vlmserve.devices.device import LayerExecutor
+from vlmserve.devices.graphs import GraphExecutor, captured_rows, repeat_by_calls
+from vlmserve.devices.staging import Staging
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.torch_cache import write
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.kernels.torch_scores import attention_weights
+
+
+@dataclass(frozen=True)
+class StaticPlan:
+    """others: the reference's plan, for steps with prompts."""
+
+    capture_key: Hashable
+    others: object
+
+
+class StaticAttention(TorchReference):
+    """Reads the lengths of decodes where they lie, as kernels do: its shapes depend on the batch's shapes alone."""
+
+    name = "static"
+
+    def prepare(  # type: ignore[override]
+        self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
+    ) -> StaticPlan:
+        """See `AttentionBackend.prepare`."""
+        if metadata.num_decodes == len(metadata.query_lens):
+            return StaticPlan("decodes", None)
+        return StaticPlan(None, super().prepare(metadata, block_size, layers, dtype))
+
+    def attend_rotated(
+        self,
+        qkv: Tensor,
+        rope: RotaryRows,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """See `RotatingBackend.attend_rotated`."""
+        heads = qkv.view(len(qkv), -1, spec.head_size)
+        query, key, value = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
+        cos, sin = (part if rope.positions is None else part[rope.positions] for part in (rope.cos, rope.sin))
+        size = cos.shape[1]
+
+        def rotated(x: Tensor) -> Tensor:
+            first, second, rest = x.split([size, size, x.shape[2] - 2 * size], -1)
+            c, s = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+            return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
+
+        return self.attend(rotated(query), rotated(key), value, cache, spec, metadata, plan)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        assert isinstance(plan, StaticPlan)
+        if plan.capture_key is None:
+            return super().attend(query, key, value, cache, spec, metadata, plan.others)
+        size, kv_heads = cache.block_size, spec.num_kv_heads
+        slots, tables = metadata.slot_mapping, metadata.block_tables.long()
+        rows = (slots // size * kv_heads * size + slots % size)[:, None] + torch.arange(kv_heads) * size
+        write(cache, 0, key, rows.view(-1))
+        write(cache, 1, value, rows.view(-1))
+        # ``[decodes, kv_heads, blocks * block_size, head_size]``, block 0 where a table has ended.
+        keys, values = (tensor[tables].transpose(1, 2).flatten(2, 3).to(query.dtype) for tensor in cache.tensors[:2])
+        if cache.scales is not None:
+            scales = cache.scales[tables].permute(3, 0, 2, 1, 4).flatten(3)[..., None]
+            keys, values = keys * scales[0], values * scales[1]
+        grouped = query.view(len(query), kv_heads, -1, spec.head_size)
+        scores = grouped.float() @ keys.float().transpose(2, 3) * spec.scale
+        if spec.soft_cap is not None:
+            scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+        places, ends = torch.arange(scores.shape[-1]), metadata.context_lens[:, None]
+        hidden = places >= ends
+        if spec.window is not None:
+            hidden |= places < ends - spec.window
+        scores = scores.masked_fill(hidden[:, None, None], -torch.inf).flatten(1, 2)[:, :, None]
+        weights = attention_weights(scores, spec).view(len(query), kv_heads, -1, scores.shape[-1])
+        # What nobody wrote may be anything.
+        values = values.float().masked_fill(hidden[:, None, :, None], 0)
+        return (weights @ values).to(query.dtype).flatten(1)
+
+
+class StaticDevice(CpuDevice):
+    """A CPU that runs steps as a GPU does. `executors` are those that it has given out."""
+
+    padding_blocks = 1
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device)
+        self._staging = Staging(torch_device, reserve=2**16)
+        self.executors: list[GraphExecutor] = []
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """See `Device.upload`."""
+        return self._staging.upload(arrays)
+
+    def padded_decodes(self, count: int) -> int:
+        """See `Device.padded_decodes`."""
+        return captured_rows(count)
+
+    def executor(self) -> LayerExecutor:
+        """See `Device.executor`."""
+        self.executors.append(GraphExecutor(repeat_by_calls))
+        return self.executors[-1]
+
+    def attention(
+        self,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+        *,
+        bidirectional: bool = False,
+        quantized_cache: bool = False,
+    ) -> AttentionBackend:
+        """See `Device.attention`."""
+        return StaticAttention(quantized_cache=quantized_cache)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def static_devices() -> Iterator[list[StaticDevice]]:
+    """In modules that import this, all models run on such devices, which are in the list. Some step of theirs has to be
+    captured."""
+    devices: list[StaticDevice] = []
+
+    def opened(
+        torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
+    ) -> tuple[StaticDevice, torch.dtype]:
+        devices.append(StaticDevice(torch_device))
+        return devices[-1], stated
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(choice.KINDS, "cpu", opened)
+        yield devices
+    assert any(executor.num_captured for device in devices for executor in device.executors)
