@@ -123,7 +123,7 @@ def test_a_question_is_edited_answered_again_and_kept_over_a_reload(pixie, visit
     ask(page, "And the square?")
     answer_of(page, 1)
     page.get_by_role("button", name="Edit the question").first.click()
-    page.get_by_label("Changed question").fill("What colour is the triangle?")
+    page.get_by_label("Edited question").fill("What colour is the triangle?")
     page.get_by_role("button", name="Ask again").click()
     expect(answers(page).locator(".markdown")).to_have_text(["yellow"])
     page.get_by_role("button", name="Answer again").click()
@@ -202,7 +202,7 @@ def test_a_conversation_is_kept_on_the_server_and_opened_elsewhere(pixie, visit)
     assert (answer_of(other, 0), answer_of(other, 1)) == ("red", "3")
     expect(other.locator(".turn.question img")).to_have_js_property("naturalWidth", 288)
     other.get_by_role("button", name="Edit the question").nth(1).click()
-    other.get_by_label("Changed question").fill("What colour is the triangle?")
+    other.get_by_label("Edited question").fill("What colour is the triangle?")
     other.keyboard.press("Enter")
     expect(answers(other).locator(".markdown")).to_have_text(["red", "yellow"])
     expect(other.get_by_role("button", name="Stop")).to_have_count(0)
@@ -263,7 +263,7 @@ def test_an_image_that_is_too_large_is_refused_kindly_and_can_be_left_out(pixie,
 def test_a_file_that_is_no_image_is_told_of(pixie, visit):
     page = visit(pixie, complains="400")
     ask(page, "What is it?", {"name": "broken.png", "mimeType": "image/png", "buffer": b"nothing of that kind"})
-    expect(page.locator(".turn .problem")).to_contain_text("cannot answer this")
+    expect(page.locator(".turn .problem")).to_contain_text("The request was refused")
     expect(page.locator(".turn .problem")).to_contain_text(re.compile("image|image"))
 
 
@@ -281,7 +281,7 @@ def test_a_stream_that_breaks_off_shows_what_had_come(pixie, visit):
     page = visit(pixie)
     answering(page, events("half an", " answer", end=""))
     ask(page, "What colour is the circle?", SHAPES)
-    expect(page.locator(".turn .problem")).to_contain_text("The answer broke off")
+    expect(page.locator(".turn .problem")).to_contain_text("The answer was interrupted")
     assert answer_of(page, 0) == "half an answer"
 
 
@@ -319,7 +319,7 @@ def test_an_overloaded_server_asks_for_patience(pixie, visit):
         "**/v1/chat/completions", lambda route: route.fulfill(status=429, json=body, headers={"Retry-After": "7"})
     )
     ask(page, "What colour is the circle?")
-    expect(page.locator(".turn .problem")).to_contain_text("too much to do")
+    expect(page.locator(".turn .problem")).to_contain_text("overloaded")
     expect(page.locator(".turn .problem")).to_contain_text("7 s")
 
 
@@ -384,7 +384,7 @@ def test_what_is_set_is_sent_and_remembered(pixie, visit):
     body = sent.value.post_data_json
     assert (body["temperature"], body["max_completion_tokens"]) == (0.5, 2)
     assert "top_p" not in body
-    expect(page.get_by_text("reached its longest length")).to_be_visible()
+    expect(page.get_by_text("reached the token limit")).to_be_visible()
 
 
 def test_it_works_under_a_path_of_a_proxy(pixie, visit):

@@ -70,7 +70,7 @@ def test_if_its_files_are_gone_since_the_server_is_another_one_it_says_what_to_d
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    [("loading", "The model is loading"), ("dead", "The engine has died"), ("asleep", "first question")],
+    [("loading", "The model is loading"), ("dead", "The engine has crashed"), ("asleep", "first request")],
 )
 def test_without_an_engine_it_says_why_and_shows_no_figures(slow, visit, status, words):
     page = visit(slow)

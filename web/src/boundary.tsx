@@ -14,7 +14,7 @@ export class Boundary extends Component<{ children: ReactNode }, { failed: boole
     return (
       <main id="main" className="failed" tabIndex={-1}>
         <h1>This view has failed</h1>
-        <p>It may belong to another version of the server. What you have asked is kept.</p>
+        <p>It may belong to another version of the server. Your conversations are kept.</p>
         <button className="primary" onClick={() => location.reload()}>
           <RefreshCw aria-hidden /> Load the page again
         </button>

@@ -27,7 +27,7 @@ suite("errors", () => {
     expect(explain(new ApiError(401, "invalid_api_key", "No")).remedy).toBe("key");
     expect(explain(new ApiError(429, "overloaded", "Busy", 7)).detail).toContain("7 s");
     expect(explain(new ApiError(400, "context_length_exceeded", "Long")).title).toContain("too long");
-    expect(explain(new ApiError(0, "broken_off", "")).title).toBe("The answer broke off");
+    expect(explain(new ApiError(0, "broken_off", "")).title).toBe("The answer was interrupted");
     expect(explain(new TypeError("x is undefined")).title).toContain("this page");
   });
 });

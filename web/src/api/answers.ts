@@ -71,7 +71,7 @@ export async function* respond(
     const event = raw as ResponseEvent;
     if (event.type === "response.output_text.delta") yield { text: event.delta };
     if (event.type === "response.failed") {
-      throw new ApiError(500, "generation_failed", event.response?.error?.message ?? "The server gave up");
+      throw new ApiError(500, "generation_failed", event.response?.error?.message ?? "The server ended the answer");
     }
     if (event.type === "response.completed" || event.type === "response.incomplete") {
       ending = event.type === "response.completed" ? "complete" : "length";
@@ -109,7 +109,7 @@ function dataUrl(blob: Blob): Promise<string> {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result as string);
-    reader.onerror = () => reject(reader.error ?? new Error("The image cannot be read any more"));
+    reader.onerror = () => reject(reader.error ?? new Error("The image can no longer be read"));
     reader.readAsDataURL(blob);
   });
 }

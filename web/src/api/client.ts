@@ -64,7 +64,7 @@ export async function* events(response: Response, signal: AbortSignal): AsyncGen
 }
 
 export function brokenOff(): ApiError {
-  return new ApiError(0, "broken_off", "The connection ended before the answer did");
+  return new ApiError(0, "broken_off", "The connection ended before the answer was complete");
 }
 
 async function failure(response: Response): Promise<ApiError> {

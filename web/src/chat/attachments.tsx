@@ -89,7 +89,7 @@ function Shown({ attachment, controls }: { attachment: Attachment; controls?: bo
   if (url === undefined || broken) {
     return (
       <span className="missing">
-        <ImageOff aria-hidden /> {url === undefined ? "Not there any more" : "Cannot be shown here"}
+        <ImageOff aria-hidden /> {url === undefined ? "No longer available" : "Cannot be shown here"}
       </span>
     );
   }

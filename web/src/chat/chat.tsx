@@ -13,7 +13,7 @@ import { attachmentsOf } from "./attachments";
 import { TurnView } from "./turn";
 import { useDropAndPaste } from "./drop-and-paste";
 
-const NO_IMAGE: Problem = { title: "That is no image", detail: "Images are files like PNG, JPEG, WebP or GIF." };
+const NO_IMAGE: Problem = { title: "This is not an image", detail: "Images are files like PNG, JPEG, WebP or GIF." };
 const DRAFT_DELAY = 300;
 /** Pixels from its end within which a conversation follows what comes. */
 const NEAR = 120;
@@ -131,7 +131,7 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
 }
 
 function Welcome({ known }: { known: boolean }) {
-  if (!known) return <p className="hint">This conversation is being fetched from the server.</p>;
+  if (!known) return <p className="hint">Loading the conversation from the server.</p>;
   return (
     <div className="welcome">
       <h2>Ask about an image</h2>
@@ -151,7 +151,7 @@ function Welcome({ known }: { known: boolean }) {
         <li>
           <MessagesSquare aria-hidden />
           <span>
-            <strong>Go on asking.</strong> An image is paid for once, and the answers to further questions begin sooner.
+            <strong>Ask further questions.</strong> The image is cached, so their answers begin sooner.
           </span>
         </li>
       </ul>
@@ -166,7 +166,7 @@ function Announcer({ conversation }: { conversation?: Conversation }) {
   if (answer?.role === "assistant" && answer.ending === undefined) came.current = true;
   let said = "";
   if (came.current && answer?.role === "assistant") {
-    if (answer.ending === undefined) said = "The answer is coming.";
+    if (answer.ending === undefined) said = "The answer is being generated.";
     else if (answer.problem) said = `${answer.problem.title}. ${answer.problem.detail}`;
     else said = `${answer.ending === "stopped" ? "Stopped. " : ""}${answer.text}`;
   }

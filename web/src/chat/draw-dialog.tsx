@@ -84,7 +84,7 @@ export function DrawDialog({ onClose, onAdd, onAsk }: Props) {
           </div>
         </div>
       </div>
-      <div className="buttons end" role="group" aria-label="What to do with the drawing">
+      <div className="buttons end" role="group" aria-label="Actions for the drawing">
         <button type="button" disabled={empty} onClick={() => withAttachment(onAdd)}>
           Other question
         </button>

@@ -20,7 +20,7 @@ export function KeyDialog({ problem, onClose }: { problem?: Problem; onClose: ()
           Key
           <input type="password" autoComplete="off" value={key} autoFocus onChange={(event) => setKey(event.target.value)} />
         </label>
-        <p className="hint">It is kept in this browser and sent to this server only. Whoever runs the server has one for you.</p>
+        <p className="hint">It is kept in this browser and sent to this server only. Ask the operator of the server for one.</p>
         <div className="buttons">
           <button type="button" onClick={onClose}>
             Cancel

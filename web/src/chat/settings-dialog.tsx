@@ -28,17 +28,17 @@ export function SettingsDialog({ server, onKey, onClose }: { server: Server; onK
           <textarea rows={2} value={sampling.system ?? ""} onChange={(event) => change({ system: event.target.value || undefined })} />
         </label>
         <fieldset>
-          <legend>How it answers</legend>
-          <p className="hint">What is empty is up to the model.</p>
+          <legend>Sampling</legend>
+          <p className="hint">Empty fields use the model's defaults.</p>
           <div className="numbers">
             {(Object.keys(SAMPLING_FIELDS) as SamplingField[]).map((field) => (
               <NumberField key={field} field={field} value={sampling[field]} onChange={(value) => change({ [field]: value })} />
             ))}
           </div>
-          <button type="button" onClick={() => changeSettings({ sampling: { model: sampling.model } })}>Back to the model's own</button>
+          <button type="button" onClick={() => changeSettings({ sampling: { model: sampling.model } })}>Use the model's defaults</button>
         </fieldset>
         <Choice<Place>
-          legend="Where new conversations are kept"
+          legend="Where new conversations are stored"
           name="place"
           value={settings.place}
           options={{ browser: "In this browser", server: "On the server" }}
@@ -46,8 +46,8 @@ export function SettingsDialog({ server, onKey, onClose }: { server: Server; onK
           onChange={(place) => changeSettings({ place })}
         >
           {server.keeps
-            ? "On the server they can be opened from anywhere with their address, by everybody who has the same key."
-            : "This server keeps no conversations."}
+            ? "On the server they can be opened from anywhere by their address, with the same key."
+            : "This server stores no conversations."}
         </Choice>
         <Choice<Theme> legend="Colours" name="theme" value={settings.theme} options={THEMES} onChange={(theme) => changeSettings({ theme })} />
         <div className="buttons end">

@@ -7,7 +7,7 @@ export function ShortcutsDialog({ onClose }: { onClose: () => void }) {
   return (
     <Dialog title="Keyboard shortcuts" onClose={onClose}>
       <Keys rows={ALWAYS} />
-      <h3>While you do not type</h3>
+      <h3>Outside text fields</h3>
       <Keys rows={SHORTCUTS} />
       <label className="check">
         <input type="checkbox" checked={shortcuts} onChange={(event) => changeSettings({ shortcuts: event.target.checked })} />

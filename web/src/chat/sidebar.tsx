@@ -31,7 +31,7 @@ export function Sidebar({ open, current, onShortcuts, onClose }: Props) {
         {conversations.map((conversation) => (
           <li key={conversation.id} className={conversation.id === current ? "current" : undefined}>
             <a href={hrefOf({ view: "chat", id: conversation.id })} aria-current={conversation.id === current ? "page" : undefined}>
-              {conversation.place === "server" && <Cloud aria-label="Kept on the server" />}
+              {conversation.place === "server" && <Cloud aria-label="Stored on the server" />}
               <span>{conversation.title}</span>
             </a>
             <button className="icon small" aria-label={`Rename ${conversation.title}`} onClick={() => setRenamed(conversation)}>
@@ -43,7 +43,7 @@ export function Sidebar({ open, current, onShortcuts, onClose }: Props) {
           </li>
         ))}
       </ul>
-      {ready && conversations.length === 0 && <p className="hint">What you ask is kept here.</p>}
+      {ready && conversations.length === 0 && <p className="hint">Your conversations appear here.</p>}
       <button className="quiet shortcuts" onClick={onShortcuts}>
         <Keyboard aria-hidden /> Keyboard shortcuts
       </button>

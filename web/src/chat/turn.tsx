@@ -71,7 +71,7 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
         <Attachments attachments={attachments} onRemove={(id) => setAttachments(attachments.filter((attachment) => attachment.id !== id))} />
         <textarea
           ref={area}
-          aria-label="Changed question"
+          aria-label="Edited question"
           value={text}
           onChange={(event) => setText(event.target.value)}
           onKeyDown={(event) => {
@@ -82,7 +82,7 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
             }
           }}
         />
-        <p className="hint">What was said after it is replaced.</p>
+        <p className="hint">Later turns are replaced.</p>
         <div className="buttons">
           <button type="button" onClick={onEnd}>
             Cancel
@@ -115,7 +115,7 @@ function Answer({ conversation, turn, question, busy, note, onKey }: Props) {
       )}
       {turn.problem && <Failure problem={turn.problem} onAgain={again} onKey={onKey} busy={busy} />}
       {turn.ending === "stopped" && <p className="ended">Stopped.</p>}
-      {turn.ending === "length" && <p className="ended">Cut off: the answer reached its longest length.</p>}
+      {turn.ending === "length" && <p className="ended">Cut off: the answer reached the token limit.</p>}
       {!coming && (
         <div className="actions">
           {turn.text && <CopyButton text={turn.text} what="the answer" />}

@@ -19,7 +19,7 @@ export function BlockMap({ blocks }: { blocks: Blocks | null }) {
     resizing.observe(place.current!);
     return () => resizing.disconnect();
   }, [blocks]);
-  const text = blocks ? inWords(blocks) : "The engine has not told yet.";
+  const text = blocks ? inWords(blocks) : "No data from the engine yet.";
   return (
     <figure className="panel map">
       <figcaption>

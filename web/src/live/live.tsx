@@ -13,12 +13,12 @@ const LATENCIES: Record<Latency, string> = {
 };
 
 const STATUS: Record<Figures["status"], string> = {
-  asleep: "The model is loaded when the first question comes.",
+  asleep: "The model is loaded with the first request.",
   loading: "The model is loading.",
   serving: "",
   restarting: "The engine is being restarted.",
   closing: "The server is shutting down.",
-  dead: "The engine has died. The server's log says why.",
+  dead: "The engine has crashed. The server's log has the reason.",
 };
 
 const TOKENS = [
@@ -42,7 +42,7 @@ export default function Live() {
       <h1>The engine, live</h1>
       {problem && (
         <p className="problem" role="alert">
-          <strong>{problem.title}.</strong> {problem.detail} {figures && "What is shown is from before."}
+          <strong>{problem.title}.</strong> {problem.detail} {figures && "The values shown are older."}
         </p>
       )}
       {figures && STATUS[figures.status] && (

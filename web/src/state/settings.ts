@@ -23,7 +23,7 @@ export type Theme = "system" | "light" | "dark";
 export interface Settings {
   theme: Theme;
   key: string;
-  /** Where new conversations are kept. */
+  /** Where new conversations are stored. */
   place: Place;
   /** Whether single keys do something while nobody types. */
   shortcuts: boolean;
