@@ -112,7 +112,7 @@ def sample(requests: int, process: psutil.Process) -> Sample:
 
 
 async def soak(url: str, process: psutil.Process, options: argparse.Namespace) -> tuple[list[Sample], Counter[str]]:
-    """Send everything, `concurrency` requests at a time, with twenty looks at the memory."""
+    """Send everything, `concurrency` requests at a time, and measure the memory twenty times."""
     draw = random.Random(options.seed)
     kinds = iter(draw.choices(tuple(KINDS), tuple(KINDS.values()), k=options.requests))
     samples: list[Sample] = []

@@ -1,4 +1,4 @@
-"""What the garbage collector still looks at in a process that serves."""
+"""What the garbage collector still scans in a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 for load tests: kept connections whose bytes get their time before anybody looks at them.
+"""HTTP/1.1 for load tests: persistent connections whose bytes get their time before they are parsed.
 
 It does no more than a load test needs, since whatever the client computes delays the times of the other streams: no
 redirects, proxies or compression.

@@ -1,4 +1,4 @@
-"""A whole load test: look at the server, make the workload, warm up, send, report."""
+"""A whole load test: probe the server, make the workload, warm up, send, report."""
 
 from __future__ import annotations
 

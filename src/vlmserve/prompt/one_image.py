@@ -29,7 +29,7 @@ class OneImagePrompts(Protocol):
 
 @dataclass(frozen=True)
 class CaptionPrompts:
-    """The decoder looks at the image and goes on with the text, or begins by itself. begin: its first token."""
+    """The decoder attends to the image and continues the text, or begins by itself. begin: its first token."""
 
     begin: int
     describes: bool = True
@@ -40,7 +40,7 @@ class CaptionPrompts:
 
 @dataclass(frozen=True)
 class QuestionPrompts:
-    """An encoder reads the text along with the image, and the decoder looks at what came of it. begin: as above."""
+    """An encoder computes states of the text and the image, and the decoder attends to them. begin: as above."""
 
     begin: int
     describes: bool = False

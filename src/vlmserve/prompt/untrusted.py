@@ -28,7 +28,7 @@ def find_all(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.M
     for start in range(0, len(text), _WINDOW):
         check_cancelled()
         end = start + _WINDOW
-        # One character more, for patterns that look at what follows.
+        # One character more, for patterns with a look-ahead.
         for match in pattern.finditer(text, max(start, done), end + longest + 1):
             if match.start() >= end:
                 break
