@@ -103,7 +103,8 @@ def over_keys(
     return total, largest, weight
 
 
-@triton.jit
+# Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
+@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride"])
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
     sums_ptr, largest_ptr, num_decodes, num_sequences, table_stride, scale, soft_cap, HEADS: tl.constexpr,
@@ -171,7 +172,7 @@ def attend_rows(
         tl.store(out_ptr + places[:, None] * HEAD + columns[None, :], result.to(out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def combine(
     sums_ptr, largest_ptr, contexts_ptr, sinks_ptr, out_ptr, splits, HEADS: tl.constexpr, HEAD: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,

@@ -108,7 +108,8 @@ def store_results(
     tl.store(out_ptr + places, results.to(out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+# Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
+@triton.jit(do_not_specialize=["rows"])
 def multiply(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
     in_features, out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
@@ -148,7 +149,7 @@ def multiply(
         tl.store(sums_ptr + places, sums, (tokens < rows)[None, :] & (outputs < out_features)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_parts(
     sums_ptr, bias_ptr, residual_ptr, out_ptr, rows, out_features, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

@@ -126,7 +126,7 @@ def draw_rows(
     tl.store(tokens_ptr + row, tl.where(usable, token, -1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def change_logits(logits_ptr, entries_ptr, changes_ptr, count, stride, BLOCK: tl.constexpr):
     """Biases and penalties, in place.
 
