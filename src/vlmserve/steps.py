@@ -49,14 +49,15 @@ class ImageEncoding(msgspec.Struct, frozen=True):
 class NewRequest(msgspec.Struct, frozen=True):
     """A request that the runner does not know yet, and the tokens ``start <= i < start + num_tokens`` of it to compute.
 
-    token_ids: of the prompt. block_ids: of the KV blocks of its first tokens; those before `start` are computed.
-    seed: of its random numbers. max_len: of prompt and answer together. end_token_ids: tokens that end its answer.
-    cross_key: of the `CrossStates` that it attends to.
+    token_ids: of the prompt, and of the part of an answer that a beam extends. block_ids: of the KV blocks of its first
+    tokens; those before `start` are computed. seed: of its random numbers. max_len: of prompt and answer together.
+    end_token_ids: tokens that end its answer. cross_key: of the `CrossStates` that it attends to.
     """
 
     request_id: str
     start: int
     num_tokens: int
+    num_prompt_tokens: int
     token_ids: list[int]
     block_ids: list[int]
     params: SamplingParams

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -189,17 +189,44 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         return len(self.images) + (self.cross is not None)
 
 
+class BeamSearch(msgspec.Struct, frozen=True):
+    """What is searched for. width: beams that go on. length_penalty: scores are log probabilities divided by the
+    length to the power of it. early_stopping: end as soon as `width` answers have ended."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def end_token_ids(self, params: SamplingParams, model_end_token_ids: Iterable[int]) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset() if params.ignore_eos else frozenset([*model_end_token_ids, *params.stop_token_ids])
+
+    def num_choices(self, num_end_tokens: int) -> int:
+        """How many choices each beam needs, so that enough are left when all of the best end."""
+        return max(2, 1 + num_end_tokens) * self.width
+
+
+class BeamAnswer(msgspec.Struct, frozen=True):
+    """One of the answers that a beam search found. token_ids: without the end token that finished it."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+
+
 class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     """One generation. `request_id` is unique among the engine's unfinished requests.
 
     cache_salt: requests share cached prefixes only with those of the same salt, so that one tenant cannot find out
-    from timings what another has sent. The images' keys hold it already.
+    from timings what another has sent. The images' keys hold it already. beams: search for answers instead of sampling
+    one; of `params`, the tokens that end an answer and its least and largest length count.
     """
 
     request_id: str
     prompt: Prompt
     params: SamplingParams = SamplingParams()
     cache_salt: str = ""
+    beams: BeamSearch | None = None
 
 
 class RequestTimings(msgspec.Struct, frozen=True):
@@ -246,7 +273,8 @@ class EngineOutput(msgspec.Struct, frozen=True):
     error: what went wrong, with finish_reason "error". cached_tokens: prompt tokens that did not have to be computed
     when the request first ran. images_encoded: images that went through the vision tower for its sake so far.
     timings: with the first token, for those who abort it before its end, and with the last output.
-    error_param: the field of the request whose fault an error is, if it is one's.
+    error_param: the field of the request whose fault an error is, if it is one's. beams: what a beam search found, the
+    best first; a search has one output, whose other fields are those of the best answer.
     """
 
     request_id: str
@@ -260,6 +288,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error_param: str | None = None
+    beams: list[BeamAnswer] | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_text_model
 from tests.server.live import LiveServer, wait_until
-from vlmserve.frontend.beams import Beam, Beams, BeamSearch
-from vlmserve.types import SamplingParams
+from vlmserve.scheduler.beams import Beam, Beams
+from vlmserve.types import BeamSearch, SamplingParams
 
 NEW_TOKENS = 10
 PROMPTS = [[5, 9, 33, 70, 12], [44, 8], list(range(20, 60))]

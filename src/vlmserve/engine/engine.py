@@ -28,6 +28,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.memory import num_kv_blocks, run_largest_step
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.sampling.sampler import draw_seed
+from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.encoder_budget import EncoderBudget
 from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.request import Request
@@ -168,6 +169,10 @@ class Engine(BaseEngine):
         identity = self._identity + (b" from %d" % first_position if first_position else b"")
         if grammar is not None:
             self._grammars.matcher(grammar)  # refuses what cannot be compiled; the runner makes one of its own
+        beams = None
+        if request.beams is not None:
+            beams = Beams.start(request, self._end_token_ids, self._max_len - len(request.prompt.token_ids))
+            request = msgspec.structs.replace(request, params=beams.params)
         queued = Request(
             request,
             root_key=root_key(identity, salt=request.cache_salt),
@@ -178,7 +183,7 @@ class Engine(BaseEngine):
             bidirectional=self._bidirectional,
         )
         queued.arrived, queued.arrived_at = time.perf_counter(), time.time()
-        self._scheduler.add(queued)
+        self._scheduler.add(queued, beams)
         self._num_added += 1
 
     def step(self) -> list[EngineOutput]:
@@ -193,10 +198,11 @@ class Engine(BaseEngine):
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
         self._record_encoder_times(output, prompt_tokens)
-        answered = {request_id: self._scheduler[request_id] for request_id in output.token_ids}
+        ran_requests = (self._scheduler[request_id] for request_id in output.token_ids)
+        answered = {request.answer_id: request for request in ran_requests}
         outputs = [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
         self._prompt_tokens += prompt_tokens
-        self._generation_tokens += sum(len(one.token_ids) for one in outputs)
+        self._generation_tokens += sum(_num_tokens(one) for one in outputs)
         self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
         self._steps += 1
         ended = time.perf_counter()
@@ -311,6 +317,10 @@ class Engine(BaseEngine):
                 f"takes {num_bytes:,} bytes; raise --encoder-cache-memory",
                 param="messages",
             )
+
+
+def _num_tokens(output: EngineOutput) -> int:
+    return len(output.token_ids) if output.beams is None else sum(len(answer.token_ids) for answer in output.beams)
 
 
 def _with_timings(request: Request, output: EngineOutput, now: float) -> EngineOutput:

@@ -22,6 +22,7 @@ from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.files import read_json
 from vlmserve.sampling.grammar import Matcher
+from vlmserve.scheduler.beams import Beams
 from vlmserve.types import (
     MAX_MAP_CELLS,
     BlockMap,
@@ -31,6 +32,7 @@ from vlmserve.types import (
     EngineStats,
     FinishReason,
     ModelInfo,
+    Prompt,
     RequestSnapshot,
     RequestTimings,
     TokenLogprobs,
@@ -244,7 +246,7 @@ class MockEngine(BaseEngine):
         for answer in list(self._running.values()):
             if answer.due > now + self._config.mock_tpot / 2:
                 continue
-            output = answer.advance(self._eos_token_ids)
+            output = answer.advance(self._eos_token_ids) if answer.request.beams is None else self._search(answer)
             self._generation_tokens += len(output.token_ids)
             ended = output.finish_reason is not None
             if ended or answer.first is None:
@@ -293,6 +295,21 @@ class MockEngine(BaseEngine):
         pool = BlockPool(stats.kv_blocks_total)
         pool.allocate(stats.kv_blocks_used)
         return pool.draw_map(MAX_MAP_CELLS)
+
+    def _search(self, answer: _Answer) -> EngineOutput:
+        """All of a beam search at once. What may follow on a beam is what would follow on it as a prompt."""
+        request, prompt = answer.request, answer.request.prompt
+        most = self._info.max_model_len - len(prompt.token_ids)
+        beams = Beams.start(request, self._eos_token_ids, most)
+        while not beams.done:
+            choices = []
+            for beam in beams.running:
+                extended = Prompt(prompt.token_ids + list(beam.token_ids), prompt.images, prompt.cross)
+                digest = self._digest(msgspec.structs.replace(request, prompt=extended, params=beams.params))
+                token_id = self._words[digest[0] % len(self._words)][0]
+                choices.append(_logprobs(token_id, beams.num_choices, self._info.vocab_size).top)
+            beams.advance(choices)
+        return beams.output(request.request_id, images_encoded=answer.num_images)
 
     def _admit(self) -> None:
         now = time.monotonic()

@@ -50,7 +50,7 @@ class RequestState:
     def __init__(self, request: NewRequest, model: LanguageModel, make_matcher: MakeMatcher) -> None:
         self.request_id = request.request_id
         self.token_ids = list(request.token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = request.num_prompt_tokens
         self.block_table = array("i", request.block_ids)
         self.params = request.params
         self.seed = request.seed

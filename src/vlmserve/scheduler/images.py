@@ -112,6 +112,11 @@ class ImageScheduler:
             # The cross-attention states were computed from the image's features, which are not needed any more.
             self._unpin(request.cross.image.key, request)
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """A child takes its parent's place, and needs what that needs."""
+        if parent.cross_key is not None:
+            self.cache.pin(parent.cross_key, child.request_id)
+
     def release(self, request: Request) -> None:
         """Let go of everything that a request has pinned. What nobody else needs is not encoded any further."""
         for span in request.image_spans:

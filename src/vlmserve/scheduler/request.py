@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 
 import msgspec
@@ -22,7 +23,8 @@ from vlmserve.types import (
 class Request:
     """Tokens so far, how many of them are in the KV cache, and where.
 
-    token_ids: prompt and answer. num_computed: leading tokens whose keys and values are in `block_table`'s blocks.
+    answer_id: under which its answer is output; its own, but for a beam. token_ids: prompt and answer. num_computed:
+    leading tokens whose keys and values are in `block_table`'s blocks.
     block_table: ids of its KV blocks; a preempted request gets a new table.
     first_block: the first block of the table that is held; those before it are outside the attention window.
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
@@ -43,6 +45,7 @@ class Request:
         "_long_root_key",
         "_num_blocks_sent",
         "_tail",
+        "answer_id",
         "answered",
         "arrived",
         "arrived_at",
@@ -82,6 +85,7 @@ class Request:
         bidirectional: Bidirectional | None = None,
     ) -> None:
         self.request_id = request.request_id
+        self.answer_id = request.request_id
         self.params = request.params
         self.seed = seed
         self.token_ids = list(request.prompt.token_ids)
@@ -150,6 +154,7 @@ class Request:
             self.request_id,
             self.num_computed,
             num_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
             token_ids=self.token_ids[:],
             block_ids=self.block_table.tolist(),
             params=_without_model(self.params),
@@ -159,6 +164,16 @@ class Request:
             images=tuple(span.placement for span in self.image_spans),
             cross_key=self.cross_key,
         )
+
+    def fork(self, request_id: str, token_id: int) -> Request:
+        """Another request with the same tokens and one more. It holds nothing, and the runner does not know it."""
+        child = copy.copy(self)
+        child.request_id = request_id
+        child.token_ids = [*self.token_ids, token_id]
+        child.block_keys = self.block_keys[:]
+        child._known_to_runner = False
+        child.drop_blocks()
+        return child
 
     def drop_blocks(self) -> None:
         """Forget its block table after its blocks were freed: all of its tokens have to be computed or found again."""

@@ -12,12 +12,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.prefix import Hit, PrefixCache
 from vlmserve.scheduler.answers import extend_answer
+from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.request import Request
-from vlmserve.steps import CachedRequest, ModelRunnerOutput, SchedulerOutput
+from vlmserve.scheduler.searches import Search
+from vlmserve.steps import BlockCopy, CachedRequest, ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
@@ -61,12 +65,13 @@ class Scheduler:
         # By block key, the running request that computes the block; others that need it wait for that.
         self._computing: dict[bytes, Request] = {}
         self._requests: dict[str, Request] = {}
+        self._searches: dict[str, Search] = {}
         self._not_finite: list[int] = []
         # Finished requests that the runner has not dropped yet.
         self._finished: list[str] = []
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._requests
+        return request_id in self._requests or request_id in self._searches
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -75,27 +80,34 @@ class Scheduler:
         """An unfinished request."""
         return self._requests[request_id]
 
-    def add(self, request: Request) -> None:
-        """Queue a request whose prompt fits into the pool."""
+    def add(self, request: Request, beams: Beams | None = None) -> None:
+        """Queue a request whose prompt fits into the pool. beams: what is searched for from its prompt on."""
+        if beams is not None:
+            self._searches[request.request_id] = Search(request, beams)
         self._requests[request.request_id] = request
         self.waiting.append(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests and free what they hold; unknown ids are ignored."""
         for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
+            if (search := self._searches.get(request_id)) is not None:
+                self._end_search(search)
+            elif (request := self._requests.get(request_id)) is not None:
                 self._remove(request)
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and take the blocks that it writes to."""
         step = SchedulerOutput()
         budget = self._schedule_running(step)
-        while not (step.has_requests or step.encodings) and len(self.running) > 1:
+        while not (step.has_requests or step.encodings) and len(self.running) > 1 and self._is_stuck:
             # Each needs what another one holds: KV blocks, or memory of the encoder cache.
             self._preempt(self.running.pop())
             budget = self._schedule_running(step)
         self._schedule_waiting(step, budget)
+        while not (step.has_requests or step.encodings) and self.waiting and self.running:
+            # All that run are beams that wait for others, which need the blocks.
+            self._preempt(self.running.pop())
+            self._schedule_waiting(step, budget)
         step.block_copies, self.cache.block_copies = self.cache.block_copies, []
         step.blocks_to_zero, self._not_finite = self._not_finite, []
         if step.has_work:
@@ -114,11 +126,17 @@ class Scheduler:
             known += logprobs
         outputs = []
         for scheduled in step.requests:
-            request = self._requests[scheduled.request_id]
+            request = self._requests.get(scheduled.request_id)
+            if request is None:
+                continue  # a beam of a search that has failed
             end = scheduled.start + scheduled.num_tokens
             sampled = output.token_ids.get(request.request_id)
             if sampled is None:
                 self._set_computed(request, end)
+                continue
+            if (search := self._searches.get(request.answer_id)) is not None:
+                self._set_computed(request, end)
+                outputs += self._extend_search(request, search, output)
                 continue
             length = len(request.token_ids)
             answer = extend_answer(request, output)
@@ -134,6 +152,63 @@ class Scheduler:
                 self._recompute_as_long(request)
             outputs.append(answer)
         return outputs
+
+    def _extend_search(self, request: Request, search: Search, output: ModelRunnerOutput) -> list[EngineOutput]:
+        """Enter the choices that follow on a beam. Returns the search's output if it has ended."""
+        if request.request_id in output.failures:
+            answer = extend_answer(request, output)
+            self._discard_contents(request)
+            self._end_search(search)
+            return [msgspec.structs.replace(answer, request_id=search.request_id)]
+        if not search.enter(request, output.logprobs[request.request_id][0].top):
+            return []
+        if search.done:
+            self._end_search(search)
+            return [search.output()]
+        for parent, children in search.fork():
+            self._fork(parent, children)
+        return []
+
+    def _fork(self, parent: Request, children: list[Request]) -> None:
+        """Let requests that extend a beam take its place. The first gets its KV blocks, the others share the full ones
+        and get a copy of the last one if it is partly filled; those that there is no room for wait."""
+        full, filled = divmod(parent.num_computed, self._block_size)
+        place = self.running.index(parent) if parent in self.running else None
+        for number, child in enumerate(children):
+            self._requests[child.request_id] = child
+            needs_copy = number > 0 and filled > 0
+            is_full = number > 0 and len(self.running) > self._max_num_seqs
+            if place is None or is_full or (needs_copy and self.pool.num_free == 0):
+                self.waiting.appendleft(child)
+                continue
+            shared = parent.block_table[parent.first_block : full]
+            self.pool.share(shared)
+            child.block_table.extend(parent.block_table[:full])
+            if needs_copy:
+                [own] = self.pool.allocate(1)
+                self.cache.block_copies.append(BlockCopy("copy", parent.block_table[full], own))
+                child.block_table.append(own)
+            elif filled:
+                self.pool.share(parent.block_table[full:])
+                child.block_table.append(parent.block_table[full])
+            child.first_block, child.num_computed = parent.first_block, parent.num_computed
+            self.images.fork(parent, child)
+            self.running.insert(place + number, child)
+            if child.max_short_len is not None and len(parent.token_ids) <= child.max_short_len < len(child.token_ids):
+                self._recompute_as_long(child)
+        if place is not None and any(not child.block_table for child in children):
+            self._register_tail(parent, parent.num_computed)
+        self._remove(parent)
+
+    def _end_search(self, search: Search) -> None:
+        for member in search.members:
+            self._remove(member)
+        del self._searches[search.request_id]
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether a running request has tokens to compute, as those have that cannot run for want of room."""
+        return any(request.num_uncomputed for request in self.running)
 
     def _set_computed(self, request: Request, num_computed: int) -> None:
         """That many of a request's tokens are in the KV cache now."""
@@ -171,7 +246,7 @@ class Scheduler:
                     break  # preempted, and so are all that were admitted later
                 request.block_table.extend(self.pool.allocate(1))
             drafts: Sequence[int] = ()
-            if self.propose_drafts is not None:
+            if self.propose_drafts is not None and request.answer_id not in self._searches:
                 drafts = self._limit_drafts(request, self.propose_drafts(request), budget - (len(decoding) - index))
             budget -= self._schedule_chunk(step, request, 1, drafts)
         return budget
@@ -353,11 +428,13 @@ class Scheduler:
         self.images.release(request)
 
     def _preempt(self, request: Request) -> None:
-        if request.num_uncomputed == 1:
+        waits_for_others = request.num_uncomputed == 0
+        if request.num_uncomputed <= 1:
             self._register_tail(request, request.num_computed)
         self._release(request)
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        if not waits_for_others:
+            self.waiting.appendleft(request)
 
     def _recompute_as_long(self, request: Request) -> None:
         """Compute a request again from its first token on, because it exceeds `max_short_len` now."""
@@ -371,4 +448,6 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.known_to_runner:
             self._finished.append(request.request_id)
-        (self.running if request in self.running else self.waiting).remove(request)
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.frontend.beams import BeamSearch, first_request_id, start_beam_search
+from vlmserve.frontend.beams import start_beam_search
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.errors import error_code
@@ -19,6 +19,7 @@ from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 from vlmserve.server.service import Service, TextStream
 from vlmserve.types import (
+    BeamSearch,
     EngineOutput,
     EngineRequest,
     Prompt,
@@ -316,7 +317,6 @@ async def start_generation(
         for number, (stream, (prompt, params)) in enumerate(zip(streams, samples, strict=True))
     ]
     first_request_ids = [
-        sent.request_id if request.beams is None else first_request_id(sent.request_id)
-        for sent in engine_requests[:: 1 if request.beams is None else request.num_answers]
+        sent.request_id for sent in engine_requests[:: 1 if request.beams is None else request.num_answers]
     ]
     return Generation(service, request, answers, generation_id, first_request_ids)

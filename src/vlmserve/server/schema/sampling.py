@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.beams import BeamSearch
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.structured import Choices, ResponseFormat, Schema, StructuredOutputs, wanted_grammar
-from vlmserve.types import MAX_BIASES, MAX_CACHE_SALT, Grammar, SamplingParams
+from vlmserve.types import MAX_BIASES, MAX_CACHE_SALT, BeamSearch, Grammar, SamplingParams
 
 MAX_CHOICES = 16
 

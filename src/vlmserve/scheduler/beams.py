@@ -1,0 +1,110 @@
+"""Beam search: the likeliest answers as a whole, instead of the likeliest tokens one by one.
+
+The rules are those of transformers' `generate(num_beams=…)`. Each beam is a request of the scheduler. When all beams
+of a search have their next logprobs, the best candidates become requests that share the KV blocks of the beams that
+they extend; a block that is partly filled is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+from vlmserve.types import BeamAnswer, BeamSearch, EngineOutput, EngineRequest, FinishReason, SamplingParams
+
+Choices = Sequence[tuple[int, float]]
+"""Token ids and log probabilities of what may come next, the likeliest first."""
+
+
+class Beam(NamedTuple):
+    """An answer so far, and the log probability of all of it. parent: the place of the beam that it extends."""
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    parent: int = 0
+
+
+class Ended(NamedTuple):
+    """A whole answer. token_ids: with the end token, if one ended it."""
+
+    token_ids: tuple[int, ...]
+    score: float
+
+
+class Beams:
+    """The state of a search. Feed `advance` with choices for each of `running` until it is `done`."""
+
+    def __init__(self, search: BeamSearch, end_token_ids: frozenset[int], max_tokens: int, min_tokens: int = 0) -> None:
+        self._search = search
+        self.end_token_ids = end_token_ids
+        self._max_tokens, self._min_tokens = max_tokens, min_tokens
+        self.running = [Beam((), 0.0)]
+        self.ended: list[Ended] = []
+        """The best answers that have ended, the best first."""
+        self.done = False
+
+    @classmethod
+    def start(cls, request: EngineRequest, model_end_token_ids: Iterable[int], most: int) -> Self:
+        """The search that a request wants. most: tokens of an answer that the context has room for."""
+        assert request.beams is not None
+        params = request.params
+        ends = request.beams.end_token_ids(params, model_end_token_ids)
+        return cls(request.beams, ends, min(params.max_tokens or most, most), params.min_tokens)
+
+    @property
+    def num_choices(self) -> int:
+        """See `BeamSearch.num_choices`."""
+        return self._search.num_choices(len(self.end_token_ids))
+
+    def advance(self, choices: Sequence[Choices]) -> None:
+        """Go one token further. choices: of each running beam, `num_choices` or all there are."""
+        width = self._search.width
+        length = len(self.running[0].token_ids) + 1
+        candidates = [
+            Beam((*beam.token_ids, token_id), beam.logprob + logprob, place)
+            for place, (beam, own) in enumerate(zip(self.running, choices, strict=True))
+            for token_id, logprob in own
+            if length > self._min_tokens or token_id not in self.end_token_ids
+        ]
+        best = sorted(candidates, key=lambda beam: -beam.logprob)[: self.num_choices]
+        at_the_end = length == self._max_tokens
+        ending = [beam for beam in best[:width] if at_the_end or beam.token_ids[-1] in self.end_token_ids]
+        if not (self._search.early_stopping and len(self.ended) == width):
+            scored = [Ended(beam.token_ids, self._score(beam.logprob, length)) for beam in ending]
+            self.ended = sorted(self.ended + scored, key=lambda ended: -ended.score)[:width]
+        self.running = [] if at_the_end else [b for b in best if b.token_ids[-1] not in self.end_token_ids][:width]
+        self.done = not self.running or (len(self.ended) == width and self._cannot_improve(length))
+
+    def _score(self, logprob: float, length: int) -> float:
+        return float(logprob / length**self._search.length_penalty)
+
+    def _cannot_improve(self, length: int) -> bool:
+        return self._search.early_stopping or self._score(self.running[0].logprob, length) <= self.ended[-1].score
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of the requests that compute a beam's next logprobs."""
+        return SamplingParams(temperature=0, ignore_eos=True, logprobs=self.num_choices)
+
+    def answers(self) -> list[BeamAnswer]:
+        """The best answers, the best first, once the search is done."""
+        return [BeamAnswer(*self._without_end(ended.token_ids)) for ended in self.ended]
+
+    def _without_end(self, token_ids: tuple[int, ...]) -> tuple[list[int], FinishReason, int | None]:
+        if token_ids[-1] in self.end_token_ids:
+            return list(token_ids[:-1]), "stop", token_ids[-1]
+        return list(token_ids), "length", None
+
+    def output(self, request_id: str, cached_tokens: int = 0, images_encoded: int = 0) -> EngineOutput:
+        """The only output of a search that is done."""
+        answers = self.answers()
+        best = answers[0]
+        return EngineOutput(
+            request_id,
+            best.token_ids,
+            best.finish_reason,
+            best.stop_token_id,
+            cached_tokens=cached_tokens,
+            images_encoded=images_encoded,
+            beams=answers,
+        )
