@@ -40,8 +40,7 @@ ISAS = MACHINES.get(MACHINE, {"portable": []})
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 if os.environ.get("VLMSERVE_SANITIZE"):
     FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1"]
-# Apple's compiler has no OpenMP: there the kernels use one core.
-OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
+THREADS = ["-pthread"]
 
 
 class BuildKernels(build_ext):
@@ -56,7 +55,7 @@ class BuildKernels(build_ext):
                     [str(SOURCES / "kernels.cpp")],
                     output_dir=str(folder / isa),
                     macros=[("VLMSERVE_ISA", isa)],
-                    extra_postargs=[*FLAGS, *OPENMP, *ISAS[isa]],
+                    extra_postargs=[*FLAGS, *ISAS[isa]],
                 )
             except CompileError:
                 if isa == [*ISAS][-1]:
@@ -66,16 +65,16 @@ class BuildKernels(build_ext):
         with ThreadPoolExecutor(len(ISAS)) as pool:
             built = {isa: objects for isa, objects in zip(ISAS, pool.map(kernels, ISAS), strict=True) if objects}
         module = self.compiler.compile(
-            [str(SOURCES / "module.cpp")],
+            [str(SOURCES / "module.cpp"), str(SOURCES / "threads.cpp")],
             output_dir=str(folder),
             macros=[(f"VLMSERVE_WITH_{isa}", "1") for isa in built],
             include_dirs=self.include_dirs,
-            extra_postargs=FLAGS,
+            extra_postargs=[*FLAGS, *THREADS],
         )
         self.compiler.link_shared_object(
             [*module, *(name for objects in built.values() for name in objects)],
             self.get_ext_fullpath(ext.name),
-            extra_postargs=[*OPENMP, *(flag for flag in FLAGS if "sanitize=" in flag)],
+            extra_postargs=[*THREADS, *(flag for flag in FLAGS if "sanitize=" in flag)],
             target_lang="c++",
         )
 

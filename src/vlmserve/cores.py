@@ -1,12 +1,13 @@
 """How many CPU cores there are to use, who gets them, and how long a thread that waits keeps its own.
 
-The engine's threads work in step: each product waits for the slowest of them, so one that shares its core with a thread
-that decodes images holds up all of them. On a small machine everything shares; on a large one the engine leaves some
-cores to the server's process.
+torch's threads work in step: each product waits for the slowest of them, so one that shares its core with an image's
+decoder holds up all. On a small machine everything shares; on a large one the engine leaves some cores to the server's
+process.
 
-A thread that waits for the others of its team spins before it sleeps, which is faster than waking up. OpenMP spins for
-milliseconds: as soon as anything else computes on the same cores, the threads that spin hold up the ones that they wait
-for, and a product takes thirty times as long. Spinning for some 20 microseconds is as fast on an idle machine.
+A thread of torch that waits for the others of its team spins before it sleeps, which is faster than waking up. OpenMP
+spins for milliseconds: as soon as anything else computes on the same cores, the threads that spin hold up the ones that
+they wait for, and a product takes thirty times as long. Spinning for some 20 microseconds is as fast on an idle machine.
+The native kernels have threads of their own (`kernels/csrc/threads.cpp`), which do not wait for a late one at all.
 """
 
 from __future__ import annotations

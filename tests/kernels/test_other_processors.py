@@ -40,10 +40,11 @@ def settings() -> dict[str, Any]:
 def build(compiler: str, folder: Path, flags: list[str], isas: dict[str, list[str]], link: Iterable[str] = ()) -> Path:
     """The program for some instruction sets, each with flags of its own."""
     # Optimized a little less than what is installed: that takes half the time.
-    common = [compiler, *flags, "-O2", "-fopenmp", "-c"]
+    common = [compiler, *flags, "-O2", "-pthread", "-c"]
     commands = {
         isa: [*common, *own, f"-DVLMSERVE_ISA={isa}", str(SOURCES / "kernels.cpp")] for isa, own in isas.items()
     }
+    commands["threads"] = [*common, str(SOURCES / "threads.cpp")]
     commands["main"] = [*common, *(f"-DVLMSERVE_WITH_{isa}" for isa in isas), f"-I{SOURCES}", str(MAIN)]
 
     def compiled(name: str) -> str:
@@ -54,7 +55,7 @@ def build(compiler: str, folder: Path, flags: list[str], isas: dict[str, list[st
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compiled, commands))
     program = folder / "compare"
-    run([compiler, *objects, "-fopenmp", *link, "-o", str(program)])
+    run([compiler, *objects, "-pthread", *link, "-o", str(program)])
     return program
 
 

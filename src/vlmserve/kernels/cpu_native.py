@@ -88,7 +88,9 @@ class PackedLinear:
             if weight.dtype != self.dtype:
                 raise ValueError(f"a plain weight of {weight.dtype} does not compute in {self.dtype}")
             packed = torch.empty(num_tiles * TILE * self.in_features, dtype=self.dtype)
-            extension().pack(weight.contiguous().data_ptr(), packed.data_ptr(), *sizes, self._dtype, self._gated)
+            plain = weight.contiguous()
+            flags = (self._dtype, self._gated, torch.get_num_threads())
+            extension().pack(plain.data_ptr(), packed.data_ptr(), *sizes, *flags)
             return packed
         if weight.bits == 8:
             tile_bytes = TILE * (4 + -(-self.in_features // 4) * 4)
@@ -105,6 +107,7 @@ class PackedLinear:
             weight.bits,
             weight.group_size,
             self._gated,
+            torch.get_num_threads(),
         )
         return packed
 
@@ -193,6 +196,7 @@ class PackedLinear:
             self.in_features,
             self._dtype,
             self._bits,
+            torch.get_num_threads(),
         )
         return output
 

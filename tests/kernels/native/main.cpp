@@ -5,6 +5,7 @@
 #include "attention_cases.h"
 #include "products.h"
 #include "sampling_cases.h"
+#include "thread_cases.h"
 
 int main(int count, char** arguments) {
     const Kernels* found[MOST_ISAS];
@@ -18,6 +19,7 @@ int main(int count, char** arguments) {
         std::fprintf(stderr, "this processor cannot run %s\n", arguments[1]);
         return 2;
     }
+    test_threads();
     test_products();
     for (int dtype : {FLOAT32, BFLOAT16})
         for (const WeightKind& kind : {PLAIN, INT8}) test_gathered_rows(kind, dtype);

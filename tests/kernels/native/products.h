@@ -38,7 +38,7 @@ private:
         Numbers numbers(dtype, out * in, random);
         for (long i = 0; i < out * in; ++i) values[static_cast<std::size_t>(i)] = numbers[i];
         packed = std::make_unique<Memory>(tiles() * 32 * in * (dtype == FLOAT32 ? 4 : 2));
-        kernels->pack(numbers.data(), packed->data(), out, in, dtype, gated);
+        kernels->pack(numbers.data(), packed->data(), out, in, dtype, gated, 2);
     }
 
     // Scales and zeros that float16 has, tiny ones among them.
@@ -64,7 +64,7 @@ private:
         long bytes = kind.bits == 8 ? 32 * (4 + padded) : groups * 32 * (4 + group / 2);
         packed = std::make_unique<Memory>(tiles() * bytes);
         auto* to = static_cast<std::uint8_t*>(packed->data());
-        kernels->pack_quantized(integers.data(), scales.data(), zeros.data(), to, out, in, kind.bits, group, gated);
+        kernels->pack_quantized(integers.data(), scales.data(), zeros.data(), to, out, in, kind.bits, group, gated, 2);
     }
 };
 
@@ -245,7 +245,7 @@ inline void test_gathered_rows(WeightKind kind, int dtype) {
     std::vector<std::int64_t> ids;
     for (long i = 0; i < count; ++i) ids.push_back(random.below(out));
     Numbers y(dtype, count * in);
-    kernels->gather(weight.packed->data(), ids.data(), y.data(), count, in, dtype, kind.bits);
+    kernels->gather(weight.packed->data(), ids.data(), y.data(), count, in, dtype, kind.bits, 2);
     for (long i = 0; i < count; ++i)
         for (long column = 0; column < in; ++column) {
             double expected = rounded(dtype, weight.at(ids[static_cast<std::size_t>(i)], column));

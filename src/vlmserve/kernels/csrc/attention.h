@@ -225,44 +225,40 @@ void merge_splits(const AttentionArgs& args, const Geometry& at, const Item& ite
     }
 }
 
-// By the team of threads that calls it. memory: `attention_memory` bytes.
+// memory: `attention_memory` bytes.
 template <class Format>
-void attend(const AttentionArgs& args, const Plan& plan, const Item* items, char* memory) {
+void attend_with(const AttentionArgs& args, const Plan& plan, const Item* items, char* memory) {
     Geometry at(args);
     auto* partials = reinterpret_cast<float*>(memory);
     char* spaces = memory + plan.partials * static_cast<long>(sizeof(float));
-#pragma omp for schedule(static)
-    for (long i = 0; i < args.tokens * args.kv_heads; ++i) append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
-
-    Workspace<Format> space(at, spaces + thread_index() * cache_lines(Workspace<Format>::bytes(args)));
-#pragma omp for schedule(dynamic)
-    for (long i = 0; i < plan.items; ++i)
+    each_range(args.threads, args.tokens * args.kv_heads, 4 * args.head_size, [&](long first, long last, int) {
+        for (long i = first; i < last; ++i) append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
+    });
+    auto attend_to = [&](long i, int thread) {
+        Workspace<Format> space(at, spaces + thread * cache_lines(Workspace<Format>::bytes(args)));
         attend_item<Format>(args, at, items[i], space, items[i].splits > 1 ? partials + items[i].partial : nullptr);
-
-    if (plan.split) {
-#pragma omp for schedule(static)
-        for (long i = 0; i < plan.items; ++i) {
-            // The first split of an item is the one that does not follow another of the same rows.
-            const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
-            bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
-                         item.first_row != other.first_row;
-            if (item.splits > 1 && first) merge_splits<typename Format::Element>(args, at, item, partials);
-        }
-    }
+    };
+    each_in_turn(plan.cost < SPLIT_COST ? 1 : args.threads, plan.items, attend_to);
+    if (!plan.split) return;
+    auto merge = [&](long i, int) {
+        // The first split of an item is the one that does not follow another of the same rows.
+        const Item &item = items[i], &other = items[i > 0 ? i - 1 : 0];
+        bool first = i == 0 || item.sequence != other.sequence || item.kv_head != other.kv_head ||
+                     item.first_row != other.first_row;
+        if (item.splits > 1 && first) merge_splits<typename Format::Element>(args, at, item, partials);
+    };
+    each_in_turn(args.threads, plan.items, merge);
 }
 
-void attention_by_team(const AttentionArgs& args, const Plan& plan, const Item* items, char* memory) {
-    with_format(args, [&](auto format) { attend<decltype(format)>(args, plan, items, memory); });
+void attend(const AttentionArgs& args, const Plan& plan, const Item* items, char* memory) {
+    with_format(args, [&](auto format) { attend_with<decltype(format)>(args, plan, items, memory); });
 }
 
 void attention(const AttentionArgs& args) {
     auto* items = static_cast<Item*>(args.scratch);
     Plan plan = plan_items(args, Geometry(args), items);
     char* memory = static_cast<char*>(args.scratch) + item_bytes(plan);
-    // Either all threads or one: a team that shrinks ends its threads, and the next call would start them anew.
-    int threads = plan.cost < SPLIT_COST && args.tokens < 64 ? 1 : args.threads;
-#pragma omp parallel num_threads(threads)
-    attention_by_team(args, plan, items, memory);
+    attend(args, plan, items, memory);
 }
 
 }  // namespace

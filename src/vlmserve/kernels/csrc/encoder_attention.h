@@ -194,18 +194,14 @@ struct EncoderAttention {
 
 template <class Format>
 void attend_encoder(const EncoderAttentionArgs& args) {
-    // A head is one thread's, unless there are more threads than heads.
+    // A head is one item, unless there are more threads than heads.
     long heads = args.images * args.heads, tiles = (args.length + TILE - 1) / TILE;
     long parts = smaller(tiles, (args.threads + heads - 1) / heads), items = heads * parts;
-#pragma omp parallel for num_threads(args.threads) schedule(static, 1)
-    for (long thread = 0; thread < args.threads; ++thread) {
-        EncoderAttention<Format> attention(args, thread);
-        for (long item = thread; item < items; item += args.threads) {
-            long head = item / parts, part = item % parts;
-            long first = tiles * part / parts * TILE, last = smaller(args.length, tiles * (part + 1) / parts * TILE);
-            attention.attend(head / args.heads, head % args.heads, first, last);
-        }
-    }
+    each_in_turn(args.threads, items, [&](long item, int thread) {
+        long head = item / parts, part = item % parts;
+        long first = tiles * part / parts * TILE, last = smaller(args.length, tiles * (part + 1) / parts * TILE);
+        EncoderAttention<Format>(args, thread).attend(head / args.heads, head % args.heads, first, last);
+    });
 }
 
 void encoder_attention(const EncoderAttentionArgs& args) {

@@ -8,25 +8,20 @@
 
 namespace {
 
-void linear(const LinearArgs& args) {
-#pragma omp parallel num_threads(args.threads)
-    linear_by_team(args);
-}
-
 template <class Format>
-void gather_as(const void* packed, const std::int64_t* ids, void* y, long count, long in, int bits) {
+void gather_as(const void* packed, const std::int64_t* ids, void* y, long count, long in, int bits, int threads) {
     auto* rows = static_cast<typename Format::Element*>(y);
     if (bits)
-        gather_int8(static_cast<const u8*>(packed), ids, rows, count, in);
+        gather_int8(static_cast<const u8*>(packed), ids, rows, count, in, threads);
     else
-        gather_rows<Format>(static_cast<const typename Format::Element*>(packed), ids, rows, count, in);
+        gather_rows<Format>(static_cast<const typename Format::Element*>(packed), ids, rows, count, in, threads);
 }
 
-void gather(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits) {
+void gather(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, int threads) {
     if (dtype == FLOAT32)
-        gather_as<Float32>(packed, ids, y, count, in, bits);
+        gather_as<Float32>(packed, ids, y, count, in, bits, threads);
     else
-        gather_as<BFloat16>(packed, ids, y, count, in, bits);
+        gather_as<BFloat16>(packed, ids, y, count, in, bits, threads);
 }
 
 }  // namespace

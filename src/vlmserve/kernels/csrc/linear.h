@@ -8,6 +8,7 @@
 #pragma once
 
 #include "table.h"
+#include "threads.h"
 #include "vector.h"
 
 namespace {
@@ -223,21 +224,21 @@ INLINE void finish_block(const LinearArgs& args, long row, long tile, const f32v
     }
 }
 
-// A product, by the team of threads that calls it: `prepare(block)` for each block of rows (of at most MOST), then
-// `multiply(tile, first, last)` for each tile with a range of blocks. row_bytes: what a prepared row takes.
+// A product: `prepare(block)` for each block of rows (of at most MOST), then `multiply(tile, first, last)` for each tile
+// with a range of blocks. row_bytes: what a prepared row takes.
 template <int MOST, class Prepare, class Multiply>
 INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, Multiply multiply) {
     long blocks = num_blocks(args.rows, MOST), tiles = num_tiles(args.out, args.gated);
     long cached_blocks = larger(1, smaller(CACHED_BYTES / (row_bytes * MOST), CACHED_ROWS / MOST));
-#pragma omp for schedule(static)
-    for (long block = 0; block < blocks; ++block) prepare(block);
-    // Every thread has its own tiles, so that each weight is read by one core.
+    each_range(args.threads, blocks, args.in * MOST, [&](long from, long to, int) {
+        for (long block = from; block < to; ++block) prepare(block);
+    });
     for (long first = 0; first < blocks; first += cached_blocks) {
         long last = smaller(blocks, first + cached_blocks);
-#pragma omp for schedule(static) nowait
-        for (long tile = 0; tile < tiles; ++tile) multiply(tile, first, last);
+        each_range(args.threads, tiles, args.in * TILE, [&](long from, long to, int) {
+            for (long tile = from; tile < to; ++tile) multiply(tile, first, last);
+        });
     }
-#pragma omp barrier
 }
 
 // One block of rows with a tile.
@@ -320,11 +321,11 @@ long plain_scratch(const LinearArgs& args) {
 }
 
 template <class Format>
-void pack_tiles(const typename Format::Element* weight, typename Format::Element* packed, long out, long in, bool gated) {
+void pack_tiles(const typename Format::Element* weight, typename Format::Element* packed, long out, long in, bool gated,
+                int threads) {
     long tiles = num_tiles(out, gated), features = gated ? out / 2 : out, each = features_of_tile(gated);
     constexpr long UNIT = Format::PAIR * static_cast<long>(sizeof(typename Format::Element));
-#pragma omp parallel for schedule(static)
-    for (long tile = 0; tile < tiles; ++tile) {
+    auto pack_tile = [&](long tile) {
         auto* to = packed + tile * TILE * in;
         const typename Format::Element* rows[TILE];
         for (long lane = 0; lane < TILE; ++lane) {
@@ -338,25 +339,29 @@ void pack_tiles(const typename Format::Element* weight, typename Format::Element
                         __builtin_memcpy(to, rows[lane] + column, UNIT);
                     else
                         __builtin_memset(to, 0, UNIT);
-    }
+    };
+    each_range(threads, tiles, in * TILE, [&](long first, long last, int) {
+        for (long tile = first; tile < last; ++tile) pack_tile(tile);
+    });
 }
 
-void pack(const void* weight, void* packed, long out, long in, int dtype, int gated) {
+void pack(const void* weight, void* packed, long out, long in, int dtype, int gated, int threads) {
     if (dtype == FLOAT32)
-        pack_tiles<Float32>(static_cast<const float*>(weight), static_cast<float*>(packed), out, in, gated);
+        pack_tiles<Float32>(static_cast<const float*>(weight), static_cast<float*>(packed), out, in, gated, threads);
     else
-        pack_tiles<BFloat16>(static_cast<const bf16*>(weight), static_cast<bf16*>(packed), out, in, gated);
+        pack_tiles<BFloat16>(static_cast<const bf16*>(weight), static_cast<bf16*>(packed), out, in, gated, threads);
 }
 
 template <class Format>
 void gather_rows(const typename Format::Element* packed, const std::int64_t* ids, typename Format::Element* y, long count,
-                 long in) {
-#pragma omp parallel for schedule(static) if (count > 64)
-    for (long i = 0; i < count; ++i) {
-        const auto* from = packed + ids[i] / PANEL * PANEL * in + ids[i] % PANEL * Format::PAIR;
-        for (long column = 0; column < in; ++column)
-            y[i * in + column] = from[column / Format::PAIR * PANEL * Format::PAIR + column % Format::PAIR];
-    }
+                 long in, int threads) {
+    each_range(threads, count, in, [&](long first, long last, int) {
+        for (long i = first; i < last; ++i) {
+            const auto* from = packed + ids[i] / PANEL * PANEL * in + ids[i] % PANEL * Format::PAIR;
+            for (long column = 0; column < in; ++column)
+                y[i * in + column] = from[column / Format::PAIR * PANEL * Format::PAIR + column % Format::PAIR];
+        }
+    });
 }
 
 }  // namespace

@@ -109,16 +109,17 @@ PyObject* select_isa(PyObject*, PyObject* name) {
 }
 
 PyObject* pack(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 6);
+    Arguments from(values, count, 7);
     const void* weight = from.address();
     void* packed = from.address();
     long out = from.integer(), in = from.integer();
     int dtype = static_cast<int>(from.integer()), gated = static_cast<int>(from.integer());
-    return run(from, out * in, [&] { selected->pack(weight, packed, out, in, dtype, gated); });
+    int threads = static_cast<int>(from.integer());
+    return run(from, out * in, [&] { selected->pack(weight, packed, out, in, dtype, gated, threads); });
 }
 
 PyObject* pack_quantized(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 9);
+    Arguments from(values, count, 10);
     const auto* weight = static_cast<const std::uint8_t*>(from.address());
     const auto* scales = static_cast<const float*>(from.address());
     const auto* minimums = static_cast<const float*>(from.address());
@@ -126,18 +127,20 @@ PyObject* pack_quantized(PyObject*, PyObject* const* values, Py_ssize_t count) {
     long out = from.integer(), in = from.integer();
     int bits = static_cast<int>(from.integer());
     long group = from.integer();
-    int gated = static_cast<int>(from.integer());
-    return run(from, out * in, [&] { selected->pack_quantized(weight, scales, minimums, packed, out, in, bits, group, gated); });
+    int gated = static_cast<int>(from.integer()), threads = static_cast<int>(from.integer());
+    return run(from, out * in,
+               [&] { selected->pack_quantized(weight, scales, minimums, packed, out, in, bits, group, gated, threads); });
 }
 
 PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 7);
+    Arguments from(values, count, 8);
     const void* packed = from.address();
     const auto* ids = static_cast<const std::int64_t*>(from.address());
     void* y = from.address();
     long rows = from.integer(), in = from.integer();
     int dtype = static_cast<int>(from.integer()), bits = static_cast<int>(from.integer());
-    return run(from, rows * in, [&] { selected->gather(packed, ids, y, rows, in, dtype, bits); });
+    int threads = static_cast<int>(from.integer());
+    return run(from, rows * in, [&] { selected->gather(packed, ids, y, rows, in, dtype, bits, threads); });
 }
 
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -286,9 +289,9 @@ PyMethodDef methods[] = {
     {"supported_isas", supported_isas, METH_NOARGS, "Instruction sets that this processor runs, the best first."},
     {"selected_isa", selected_isa, METH_NOARGS, "The instruction set whose kernels are used."},
     {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
-    FAST(pack, "weight, packed, out, in, dtype, gated"),
-    FAST(pack_quantized, "weight, scales, minimums, packed, out, in, bits, group, gated"),
-    FAST(gather, "packed, ids, y, count, in, dtype, bits"),
+    FAST(pack, "weight, packed, out, in, dtype, gated, threads"),
+    FAST(pack_quantized, "weight, scales, minimums, packed, out, in, bits, group, gated, threads"),
+    FAST(gather, "packed, ids, y, count, in, dtype, bits, threads"),
     FAST(linear, "The fields of LinearArgs in order, without scratch."),
     FAST(norm, "The fields of NormArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "table.h"
-#include "vector.h"
+#include "threads.h"
 
 namespace {
 
@@ -41,19 +41,14 @@ void norm_row(const NormArgs& args, long row) {
     }
 }
 
-// By the team of threads that calls it, all of whom wait for each other at the end.
-void norm_by_team(const NormArgs& args) {
-#pragma omp for schedule(static)
-    for (long row = 0; row < args.rows; ++row)
-        if (args.dtype == FLOAT32)
-            norm_row<float>(args, row);
-        else
-            norm_row<bf16>(args, row);
-}
-
 void norm(const NormArgs& args) {
-#pragma omp parallel num_threads(args.threads) if (args.rows > 8)
-    norm_by_team(args);
+    each_range(args.threads, args.rows, 2 * args.size, [&](long first, long last, int) {
+        for (long row = first; row < last; ++row)
+            if (args.dtype == FLOAT32)
+                norm_row<float>(args, row);
+            else
+                norm_row<bf16>(args, row);
+    });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// All layers of a model in one call: one team of threads goes through a list of operations.
+// All layers of a model in one call, which goes through a list of operations.
 //
 // What a call costs outside its kernels (a language's objects, waking threads) is paid once a step, which for a few tokens
 // of a small model is more than the kernels take.
@@ -54,17 +54,16 @@ public:
             plans[next] = plan_items(shape, Geometry(shape), items[next]);
             ++next;
         }
-#pragma omp parallel num_threads(args_.threads)
         for (long i = 0; i < args_.count; ++i) {
             const Operation& op = args_.operations[i];
             if (op.kind == NORM) {
-                norm_by_team(norm_args(op));
+                norm(norm_args(op));
             } else if (op.kind == LINEAR) {
                 LinearArgs product = linear_args(op);
                 product.scratch = memory;
-                linear_by_team(product);
+                linear(product);
             } else {
-                attention_by_team(attention_args(op), plans[op.plan], items[op.plan], memory);
+                attend(attention_args(op), plans[op.plan], items[op.plan], memory);
             }
         }
     }

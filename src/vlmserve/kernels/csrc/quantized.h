@@ -157,7 +157,7 @@ long quantized_scratch(const LinearArgs& args) {
     return args.wide_inputs ? Int4WideRows(args).bytes(args.rows) : Int4Rows(args).bytes(args.rows);
 }
 
-void linear_by_team(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
+void linear(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
 
 long linear_scratch(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
 

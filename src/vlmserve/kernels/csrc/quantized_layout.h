@@ -55,12 +55,11 @@ INLINE const u8* group_weights(const u8* group) { return group + TILE * 2 * size
 
 // Of unsigned weights [out, in], one a byte; scales and zeros [out, groups] float32 (8 bits: scales [out], no zeros).
 void pack_quantized(const u8* weight, const float* scales, const float* zeros, u8* packed, long out, long in, int bits,
-                    long group, int gated) {
+                    long group, int gated, int threads) {
     long unit = bits == 4 ? group : 4, padded = (in + unit - 1) / unit * unit, groups = padded / unit;
     long tiles = num_tiles(out, gated), features = gated ? out / 2 : out, each = features_of_tile(gated);
     long bytes = tile_bytes(padded, bits, group);
-#pragma omp parallel for schedule(static)
-    for (long tile = 0; tile < tiles; ++tile) {
+    auto pack_tile = [&](long tile) {
         u8* to = packed + tile * bytes;
         __builtin_memset(to, 0, static_cast<std::size_t>(bytes));
         for (long lane = 0; lane < TILE; ++lane) {
@@ -85,14 +84,16 @@ void pack_quantized(const u8* weight, const float* scales, const float* zeros, u
                     weights[(i / 8 * TILE + lane) * 4 + i % 4] |= static_cast<u8>(from[number * group + i] << (i / 4 % 2 * 4));
             }
         }
-    }
+    };
+    each_range(threads, tiles, in * TILE, [&](long first, long last, int) {
+        for (long tile = first; tile < last; ++tile) pack_tile(tile);
+    });
 }
 
 template <class T>
-void gather_int8(const u8* packed, const std::int64_t* ids, T* y, long count, long in) {
+void gather_int8(const u8* packed, const std::int64_t* ids, T* y, long count, long in, int threads) {
     long bytes = tile_bytes((in + 3) / 4 * 4, 8, 0);
-#pragma omp parallel for schedule(static) if (count > 64)
-    for (long i = 0; i < count; ++i) {
+    auto gather_row = [&](long i) {
         const u8* tile = packed + ids[i] / TILE * bytes;
         long lane = ids[i] % TILE;
         float scale = reinterpret_cast<const float*>(tile)[lane];
@@ -105,7 +106,10 @@ void gather_int8(const u8* packed, const std::int64_t* ids, T* y, long count, lo
             }
             store_some(y + i * in + column, load(values), columns);
         }
-    }
+    };
+    each_range(threads, count, in, [&](long first, long last, int) {
+        for (long i = first; i < last; ++i) gather_row(i);
+    });
 }
 
 }  // namespace

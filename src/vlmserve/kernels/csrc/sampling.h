@@ -166,12 +166,11 @@ long sampling_scratch(const SamplingArgs& args) { return args.threads * sampling
 
 void sampling(const SamplingArgs& args) {
     long padded = (args.vocabulary + SUM_CHUNK - 1) / SUM_CHUNK * SUM_CHUNK;
-#pragma omp parallel for num_threads(args.threads) schedule(dynamic) if (args.rows > 1)
-    for (long row = 0; row < args.rows; ++row) {
-        auto* scores = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + thread_index() * sampling_bytes(args));
+    each_in_turn(args.threads, args.rows, [&](long row, int thread) {
+        auto* scores = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + thread * sampling_bytes(args));
         float* weights = scores + padded;
         args.tokens[row] = draw(args, row, scores, weights, reinterpret_cast<Bin*>(weights + padded));
-    }
+    });
 }
 
 }  // namespace

@@ -121,11 +121,11 @@ struct SamplingArgs {
 
 struct Kernels {
     const char* isa;
-    void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated);
+    void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated, int threads);
     void (*pack_quantized)(const std::uint8_t* weight, const float* scales, const float* minimums, std::uint8_t* packed, long out,
-                           long in, int bits, long group, int gated);
+                           long in, int bits, long group, int gated, int threads);
     // Bits: as LinearArgs::weight_bits; rows of 4 bits cannot be gathered.
-    void (*gather)(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits);
+    void (*gather)(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, int threads);
     long (*linear_scratch)(const LinearArgs&);
     void (*linear)(const LinearArgs&);
     void (*norm)(const NormArgs&);

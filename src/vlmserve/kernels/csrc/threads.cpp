@@ -1,0 +1,233 @@
+// The threads behind `share_work`: compiled once, for every processor.
+//
+// The calling thread publishes some work, and takes part in it. Threads claim indices by a compare-and-swap on a word that
+// holds the number of the work, too, so that one that comes late claims nothing; whoever has run out of indices of its own
+// range claims others'. The caller waits for claimed indices only. A thread that waits spins for some microseconds, which
+// is faster than waking up, and then sleeps, because it could be spinning on the core of the one that it waits for.
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <new>
+#include <pthread.h>
+
+#include "threads.h"
+
+namespace {
+
+// Threads at most, the caller included.
+constexpr int MOST_THREADS = 256;
+constexpr std::chrono::microseconds SPIN{30};
+// A word of claims: the number of the work, and how many indices of a range are claimed.
+constexpr int INDEX_BITS = 28;
+constexpr std::uint64_t INDEX_MASK = (std::uint64_t{1} << INDEX_BITS) - 1;
+// A claim takes this share of what is left of a range.
+constexpr long CLAIM_SHARE = 4;
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+}
+
+// Whether `done()` comes true within `SPIN`.
+template <class Done>
+bool spin_until(Done done) {
+    auto end = std::chrono::steady_clock::now() + SPIN;
+    do {
+        for (int i = 0; i < 32; ++i) {
+            if (done()) return true;
+            relax();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return done();
+}
+
+struct Job {
+    Work work;
+    const void* context;
+    long count;
+    int threads, ranges;
+
+    long range_start(int range) const { return count * range / ranges; }
+};
+
+class Pool {
+public:
+    void run(const Job& job) {
+        start_threads(job.threads - 1);
+        remaining_.store(job.count, std::memory_order_relaxed);
+        std::uint64_t number = publish(job);
+        finish(take_part(job, number, 0));
+        if (spin_until([&] { return is_done(); })) return;
+        std::unique_lock<std::mutex> lock(mutex_);
+        caller_sleeps_.store(true);
+        done_.wait(lock, [&] { return is_done(); });
+        caller_sleeps_.store(false);
+    }
+
+    std::atomic<bool> busy{false};
+
+private:
+    bool is_done() const { return remaining_.load() == 0; }
+
+    // A failure to start threads leaves fewer of them: the caller can do everything alone.
+    void start_threads(int wanted) {
+        for (; num_threads_ < wanted; ++num_threads_) {
+            auto* start = new (std::nothrow) Start{this, num_threads_ + 1};
+            pthread_t thread;
+            if (!start || pthread_create(&thread, nullptr, begin, start) != 0) {
+                delete start;
+                return;
+            }
+            pthread_detach(thread);
+        }
+    }
+
+    struct Start {
+        Pool* pool;
+        int thread;
+    };
+
+    static void* begin(void* argument) {
+        Start start = *static_cast<Start*>(argument);
+        delete static_cast<Start*>(argument);
+        start.pool->serve(start.thread);
+        return nullptr;
+    }
+
+    // While the number is odd, the job is being written.
+    std::uint64_t publish(const Job& job) {
+        std::uint64_t number = number_.load(std::memory_order_relaxed) + 1;
+        number_.store(number, std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_release);
+        work_.store(job.work, std::memory_order_relaxed);
+        context_.store(job.context, std::memory_order_relaxed);
+        count_.store(job.count, std::memory_order_relaxed);
+        threads_.store(job.threads, std::memory_order_relaxed);
+        ranges_.store(job.ranges, std::memory_order_relaxed);
+        number_.store(++number);
+        if (sleepers_.load() != 0 && sleepers_.exchange(0) != 0) {
+            { std::lock_guard<std::mutex> lock(mutex_); }  // whoever counted itself is asleep now
+            published_.notify_all();
+        }
+        return number;
+    }
+
+    // Reads the job that is published; 0 if it changes meanwhile, else its number.
+    std::uint64_t read(Job& job) const {
+        std::uint64_t number = number_.load(std::memory_order_acquire);
+        job.work = work_.load(std::memory_order_relaxed);
+        job.context = context_.load(std::memory_order_relaxed);
+        job.count = count_.load(std::memory_order_relaxed);
+        job.threads = threads_.load(std::memory_order_relaxed);
+        job.ranges = ranges_.load(std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_acquire);
+        return number % 2 == 0 && number_.load(std::memory_order_relaxed) == number ? number : 0;
+    }
+
+    void serve(int thread) {
+        for (std::uint64_t seen = 0;;) {
+            auto is_new = [&] { return number_.load() > seen; };
+            if (!spin_until(is_new)) {
+                std::unique_lock<std::mutex> lock(mutex_);
+                sleepers_.fetch_add(1);
+                published_.wait(lock, is_new);
+            }
+            Job job;
+            std::uint64_t number = read(job);
+            if (number <= seen) continue;
+            seen = number;
+            if (thread < job.threads) finish(take_part(job, number, thread));
+        }
+    }
+
+    // Claims indices `first <= i < last` of a range; false if none are left, or the job is over.
+    bool claim(const Job& job, std::uint64_t number, int range, long& first, long& last) {
+        long start = job.range_start(range), size = job.range_start(range + 1) - start;
+        std::uint64_t word = claims_[range].word.load(std::memory_order_relaxed);
+        for (;;) {
+            if (word >> INDEX_BITS > number) return false;
+            long claimed = word >> INDEX_BITS == number ? static_cast<long>(word & INDEX_MASK) : 0;
+            if (claimed >= size) return false;
+            long taken = job.ranges == 1 ? 1 : larger(1, (size - claimed) / CLAIM_SHARE);
+            std::uint64_t next = number << INDEX_BITS | static_cast<std::uint64_t>(claimed + taken);
+            if (claims_[range].word.compare_exchange_weak(word, next, std::memory_order_acq_rel, std::memory_order_relaxed)) {
+                first = start + claimed;
+                last = first + taken;
+                return true;
+            }
+        }
+    }
+
+    // Works until nothing is left to claim; how many indices that were.
+    long take_part(const Job& job, std::uint64_t number, int thread) {
+        long done = 0, first, last;
+        for (int i = 0; i < job.ranges; ++i)
+            while (claim(job, number, (thread + i) % job.ranges, first, last)) {
+                job.work(job.context, first, last, thread);
+                done += last - first;
+            }
+        return done;
+    }
+
+    void finish(long done) {
+        if (done == 0 || remaining_.fetch_sub(done) != done || !caller_sleeps_.load()) return;
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        done_.notify_one();
+    }
+
+    struct alignas(64) Claims {
+        std::atomic<std::uint64_t> word{0};
+    };
+
+    // What the caller writes once a job, and the others look at while they wait.
+    alignas(64) std::atomic<std::uint64_t> number_{0};
+    std::atomic<Work> work_{nullptr};
+    std::atomic<const void*> context_{nullptr};
+    std::atomic<long> count_{0};
+    std::atomic<int> threads_{0}, ranges_{0};
+    alignas(64) std::atomic<long> remaining_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
+    std::atomic<bool> caller_sleeps_{false};
+    Claims claims_[MOST_THREADS];
+    std::mutex mutex_;
+    std::condition_variable published_, done_;
+    int num_threads_ = 0;  // that were started
+};
+
+// Never destroyed: its threads run until the process ends.
+std::atomic<Pool*> the_pool{nullptr};
+
+// A child process has no other threads than the one that forked: it begins anew.
+void forget_pool() { the_pool.store(nullptr); }
+
+Pool& pool() {
+    Pool* found = the_pool.load(std::memory_order_acquire);
+    if (found) return *found;
+    static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
+    (void)registered;
+    auto* made = new Pool;
+    if (the_pool.compare_exchange_strong(found, made)) return *made;
+    delete made;
+    return *found;
+}
+
+}  // namespace
+
+void share_work(int threads, long count, Order order, Work work, const void* context) {
+    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
+    if (threads > 1 && count > 1 && static_cast<std::uint64_t>(count) < INDEX_MASK) {
+        Pool& shared = pool();
+        // Calls from several threads at a time: the first one has the pool, the others compute alone.
+        if (!shared.busy.exchange(true, std::memory_order_acquire)) {
+            shared.run({work, context, count, threads, order == Order::QUEUE ? 1 : threads});
+            shared.busy.store(false, std::memory_order_release);
+            return;
+        }
+    }
+    if (count > 0) work(context, 0, count, 0);
+}
