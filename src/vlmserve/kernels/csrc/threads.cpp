@@ -110,8 +110,8 @@ private:
         threads_.store(job.threads, std::memory_order_relaxed);
         ranges_.store(job.ranges, std::memory_order_relaxed);
         number_.store(++number);
-        if (sleepers_.load() != 0 && sleepers_.exchange(0) != 0) {
-            { std::lock_guard<std::mutex> lock(mutex_); }  // whoever counted itself is asleep now
+        if (threads_sleep_.load() && threads_sleep_.exchange(false)) {
+            { std::lock_guard<std::mutex> lock(mutex_); }  // whoever said so is asleep now
             published_.notify_all();
         }
         return number;
@@ -134,8 +134,8 @@ private:
             auto is_new = [&] { return number_.load() > seen; };
             if (!spin_until(is_new)) {
                 std::unique_lock<std::mutex> lock(mutex_);
-                sleepers_.fetch_add(1);
-                published_.wait(lock, is_new);
+                // Said before each wait: the caller may wake a thread for a job that it has seen already.
+                for (threads_sleep_.store(true); !is_new(); threads_sleep_.store(true)) published_.wait(lock);
             }
             Job job;
             std::uint64_t number = read(job);
@@ -191,8 +191,7 @@ private:
     std::atomic<long> count_{0};
     std::atomic<int> threads_{0}, ranges_{0};
     alignas(64) std::atomic<long> remaining_{0};
-    alignas(64) std::atomic<int> sleepers_{0};
-    std::atomic<bool> caller_sleeps_{false};
+    alignas(64) std::atomic<bool> threads_sleep_{false}, caller_sleeps_{false};
     Claims claims_[MOST_THREADS];
     std::mutex mutex_;
     std::condition_variable published_, done_;
