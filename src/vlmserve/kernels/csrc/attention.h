@@ -26,10 +26,15 @@ struct Workspace {
     typename Format::Input* query;  // blocks of rows, [units][rows of the block] each
     // [rows][columns], [rows][LANES], [rows], [rows]
     float *totals, *sums, *highest, *query_scales;
+    float* expanded;  // keys and values of a chunk, where the format differs from the cache's
+
+    static long expanded_floats(const Geometry& at) {
+        return Format::EXPANDED ? CHUNK_TILES * (at.key_tile + at.value_tile) : 0;
+    }
 
     static long bytes(const AttentionArgs& args) {
         Geometry at(args);
-        long floats = ITEM_ROWS * (at.columns + LANES + 2);
+        long floats = ITEM_ROWS * (at.columns + LANES + 2) + expanded_floats(at);
         long inputs = ITEM_ROWS * (args.head_size / Format::PAIR);
         return inputs * static_cast<long>(sizeof(typename Format::Input)) + floats * static_cast<long>(sizeof(float));
     }
@@ -39,7 +44,8 @@ struct Workspace {
         sums = totals + ITEM_ROWS * at.columns;
         highest = sums + ITEM_ROWS * LANES;
         query_scales = highest + ITEM_ROWS;
-        query = reinterpret_cast<typename Format::Input*>(query_scales + ITEM_ROWS);
+        expanded = query_scales + ITEM_ROWS;
+        query = reinterpret_cast<typename Format::Input*>(expanded + expanded_floats(at));
     }
 };
 
@@ -52,10 +58,21 @@ INLINE auto with_format(const AttentionArgs& args, Work work) {
     return args.dtype == FLOAT32 ? work(Unquantized<Float32>{}) : work(Unquantized<BFloat16>{});
 }
 
+// Whether items of many rows compute in `Expanded` instead of their format.
+template <class Format>
+constexpr bool MAY_EXPAND = EXPANDS_BFLOAT16 && sizeof(typename Format::Stored) == sizeof(bf16);
+
+template <class Format>
+INLINE long space_bytes(const AttentionArgs& args) {
+    long bytes = Workspace<Format>::bytes(args);
+    if constexpr (MAY_EXPAND<Format>) bytes = larger(bytes, Workspace<Expanded>::bytes(args));
+    return cache_lines(bytes);
+}
+
 // What the threads need beside the items.
 long attention_memory(const AttentionArgs& args, const Plan& plan) {
-    long own = with_format(args, [&](auto format) { return Workspace<decltype(format)>::bytes(args); });
-    return plan.partials * static_cast<long>(sizeof(float)) + args.threads * cache_lines(own);
+    long own = with_format(args, [&](auto format) { return space_bytes<decltype(format)>(args); });
+    return plan.partials * static_cast<long>(sizeof(float)) + args.threads * own;
 }
 
 long attention_scratch(const AttentionArgs& args, long* work) {
@@ -145,7 +162,7 @@ INLINE void write_row(const AttentionArgs& args, const Geometry& at, const Item&
 
 // The rows of one head of an item with the tiles `chunk <= tile < end`, which `tiles` are; `later` ones come next.
 template <class Format>
-void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& item, const Workspace<Format>& space, long row,
+void attend_tiles(const AttentionArgs& args, const Geometry& at, const Item& item, const Workspace<Format>& space, long row,
                   long chunk, long end, const Tile<Format>* tiles, const Tile<Format>* later, long num_later) {
     long units = args.head_size / Format::PAIR, before = position_of(args, at, item.sequence, 0);
     for (long block = 0; block < num_blocks(item.rows, Format::BLOCK); ++block) {
@@ -162,6 +179,26 @@ void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& ite
     }
 }
 
+// The same with tiles as they lie in the cache.
+template <class Format>
+INLINE void attend_chunk(const AttentionArgs& args, const Geometry& at, const Item& item, const Workspace<Format>& space,
+                         long row, long chunk, long end, const Tile<typename Format::Storage>* tiles,
+                         const Tile<typename Format::Storage>* later, long num_later) {
+    if constexpr (Format::EXPANDED) {
+        Tile<Format> expanded[CHUNK_TILES];
+        for (long i = 0; i < end - chunk; ++i) {
+            float* keys = space.expanded + i * (at.key_tile + at.value_tile);
+            float* values = keys + at.key_tile;
+            expand_pairs(tiles[i].keys, args.head_size / 2, TOKENS, keys);
+            expand_pairs(tiles[i].values, TOKENS / 2, at.columns, values);
+            expanded[i] = {keys, values, nullptr, tiles[i].start, tiles[i].tokens};
+        }
+        attend_tiles<Format>(args, at, item, space, row, chunk, end, expanded, expanded, 1);
+    } else {
+        attend_tiles<Format>(args, at, item, space, row, chunk, end, tiles, later, num_later);
+    }
+}
+
 template <class Format>
 void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item, Workspace<Format> space, float* partial) {
     typedef typename Format::Element Element;
@@ -174,7 +211,7 @@ void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item
     __builtin_memset(space.sums, 0, static_cast<std::size_t>(all_rows * LANES) * sizeof(float));
     for (long row = 0; row < all_rows; ++row) space.highest[row] = LOWEST;
 
-    Tile<Format> tiles[2][CHUNK_TILES];
+    Tile<typename Format::Storage> tiles[2][CHUNK_TILES];
     int now = 0;
     long end = smaller(item.high, item.low + CHUNK_TILES);
     find_tiles(args, at, item.sequence, item.kv_head, item.low, end, tiles[now]);
@@ -185,7 +222,7 @@ void attend_item(const AttentionArgs& args, const Geometry& at, const Item& item
         long next_end = smaller(item.high, next + CHUNK_TILES), num_later = next_end - next;
         find_tiles(args, at, item.sequence, item.kv_head + next_head, next, next_end, tiles[1 - now]);
         // At the end, something that is there already is asked for.
-        const Tile<Format>* later = num_later > 0 ? tiles[1 - now] : tiles[now];
+        const auto* later = num_later > 0 ? tiles[1 - now] : tiles[now];
         attend_chunk<Format>(args, at, item, space, head * item.rows, chunk, end, tiles[now], later, larger(num_later, 1));
         head = next_head;
         chunk = next;
@@ -235,8 +272,12 @@ void attend_with(const AttentionArgs& args, const Plan& plan, const Item* items,
         for (long i = first; i < last; ++i) append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
     });
     auto attend_to = [&](long i, int thread) {
-        Workspace<Format> space(at, spaces + thread * cache_lines(Workspace<Format>::bytes(args)));
-        attend_item<Format>(args, at, items[i], space, items[i].splits > 1 ? partials + items[i].partial : nullptr);
+        char* own = spaces + thread * space_bytes<Format>(args);
+        float* partial = items[i].splits > 1 ? partials + items[i].partial : nullptr;
+        if constexpr (MAY_EXPAND<Format>)
+            if (items[i].rows > FEW_ROWS)
+                return attend_item<Expanded>(args, at, items[i], Workspace<Expanded>(at, own), partial);
+        attend_item<Format>(args, at, items[i], Workspace<Format>(at, own), partial);
     };
     each_in_turn(plan.cost < SPLIT_COST ? 1 : args.threads, plan.items, attend_to);
     if (!plan.split) return;

@@ -11,8 +11,9 @@ template <class Format>
 struct Unquantized : Format {
     typedef typename Format::Element Element, Stored;
     typedef typename Format::Input Input;
+    typedef Unquantized Storage;
     typedef f32v Sum;
-    static constexpr bool QUANTIZED = false;
+    static constexpr bool QUANTIZED = false, EXPANDED = false;
 
     // A query of `size` elements, its inputs `stride` apart. Returns what scores are to be multiplied by.
     INLINE float arrange(const Element* query, long size, Input* to, long stride) {
@@ -21,14 +22,42 @@ struct Unquantized : Format {
     }
 };
 
+// Whether keys and values in bfloat16 are expanded to float32 for many rows, since no instruction multiplies them.
+constexpr bool EXPANDS_BFLOAT16 = BFloat16::STEPS > 1;
+
+// Keys and values that lie in the cache as `Storage` and are expanded once for all rows of an item, instead of once for
+// each block of rows. The same products are added in the same order.
+struct Expanded : Unquantized<Float32> {
+    typedef bf16 Element;
+    typedef Unquantized<BFloat16> Storage;
+    static constexpr bool EXPANDED = true;
+
+    INLINE float arrange(const bf16* query, long size, float* to, long stride) {
+        for (long i = 0; i < size; ++i) to[i * stride] = to_float(query[i]);
+        return 1.0f;
+    }
+};
+
+// Units of `width` pairs, [units][width][2], to [units * 2][width].
+INLINE void expand_pairs(const bf16* from, long units, long width, float* to) {
+    for (long unit = 0; unit < units; ++unit, from += 2 * width, to += 2 * width)
+        for (long i = 0; i < width; i += LANES) {
+            u32v pairs;
+            __builtin_memcpy(&pairs, from + 2 * i, sizeof pairs);
+            store(to + i, bit_cast<f32v>(pairs << 16));
+            store(to + width + i, bit_cast<f32v>(pairs & 0xffff0000u));
+        }
+}
+
 // Keys and values in 8 bits, with a scale for each token and head. They meet queries and weights in 16 bits, which lose far
 // less than they have lost, and sums are exact: they do not depend on how rows are put together.
 template <class T>
 struct Quantized {
     typedef T Element;
     typedef signed char Stored;
+    typedef Quantized Storage;
     typedef i32v Sum;
-    static constexpr bool QUANTIZED = true;
+    static constexpr bool QUANTIZED = true, EXPANDED = false;
     static constexpr long PAIR = 2;
 #if defined(__SSE2__)
     // An instruction multiplies pairs.
