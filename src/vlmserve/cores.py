@@ -6,8 +6,8 @@ process.
 
 A thread of torch that waits for the others of its team spins before it sleeps, which is faster than waking up. OpenMP
 spins for milliseconds: as soon as anything else computes on the same cores, the threads that spin hold up the ones that
-they wait for, and a product takes thirty times as long. Spinning for some 20 microseconds is as fast on an idle machine.
-The native kernels have threads of their own (`kernels/csrc/threads.cpp`), which do not wait for a late one at all.
+they wait for, and a product takes thirty times as long. Spinning for some 20 microseconds is as fast on an idle
+machine. The native kernels have threads of their own (`kernels/csrc/threads.cpp`), which do not wait for a late one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 // The calling thread publishes some work, and takes part in it. Threads claim indices by a compare-and-swap on a word that
 // holds the number of the work, too, so that one that comes late claims nothing; whoever has run out of indices of its own
 // range claims others'. The caller waits for claimed indices only. A thread that waits spins for some microseconds, which
-// is faster than waking up, and then sleeps, because it could be spinning on the core of the one that it waits for.
+// is faster than waking up, and then sleeps, because it could be spinning on the core of the one that it waits for. Where
+// the caller waits longer than it would take alone, it computes alone for a while.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -11,6 +12,7 @@
 #include <mutex>
 #include <new>
 #include <pthread.h>
+#include <time.h>
 
 #include "threads.h"
 
@@ -19,6 +21,8 @@ namespace {
 // Threads at most, the caller included.
 constexpr int MOST_THREADS = 256;
 constexpr std::chrono::microseconds SPIN{30};
+// Over what time waits are compared with work, and for how long the caller then computes alone.
+constexpr std::chrono::milliseconds WINDOW{10}, ALONE{100};
 // A word of claims: the number of the work, and how many indices of a range are claimed.
 constexpr int INDEX_BITS = 28;
 constexpr std::uint64_t INDEX_MASK = (std::uint64_t{1} << INDEX_BITS) - 1;
@@ -33,16 +37,25 @@ inline void relax() {
 #endif
 }
 
+typedef std::chrono::steady_clock Clock;
+
+// What the calling thread has computed until now.
+Clock::duration cpu_time() {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
+
 // Whether `done()` comes true within `SPIN`.
 template <class Done>
 bool spin_until(Done done) {
-    auto end = std::chrono::steady_clock::now() + SPIN;
+    auto end = Clock::now() + SPIN;
     do {
         for (int i = 0; i < 32; ++i) {
             if (done()) return true;
             relax();
         }
-    } while (std::chrono::steady_clock::now() < end);
+    } while (Clock::now() < end);
     return done();
 }
 
@@ -55,18 +68,59 @@ struct Job {
     long range_start(int range) const { return count * range / ranges; }
 };
 
+// Compares how long a caller waits for other threads with how long it computes.
+class Patience {
+public:
+    // Whether it is better to compute alone now.
+    bool is_lost() {
+        if (alone_until_ == Clock::time_point{}) return false;
+        if (Clock::now() < alone_until_) return true;
+        alone_until_ = {};
+        begin(Clock::now());
+        return false;
+    }
+
+    void waited(Clock::duration time, int threads) {
+        Clock::time_point now = Clock::now();
+        waits_ += time;
+        if (!pthread_equal(caller_, pthread_self())) return begin(now);
+        if (now - start_ < WINDOW) return;
+        // All threads together compute as fast as this one alone where it waits for this share of its time.
+        if (waits_ > (cpu_time() - cpu_) * (threads - 1)) alone_until_ = now + ALONE;
+        begin(now);
+    }
+
+private:
+    void begin(Clock::time_point now) {
+        start_ = now;
+        cpu_ = cpu_time();
+        waits_ = {};
+        caller_ = pthread_self();
+    }
+
+    Clock::time_point start_{}, alone_until_{};
+    Clock::duration cpu_{}, waits_{};
+    pthread_t caller_{};
+};
+
 class Pool {
 public:
     void run(const Job& job) {
+        if (patience_.is_lost()) return job.work(job.context, 0, job.count, 0);
         start_threads(job.threads - 1);
         remaining_.store(job.count, std::memory_order_relaxed);
         std::uint64_t number = publish(job);
         finish(take_part(job, number, 0));
+        if (is_done()) return;
+        Clock::time_point start = Clock::now();
         if (spin_until([&] { return is_done(); })) return;
-        std::unique_lock<std::mutex> lock(mutex_);
-        caller_sleeps_.store(true);
-        done_.wait(lock, [&] { return is_done(); });
-        caller_sleeps_.store(false);
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            caller_sleeps_.store(true);
+            done_.wait(lock, [&] { return is_done(); });
+            caller_sleeps_.store(false);
+        }
+        patience_.waited(Clock::now() - start, job.threads);
     }
 
     std::atomic<bool> busy{false};
@@ -196,6 +250,7 @@ private:
     std::mutex mutex_;
     std::condition_variable published_, done_;
     int num_threads_ = 0;  // that were started
+    Patience patience_;
 };
 
 // Never destroyed: its threads run until the process ends.
