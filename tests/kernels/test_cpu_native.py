@@ -301,21 +301,12 @@ def test_unmeasured_kernels_run_only_where_they_are_not_slower_than_torch(
 
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(choice, "MEASURED", frozenset())
-    monkeypatch.setattr(choice, "_faster_than_torch", faster_than_torch)
+    monkeypatch.setattr(choice, "is_as_fast_as_torch", faster_than_torch)
     assert choose_kernels("auto", torch.float32) == (supported_isas()[0] if faster else None)
     assert tried == list(supported_isas()[:1] if faster else supported_isas())
     assert choose_kernels("native", torch.float32)
     assert len(tried) in (1, len(supported_isas())), "what is asked for is not measured"
     choose_kernels(supported_isas()[0], torch.float32)
-
-
-@built
-def test_a_trial_sees_which_product_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([1.0, 2.0, 1.0, 0.5])
-    monkeypatch.setattr(choice, "_seconds", lambda product, x: next(seconds))
-    assert not choice._faster_than_torch.__wrapped__("avx2", torch.float32), "many rows are slower"
-    seconds = iter([1.0, 1.0, 1.0, 1.0])
-    assert choice._faster_than_torch.__wrapped__("avx2", torch.float32)
 
 
 def test_kernels_that_this_machine_lacks_are_refused() -> None:

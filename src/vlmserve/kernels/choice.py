@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
-import time
-from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from vlmserve.errors import ConfigurationError
-from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
+from vlmserve.kernels.trials import is_as_fast_as_torch
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +18,6 @@ VARIABLE = "VLMSERVE_KERNELS"
 CHOICES = ("auto", "torch", "native")
 MEASURED = frozenset(("avx512_bf16", "avx512_vnni", "avx512", "avx2"))
 """Instruction sets whose kernels were measured to be at least as fast as torch (docs/performance.md)."""
-
-TRIAL_SIZE = 1024
-"""Input and output features of the product with which other instruction sets are tried."""
-TRIAL_ROWS = (1, 256)
-TRIAL_REPEATS = 5
 
 
 def check_kernels(choice: str) -> str:
@@ -62,34 +52,11 @@ def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
         return None
     for isa in (choice,) if choice in isas else isas:
         extension().select_isa(isa)
-        if choice != "auto" or isa in MEASURED or _faster_than_torch(isa, dtype):
+        if choice != "auto" or isa in MEASURED or is_as_fast_as_torch(isa, dtype):
             logger.info("kernels: native, %s", isa)
             return isa
     logger.info("kernels: torch (measured to be faster here than the native ones)")
     return None
-
-
-@cache
-def _faster_than_torch(isa: str, dtype: torch.dtype) -> bool:
-    """Whether products by the selected kernels are at least as fast as torch's, with few rows and with many. Takes some
-    milliseconds, once for each instruction set and type."""
-    weight = torch.ones(TRIAL_SIZE, TRIAL_SIZE, dtype=dtype)
-    packed = PackedLinear(weight)
-    for rows in TRIAL_ROWS:
-        x = torch.ones(rows, TRIAL_SIZE, dtype=dtype)
-        if _seconds(packed, x) > _seconds(lambda x: F.linear(x, weight), x):
-            return False
-    return True
-
-
-def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    times = []
-    product(x)
-    for _ in range(TRIAL_REPEATS):
-        started = time.perf_counter()
-        product(x)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
 
 
 @cache

@@ -1,0 +1,100 @@
+"""Trials of kernels against torch, and the file in which their results are remembered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.native import built
+from vlmserve.kernels import trials
+
+pytestmark = built
+Try = Callable[[], bool]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "vlmserve" / "kernels.json"
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path) -> Path:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor : 0\nmodel name : One\nflags : avx2\n")
+    return path
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the next products take, ours and torch's in turn; reading past the end is a trial too many."""
+    left: list[float] = []
+    monkeypatch.setattr(trials, "_seconds", lambda product, x: left.pop(0))
+    return left
+
+
+def start(cpuinfo: Path, dtype: torch.dtype = torch.float32) -> bool:
+    """The answer of a process that starts now."""
+    return trials.is_as_fast_as_torch.__wrapped__("avx2", dtype, cpuinfo)
+
+
+def test_kernels_must_be_as_fast_with_few_rows_and_with_many(file: Path, cpuinfo: Path, seconds: list[float]) -> None:
+    seconds[:] = [1.0, 2.0, 1.0, 0.5]
+    assert not start(cpuinfo)
+    file.unlink()
+    seconds[:] = [1.0, 1.0, 1.0, 1.0]
+    assert start(cpuinfo)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_later_start_does_not_try_again(faster: bool, file: Path, cpuinfo: Path, seconds: list[float]) -> None:
+    seconds[:] = [1.0, 2.0, 1.0, 2.0] if faster else [2.0, 1.0]
+    assert start(cpuinfo) is faster
+    assert start(cpuinfo) is faster
+    assert seconds == []
+
+
+def test_another_processor_and_another_type_are_tried_on_their_own(
+    file: Path, cpuinfo: Path, seconds: list[float]
+) -> None:
+    seconds[:] = [1.0, 2.0, 1.0, 2.0]
+    assert start(cpuinfo)
+    seconds[:] = [2.0, 1.0]
+    assert not start(cpuinfo, torch.bfloat16)
+    cpuinfo.write_text(cpuinfo.read_text().replace("One", "Two"))
+    seconds[:] = [2.0, 1.0]
+    assert not start(cpuinfo)
+    assert len(trials._read(file)) == 3
+
+
+def test_a_broken_file_is_written_anew(
+    file: Path, cpuinfo: Path, seconds: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    file.parent.mkdir()
+    file.write_text("{")
+    seconds[:] = [1.0, 2.0, 1.0, 2.0]
+    with caplog.at_level(logging.WARNING):
+        assert start(cpuinfo)
+    assert "cannot be read" in caplog.text
+    assert start(cpuinfo)
+
+
+def test_where_nothing_can_be_written_each_start_tries(
+    file: Path, cpuinfo: Path, seconds: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    file.parent.write_text("not a folder")
+    seconds[:] = [1.0, 2.0, 1.0, 2.0] * 2
+    with caplog.at_level(logging.INFO):
+        assert start(cpuinfo)
+        assert start(cpuinfo)
+    assert "not remembered" in caplog.text
+    assert seconds == []
+
+
+def test_a_real_trial_answers(file: Path) -> None:
+    assert trials.is_as_fast_as_torch.__wrapped__("avx2", torch.float32) in (True, False)
+    assert len(trials._read(file)) == 1
