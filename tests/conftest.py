@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.lanes import MOST_SECONDS, SLOW
@@ -18,6 +19,9 @@ from vlmserve.cache.costs import CostModel
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.kernels.extension import supported_isas
 
+if not torch.cuda.is_available():
+    # Interprets kernels in Triton. Its own functions look at this when it is imported, which transformers does.
+    os.environ["TRITON_INTERPRET"] = "1"
 # No test asserts a time, not even that of a generated example on a busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

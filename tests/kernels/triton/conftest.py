@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    # Kernels look at this when they are defined, that is when their modules are imported.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux only)", exc_type=ImportError)
 
