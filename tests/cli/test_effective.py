@@ -100,7 +100,7 @@ def test_values_are_written_as_toml_reads_them(value):
 
 def test_the_ways_of_showing_exclude_each_other():
     result = CliRunner(env=CLEAN).invoke(cli.app, ["config", "--json", "--toml"])
-    assert (result.exit_code, "one of them" in result.stderr) == (2, True)
+    assert (result.exit_code, "give only one of --json, --toml and --reference" in result.stderr) == (2, True)
 
 
 def test_wrong_settings_are_not_shown():

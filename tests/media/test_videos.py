@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,8 @@ def test_requests_may_ask_for_less_and_not_for_more() -> None:
 
 def test_frames_from_the_network_share_the_time_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr("vlmserve.media.videos.time.monotonic", lambda: float(next(clock)))
+    # A clock of its own: other threads look at the real one.
+    monkeypatch.setattr("vlmserve.media.videos.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     left = []
 
     def fetch(url: str, limits: MediaConfig, kind: str) -> bytes:

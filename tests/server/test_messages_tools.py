@@ -356,7 +356,7 @@ def history(call: Any, *answer: Any) -> list[Any]:
         ({"tools": [TOOLS[1], {"name": "f", "input_schema": {"properties": {"a": {"type": "foo"}}}}]},
          "tools[1].input_schema: "),
         ({"tools": [{"name": "f", "input_schema": nested(200)}]}, "tools[0].input_schema: Input is nested too deeply"),
-        ({"guided_regex": "a"}, "guided_regex does not go together with tools"),
+        ({"guided_regex": "a"}, "guided_regex cannot be combined with tools"),
         ({"messages": [{"role": "user", "content": [CALL]}]}, "messages[0]: content[0] is a tool_use"),
         ({"messages": [{"role": "assistant", "content": [result("toolu_1")]}, *ASK]},
          "messages[0]: content[0] is a tool_result"),
