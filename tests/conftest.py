@@ -42,6 +42,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests for a GPU are left out where there is none. Where they are asked for by name, they are skipped instead."""
+    if torch.cuda.is_available() or "gpu" in config.option.markexpr:
+        return
+    kept, left_out = [], []
+    for item in items:
+        (kept if item.get_closest_marker("gpu") is None else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Name what makes the fast lane slow."""
     if not config.getoption("fast"):

@@ -46,7 +46,7 @@ def test_blocks_have_any_size(device: torch.device, block_size: int) -> None:
 
 
 def test_contexts_are_split_among_programs(device: torch.device) -> None:
-    chunks = [(length, 1) for length in (3, 128, 141)]
+    chunks = [(3, 1), (141, 1)]
     for spec in (AttentionSpec(3, 1, 8, 0.5, sinks=(1.0, 0.0, -1.0)), AttentionSpec(2, 1, 8, 0.5, window=130)):
         output, expected = attend(TritonAttention(), chunks, spec, 16, device=device)
         torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)

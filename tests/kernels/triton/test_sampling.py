@@ -87,14 +87,14 @@ def test_filters_keep_what_the_reference_keeps(device: torch.device) -> None:
     """Over many numbers, each token that may be drawn is drawn, and no other."""
     torch.manual_seed(1)
     logits = torch.randn(40) * 0.8
-    numbers = [(number + 0.5) / 40 for number in range(40)]
+    numbers = [(number + 0.5) / 20 for number in range(20)]
     options = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05}
     tokens = drawn(device, logits.expand(len(numbers), -1), numbers, **options)
     kept = filter_logits(logits[None].clone(), Filters([0.8], [6], [0.9], [0.05]))[0]
     shares = kept.softmax(-1)
     assert set(tokens) == set(torch.nonzero(kept > -torch.inf).flatten().tolist())
     counts = np.bincount(tokens, minlength=40) / len(tokens)
-    assert np.abs(counts - shares.numpy()).max() <= 1 / 40 + 1e-6
+    assert np.abs(counts - shares.numpy()).max() <= 1 / 20 + 1e-6
 
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept(device: torch.device) -> None:

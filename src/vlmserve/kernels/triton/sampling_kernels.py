@@ -33,8 +33,7 @@ def lowest_kept(
     lowest: tokens whose bits are below are left out.
     """
     found = tl.zeros((), tl.uint32)
-    for step in tl.static_range(8):
-        shift = 28 - 4 * step
+    for shift in range(28, -4, -4):
         digits = tl.arange(0, 16)
         pivots = found + (digits.to(tl.uint32) << shift)
         above = tl.zeros((16,), tl.float64)
@@ -90,13 +89,15 @@ def draw_rows(
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    temperature = tl.load(options_ptr + row * 4)
+    options_ptr += row * 4
+    temperature = tl.load(options_ptr)
     largest, nans, token = likeliest(logits_ptr, vocabulary, BLOCK)
     usable = (nans == 0) & (tl.abs(largest) < float("inf"))
+    token = tl.where(usable, token, -1)
     if usable & (temperature > 0):
-        top_k = tl.load(options_ptr + row * 4 + 1).to(tl.int32)
-        top_p = tl.load(options_ptr + row * 4 + 2).to(tl.float64)
-        lowest = ordered_bits(tl.load(options_ptr + row * 4 + 3))
+        top_k = tl.load(options_ptr + 1).to(tl.int32)
+        top_p = tl.load(options_ptr + 2).to(tl.float64)
+        lowest = ordered_bits(tl.load(options_ptr + 3))
         kept = tl.zeros((), tl.uint32)
         if (top_k > 0) & (top_k < vocabulary):
             kept = lowest_kept(logits_ptr, vocabulary, largest, temperature, kept, top_k.to(tl.float64), False, BLOCK)
@@ -123,7 +124,7 @@ def draw_rows(
                 # Rounding may leave the target behind the last token that can be drawn: then that one is.
                 token = tl.where(place < vocabulary, place, tl.maximum(token, last))
                 before += tl.sum(weights, 0)
-    tl.store(tokens_ptr + row, tl.where(usable, token, -1))
+    tl.store(tokens_ptr + row, token)
 
 
 @triton.jit(do_not_specialize=["count"])
