@@ -1,0 +1,211 @@
+"""The workers of one model as a gateway sees them: how busy each is, and whether it may be used.
+
+Arrays with one number for each worker let a decision look at all of a thousand workers in some microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from vlmserve.scaleout.breaker import Breaker
+from vlmserve.scaleout.messages import Load, WorkerInfo
+
+Floats = npt.NDArray[np.float64]
+
+_GROWTH = 64
+
+TAG_LENGTH = 8
+
+
+def tag_of(name: str) -> str:
+    """What ids of responses begin with that a worker of this name has made, so that every gateway sends there what
+    continues them."""
+    return blake3(b"tag" + name.encode()).hexdigest(TAG_LENGTH // 2)
+
+
+class Worker:
+    """A worker and its place in the fleet's arrays, which no other has while it is there."""
+
+    def __init__(self, info: WorkerInfo, slot: int) -> None:
+        self.info = info
+        self.slot = slot
+        self.epoch = info.epoch
+        self.breaker = Breaker()
+
+
+class Fleet:
+    """All workers of a model.
+
+    Waiting is counted by when a worker will have prefilled all that it has accepted: what it says itself, and from then
+    on what this gateway has sent it. Requests that the worker has not begun count in any case, however late it says
+    something.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._tags: dict[str, Worker] = {}
+        self._slots: list[Worker | None] = []
+        self._free_slots: list[int] = []
+        self._open: set[int] = set()
+        """Slots whose breakers are open."""
+        self._busy_until = np.zeros(0)
+        self._pending = np.zeros(0)
+        self._sent = np.zeros(0)
+        self._others = np.zeros(0)
+        """Running requests of other gateways, as of the worker's last word."""
+        self._shut = np.zeros(0)
+        """0, or infinity for a worker that takes no requests."""
+        self.per_request = np.ones(0)
+        """What one request is of a worker's capacity."""
+        self.token_seconds = np.zeros(0)
+        self.image_seconds = np.zeros(0)
+        self._hashes = np.zeros(0, np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    @property
+    def size(self) -> int:
+        """Length of the arrays."""
+        return len(self._slots)
+
+    def get(self, worker_id: str) -> Worker | None:
+        """The worker with that id."""
+        return self._workers.get(worker_id)
+
+    def has(self, worker: Worker) -> bool:
+        """Whether a worker is still there: requests that were sent to it may end later."""
+        return self._slots[worker.slot] is worker
+
+    def tagged(self, id: str) -> Worker | None:
+        """The worker that has made a response, by its id."""
+        return self._tags.get(id.partition("_")[2][:TAG_LENGTH])
+
+    def at(self, slot: int) -> Worker:
+        """The worker at a place of the arrays."""
+        worker = self._slots[slot]
+        assert worker is not None
+        return worker
+
+    def add(self, info: WorkerInfo) -> Worker:
+        """A new worker, with nothing to do."""
+        if not self._free_slots:
+            self._grow()
+        slot = self._free_slots.pop()
+        worker = self._slots[slot] = self._workers[info.id] = Worker(info, slot)
+        for array in (self._busy_until, self._pending, self._sent, self._others):
+            array[slot] = 0.0
+        load = Load()
+        self.token_seconds[slot], self.image_seconds[slot] = load.token_seconds, load.image_seconds
+        # By its name, which it keeps when it is started again, so that it becomes the home of the same requests.
+        self._hashes[slot] = int.from_bytes(blake3(info.name.encode()).digest(8), "little")
+        self._tags[tag_of(info.name)] = worker
+        self.update(info)
+        return worker
+
+    def update(self, info: WorkerInfo) -> None:
+        """What has changed of a worker that is there."""
+        worker = self._workers[info.id]
+        worker.info = info
+        self.per_request[worker.slot] = 1.0 / max(1, info.capacity)
+        self._shut[worker.slot] = np.inf if info.draining or not worker.breaker.is_closed else 0.0
+
+    def remove(self, worker_id: str) -> Worker:
+        """Take a worker out. What was sent to it may end later, and counts for nobody."""
+        worker = self._workers.pop(worker_id)
+        self._slots[worker.slot] = None
+        if self._tags.get(tag_of(worker.info.name)) is worker:
+            del self._tags[tag_of(worker.info.name)]
+        self._shut[worker.slot] = np.inf
+        self._open.discard(worker.slot)
+        self._free_slots.append(worker.slot)
+        return worker
+
+    def report(self, worker: Worker, load: Load, now: float) -> None:
+        """What a worker says of itself."""
+        if not self.has(worker):
+            return
+        slot = worker.slot
+        # It may have said this before it got what was sent to it last.
+        sent = min(self._pending[slot], self._busy_until[slot] - now)
+        self._busy_until[slot] = now + max(load.queued_seconds, sent)
+        self._others[slot] = max(0.0, load.running - self._sent[slot])
+        self.token_seconds[slot], self.image_seconds[slot] = load.token_seconds, load.image_seconds
+
+    def begin(self, worker: Worker, seconds: float, now: float) -> None:
+        """A request is sent that takes so many seconds of prefill. Counted at once, so that the next one sees it."""
+        slot = worker.slot
+        self._sent[slot] += 1
+        self._pending[slot] += seconds
+        self._busy_until[slot] = max(now, self._busy_until[slot]) + seconds
+        worker.breaker.begin()
+
+    def prefilled(self, worker: Worker, seconds: float) -> None:
+        """A request no longer waits for its first token."""
+        if self.has(worker):
+            self._pending[worker.slot] = max(0.0, self._pending[worker.slot] - seconds)
+
+    def end(self, worker: Worker) -> None:
+        """A request is over."""
+        if self.has(worker):
+            self._sent[worker.slot] -= 1
+
+    def trip(self, worker: Worker, now: float, *, connection: bool) -> None:
+        """A request failed by the worker's fault."""
+        worker.breaker.fail(now, connection=connection)
+        if not worker.breaker.is_closed and self.has(worker):
+            self._open.add(worker.slot)
+            self._shut[worker.slot] = np.inf
+
+    def heal(self, worker: Worker) -> None:
+        """A worker has answered."""
+        if not worker.breaker.is_closed and self.has(worker):
+            self._open.discard(worker.slot)
+            self._shut[worker.slot] = np.inf if worker.info.draining else 0.0
+        worker.breaker.succeed()
+
+    def waits(self, now: float) -> Floats:
+        """Seconds that a new request would wait for its prefill; infinity where none may be sent. A new array."""
+        waits: Floats = np.maximum(self._busy_until - now, 0.0)
+        waits += self._shut
+        for slot in self._open:
+            worker = self.at(slot)
+            if not worker.info.draining and worker.breaker.allows(now):
+                waits[slot] = 0.0
+        return waits
+
+    def usage(self) -> Floats:
+        """Running requests of each worker over its capacity. A new array."""
+        return np.asarray((self._sent + self._others) * self.per_request)
+
+    def running(self, worker: Worker) -> float:
+        """Requests that a worker runs, as far as is known."""
+        return float(self._sent[worker.slot] + self._others[worker.slot])
+
+    def homes(self, key: int) -> npt.NDArray[np.uint64]:
+        """Weights of rendezvous hashing: all gateways find the same worker to have the highest one for a key, and
+        few keys move when a worker comes or goes.
+
+        Thaler and Ravishankar 1998; the mixing is splitmix64's (Steele, Lea and Flood 2014).
+        """
+        mixed = self._hashes ^ np.uint64(key)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return mixed ^ (mixed >> np.uint64(31))
+
+    def _grow(self) -> None:
+        size = len(self._slots)
+        self._slots += [None] * _GROWTH
+        self._free_slots += range(size + _GROWTH - 1, size - 1, -1)
+        for name in ("_busy_until", "_pending", "_sent", "_others", "token_seconds", "image_seconds"):
+            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(_GROWTH)]))
+        self._shut = np.concatenate([self._shut, np.full(_GROWTH, np.inf)])
+        self.per_request = np.concatenate([self.per_request, np.ones(_GROWTH)])
+        self._hashes = np.concatenate([self._hashes, np.zeros(_GROWTH, np.uint64)])

@@ -1,0 +1,274 @@
+"""What a request shares with others, from its body alone: no tokenizer, no image is decoded, no URL is fetched.
+
+A request's prompt is cut into segments: fixed pieces of its text, and its images. Each segment has a digest that covers
+the one before it, so two requests with the same digest share everything up to there. The chain begins with the model,
+the adapter and the tenant's salt, as the engine's own keys do (`cache/keys.py`). A digest only says where to send a
+request: what an engine has cached is found by its own keys, so that a wrong guess here costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from vlmserve.scaleout.image_sizes import HEAD_CHARACTERS, size_of_base64
+
+DIGEST_BYTES = 16
+CHUNK = 512
+"""Characters of a segment of text."""
+MAX_SEGMENTS = 1024
+"""Of a request; what comes after them is not looked at."""
+_CHARACTERS_PER_TOKEN = 4
+_PIXELS_PER_TOKEN = 28 * 28
+_LEAST_IMAGE_TOKENS, _MOST_IMAGE_TOKENS = 64, 4096
+_UNKNOWN_IMAGE_TOKENS = 512
+"""Of an image whose size the body does not say: one behind a URL or an id."""
+_TEXTS = ("text", "input_text", "output_text", "refusal")
+_CALLS = ("tool_use", "tool_result", "function_call")
+_NOT_CONTENT = frozenset({"type", "media_type", "format", "cache_control"})
+_INSTRUCTIONS = frozenset({"system", "developer"})
+_MAX_DEPTH = 16
+_MAX_DATA_HEAD = 256
+"""Characters of a data URL before its content."""
+
+
+class Segment(NamedTuple):
+    """digest: of all up to the end of this segment. tokens: an estimate of how many these are."""
+
+    digest: bytes
+    tokens: int
+
+
+class Home(NamedTuple):
+    """A part of a prompt that others may share, by which all gateways find the same worker without talking.
+
+    number: below 2**64. tokens: of the prompt, that are cached there if such requests went there; 0 for what only later
+    requests can find there, those of the conversation that begins.
+    """
+
+    number: int
+    tokens: int
+
+
+class RequestKey(NamedTuple):
+    """What routing looks at.
+
+    segments: in the prompt's order. images: digests of the images' contents with the tenant's salt, wherever they are
+    in the prompt. tokens: an estimate of the prompt's length. homes: of its first image, its instructions and its first
+    turn. root: of the chain. follows: the id of the response or conversation that the request continues;
+    conversation: that of a conversation.
+    """
+
+    segments: tuple[Segment, ...]
+    images: tuple[bytes, ...]
+    tokens: int
+    homes: tuple[Home, ...]
+    root: bytes
+    follows: str | None = None
+    conversation: str | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether it is a later turn of a conversation."""
+        return self.follows is not None or (bool(self.homes) and self.homes[-1].tokens > 0)
+
+    def history(self, id: str) -> bytes:
+        """The digest of a stored response or conversation of this tenant's, which stands for the prompt up to there."""
+        return blake3(self.root + b"history" + id.encode(errors="surrogatepass")).digest(DIGEST_BYTES)
+
+    def after(self, tokens: int) -> RequestKey:
+        """The key when the history that the request continues is known to have so many tokens."""
+        segments = tuple(Segment(digest, tokens + before) for digest, before in self.segments)
+        homes = tuple(Home(number, tokens + before) for number, before in self.homes)
+        return self._replace(segments=segments, tokens=self.tokens + tokens, homes=homes)
+
+
+class _Turn(NamedTuple):
+    """A message begins."""
+
+    role: str
+
+
+class _Image(NamedTuple):
+    digest: bytes
+    tokens: int
+
+
+def request_key(body: Mapping[str, Any], *, model: str, salt: str = "", adapter: str = "") -> RequestKey:
+    """The key of a request to chat completions, completions, responses or messages.
+
+    body: as JSON says it. Whatever its shape, there is a key: whether it is a request is for the worker to say.
+    salt: of the tenant, with the request's own in it.
+    """
+    start = blake3(b"root")
+    for part in (model, adapter, salt):
+        encoded = part.encode(errors="surrogatepass")
+        start.update(len(encoded).to_bytes(8, "little") + encoded)
+    key = RequestKey((), (), 0, (), start.digest(), *_continued(body))
+    chain = _Chain(key.root)
+    if key.follows is not None:
+        chain.digest = key.history(key.follows)
+        chain.segments.append(Segment(chain.digest, 0))
+    for piece in itertools.islice(_pieces(body), MAX_SEGMENTS):
+        chain.add(piece)
+    homes = tuple(chain.homes(key.follows))
+    return key._replace(segments=tuple(chain.segments), images=tuple(chain.images), tokens=chain.tokens, homes=homes)
+
+
+class _Chain:
+    """Segments and images of a prompt, while it is read."""
+
+    def __init__(self, root: bytes) -> None:
+        self.root = root
+        self.digest = root[:DIGEST_BYTES]
+        self.tokens = 0
+        self.segments: list[Segment] = []
+        self.images: list[bytes] = []
+        self._image_end = 0
+        self._num_turns = 0
+        self._instructions: Segment | None = None
+        """What comes before the first turn."""
+        self._first_turn: bytes | None = None
+        """The digest at the end of the first turn, once that is read."""
+        self._before_last_turn = 0
+        """Tokens."""
+
+    def add(self, piece: str | _Image | _Turn) -> None:
+        if isinstance(piece, _Image):
+            image = blake3(self.root + piece.digest).digest(DIGEST_BYTES)
+            self._extend(b"image" + image, piece.tokens)
+            self.images.append(image)
+            self._image_end = self._image_end or self.tokens
+        elif isinstance(piece, _Turn):
+            if piece.role not in _INSTRUCTIONS:
+                if self._num_turns == 0 and self.segments:
+                    self._instructions = self.segments[-1]
+                elif self._num_turns == 1:
+                    self._first_turn = self.digest
+                self._num_turns += 1
+                self._before_last_turn = self.tokens
+            self._extend(b"turn" + piece.role[:CHUNK].encode(errors="surrogatepass"), 1)
+        else:
+            self._extend(b"text" + piece.encode(errors="surrogatepass"), 1 + len(piece) // _CHARACTERS_PER_TOKEN)
+
+    def homes(self, follows: str | None) -> Iterator[Home]:
+        if follows is not None:
+            yield _home(self.segments[0].digest, 0)
+            return
+        if self.images:
+            yield _home(self.images[0], self._image_end)
+        if self._instructions is not None:
+            yield _home(*self._instructions)
+        if self._num_turns:
+            yield _home(self._first_turn or self.digest, self._before_last_turn if self._first_turn else 0)
+
+    def _extend(self, content: bytes, tokens: int) -> None:
+        self.digest = blake3(self.digest + content).digest(DIGEST_BYTES)
+        self.tokens += tokens
+        self.segments.append(Segment(self.digest, self.tokens))
+
+
+def _home(digest: bytes, tokens: int) -> Home:
+    return Home(int.from_bytes(digest[:8], "little"), tokens)
+
+
+def _continued(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The ids of what a request to responses continues, and of the conversation if it is one."""
+    conversation = body.get("conversation")
+    if isinstance(conversation, Mapping):
+        conversation = conversation.get("id")
+    conversation = conversation if isinstance(conversation, str) else None
+    response = body.get("previous_response_id")
+    return (response if isinstance(response, str) else conversation), conversation
+
+
+def _pieces(body: Mapping[str, Any]) -> Iterator[str | _Image | _Turn]:
+    """Turns, texts of at most `CHUNK` characters, and images, in the order in which templates have them."""
+    if tools := body.get("tools"):
+        yield from _chunks(_json(tools))
+    for field in ("system", "instructions"):
+        if field in body:
+            yield from _item_pieces("system", body[field])
+    for field in ("messages", "input", "prompt"):
+        content = body.get(field)
+        if isinstance(content, list) and content and isinstance(content[0], Mapping):
+            for item in content:
+                yield from _message_pieces(item)
+        elif content is not None:
+            yield from _item_pieces("user", content)
+
+
+def _message_pieces(item: Any) -> Iterator[str | _Image | _Turn]:
+    if isinstance(item, Mapping) and "content" in item:
+        yield from _item_pieces(str(item.get("role")), item["content"])
+        rest = {name: value for name, value in item.items() if name not in ("role", "content", "type", "id", "status")}
+        if rest:
+            yield from _chunks(_json(rest))
+    else:
+        yield from _chunks(_json(item))
+
+
+def _item_pieces(role: str, content: Any) -> Iterator[str | _Image | _Turn]:
+    yield _Turn(role)
+    if isinstance(content, str):
+        yield from _chunks(content)
+    elif isinstance(content, list):
+        for part in content:
+            if not isinstance(part, Mapping):
+                yield from _chunks(_json(part))
+            elif part.get("type") in _TEXTS and isinstance(part.get("text"), str):
+                yield from _chunks(part["text"])
+            elif part.get("type") in _CALLS:
+                yield from _chunks(_json(part))
+            else:
+                yield _image(part)
+    else:
+        yield from _chunks(_json(content))
+
+
+def _chunks(text: str) -> Iterator[str]:
+    for start in range(0, len(text), CHUNK):
+        yield text[start : start + CHUNK]
+
+
+def _json(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        return repr(value)  # half a character, which no worker takes either
+
+
+def _image(part: Mapping[str, Any]) -> _Image:
+    """An image, a video or its frames: their contents, and what else the part says of how they are prepared."""
+    digest, tokens = blake3(), 0
+    for name, value in _leaves(part, "", 0):
+        if not isinstance(value, str):
+            digest.update(f"{name}={value!r};".encode(errors="surrogatepass"))
+            continue
+        # The type that a data URL names does not matter: the content says what it is. Large ones are copied only once.
+        start = 1 + value.find(",", 0, _MAX_DATA_HEAD) if value.startswith("data:") else 0
+        digest.update(memoryview(value.encode(errors="surrogatepass"))[start:])
+        if start or name == "data":
+            size = size_of_base64(value[start : start + HEAD_CHARACTERS])
+            area = _UNKNOWN_IMAGE_TOKENS if size is None else size[0] * size[1] // _PIXELS_PER_TOKEN
+            tokens += min(_MOST_IMAGE_TOKENS, max(_LEAST_IMAGE_TOKENS, area))
+    return _Image(digest.digest(), tokens or _UNKNOWN_IMAGE_TOKENS)
+
+
+def _leaves(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """All values in a part with the names that they have there, without what says only how it is written."""
+    if depth > _MAX_DEPTH:
+        return
+    if isinstance(value, Mapping):
+        for key in sorted(value):
+            if key not in _NOT_CONTENT:
+                yield from _leaves(value[key], key, depth + 1)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for entry in value:
+            yield from _leaves(entry, name, depth + 1)
+    elif value is not None and not (isinstance(value, str) and name == "type"):
+        yield name, value

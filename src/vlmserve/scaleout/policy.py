@@ -1,0 +1,184 @@
+"""Which worker gets a request.
+
+`Affinity` sends a request where it costs least: where the beginning of its prompt and its images are cached, unless so
+much waits there that computing them again elsewhere is sooner done. Without anything in common with earlier requests
+that is the least loaded worker.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from vlmserve.scaleout.fleet import Fleet, Floats, Worker
+from vlmserve.scaleout.index import CacheIndex
+from vlmserve.scaleout.keys import Home, RequestKey
+
+PolicyName = Literal["affinity", "least-loaded", "round-robin"]
+
+BALANCE = 2.0
+"""What a worker that is full costs, in mean requests' prefill seconds."""
+MOST_OVER_MEAN = 1.25
+"""A worker that has this many times the mean of running requests, and one more, gets none for what it has cached."""
+_MATCHES = 8
+"""Workers whose caches are compared."""
+_HOME_SHARE = 1.0
+"""Of what requests save by caches on average, what it is worth to send one where other gateways send such as it."""
+_NOBODY = np.uint64(0)
+_NEWS = 0.02
+"""Weight of the latest request in averages."""
+
+
+class Choice(NamedTuple):
+    """A worker for a request. seconds: of prefill that it takes there. cached: the share of the prompt that is believed
+    to be cached there."""
+
+    worker: Worker
+    seconds: float
+    cached: float
+
+
+class Policy(ABC):
+    """Chooses workers of one fleet. index: what they have cached."""
+
+    def __init__(self, fleet: Fleet, index: CacheIndex, source: random.Random | None = None) -> None:
+        self.fleet = fleet
+        self.index = index
+        self.random = source or random.Random()
+
+    @abstractmethod
+    def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
+        """A worker, but none of `excluded`; None if there is none."""
+
+    def learn(self, key: RequestKey, seconds: float, cached: float) -> None:  # noqa: B027  not every policy has to
+        """A request that takes so many seconds of prefill without a cache had that share cached."""
+
+    def _choice(self, slot: int, key: RequestKey) -> Choice:
+        """A worker, with what the request takes there by what is believed to be cached."""
+        fleet, index = self.fleet, self.index
+        cached = min(key.tokens, index.cached_tokens(slot, key.segments))
+        images = sum(not index.has(slot, image) for image in key.images)
+        seconds = fleet.token_seconds[slot] * (key.tokens - cached) + fleet.image_seconds[slot] * images
+        return Choice(fleet.at(slot), float(seconds), cached / max(1, key.tokens))
+
+    def _waits(self, now: float, excluded: Collection[str]) -> Floats:
+        """Seconds until each worker would begin; infinity for those that may not be used."""
+        waits = self.fleet.waits(now)
+        for worker_id in excluded:
+            if (worker := self.fleet.get(worker_id)) is not None:
+                waits[worker.slot] = np.inf
+        return waits
+
+
+class RoundRobin(Policy):
+    """Each worker in turn."""
+
+    _last = -1
+
+    def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
+        usable = np.flatnonzero(np.isfinite(self._waits(now, excluded)))
+        if not len(usable):
+            return None
+        later = usable[usable > self._last]
+        self._last = int(later[0] if len(later) else usable[0])
+        return self._choice(self._last, key)
+
+
+class LeastLoaded(Policy):
+    """The worker that begins first; of several, the one that runs the least."""
+
+    _mean_seconds = 0.0
+
+    def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
+        waits = self._waits(now, excluded)
+        slot = self._least(self._loads(waits, self.fleet.usage()))
+        return None if slot is None else self._choice(slot, key)
+
+    def learn(self, key: RequestKey, seconds: float, cached: float) -> None:
+        self._mean_seconds += _NEWS * (seconds - self._mean_seconds)
+
+    def _loads(self, waits: Floats, usage: Floats) -> Floats:
+        """What each worker's load costs a request, in seconds."""
+        return waits + (BALANCE * self._mean_seconds) * usage
+
+    def _least(self, loads: Floats) -> int | None:
+        """The least loaded worker. Of equal ones any, so that several gateways do not all send to the same."""
+        if not len(loads):
+            return None
+        start = self.random.randrange(len(loads))
+        turned = int(np.argmin(np.concatenate([loads[start:], loads[:start]])))
+        slot = (turned + start) % len(loads)
+        return slot if np.isfinite(loads[slot]) else None
+
+
+class Affinity(LeastLoaded):
+    """The worker where a request costs least, caches included."""
+
+    _saved = 0.0
+    """Seconds that caches have saved a request, on average."""
+    _reuse = 0.5
+    """The share of prompts that was cached, on average."""
+    _continued = 0.5
+    """The share of requests that continue a conversation."""
+
+    def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
+        fleet = self.fleet
+        waits, usage = self._waits(now, excluded), fleet.usage()
+        loads = self._loads(waits, usage)
+        least = self._least(loads)
+        if least is None:
+            return None
+        usable = np.isfinite(waits)
+        most = MOST_OVER_MEAN * float(usage[usable].mean())
+        homes = {int(np.argmax(np.where(usable, fleet.homes(home.number), _NOBODY))): home for home in key.homes}
+        choices = {slot: self._choice(slot, key) for slot in self._matches(key)}
+        known = max((choice.cached for choice in choices.values()), default=0.0)
+        best = self._choice(least, key)
+        least_cost = best.seconds + loads[least]
+        for slot in {*homes, *choices, *self._random(usable)}:
+            if usage[slot] > most + fleet.per_request[slot] or not usable[slot]:
+                continue
+            choice = choices.get(slot) or self._choice(slot, key)
+            bonus = self._bonus(slot, homes[slot], known * key.tokens) if slot in homes else 0.0
+            if (cost := choice.seconds + loads[slot] - bonus) < least_cost:
+                best, least_cost = choice, cost
+        return best
+
+    def learn(self, key: RequestKey, seconds: float, cached: float) -> None:
+        super().learn(key, seconds, cached)
+        self._continued += _NEWS * (key.continues - self._continued)
+        self._saved += _NEWS * (cached * seconds - self._saved)
+        self._reuse += _NEWS * (cached - self._reuse)
+
+    def _bonus(self, slot: int, home: Home, known: float) -> float:
+        """Seconds that a home is worth: what this request may find there that other gateways have sent, and what later
+        ones may find because it went there. Nothing for what this gateway knows to be cached somewhere, and nothing
+        once requests turn out to have nothing in common. known: tokens of the prompt that some worker has cached."""
+        later = _HOME_SHARE * self._saved
+        if not home.tokens:
+            return self._continued * later
+        unknown = home.tokens - known
+        return later + self._reuse * float(self.fleet.token_seconds[slot]) * unknown if unknown > 0 else 0.0
+
+    def _matches(self, key: RequestKey) -> Collection[int]:
+        """Workers that have the longest beginnings of the prompt, or its images, wherever those are."""
+        found = set(self.index.best(key.segments, _MATCHES, self.random))
+        for image in key.images[:_MATCHES]:
+            found.update(self.index.some_holders(image, 2, self.random))
+        return found
+
+    def _random(self, usable: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Collection[int]:
+        """Two workers by chance: a new one gets requests for what others have cached as well."""
+        slots = [self.random.randrange(len(usable)) for _ in range(2)]
+        return [slot for slot in slots if usable[slot]]
+
+
+POLICIES: dict[PolicyName, type[Policy]] = {
+    "affinity": Affinity,
+    "least-loaded": LeastLoaded,
+    "round-robin": RoundRobin,
+}

@@ -1,0 +1,155 @@
+"""From a request's key to a worker, and back from what the worker says to what the next request needs to know."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from vlmserve.scaleout.fleet import Fleet, Worker
+from vlmserve.scaleout.index import CacheIndex
+from vlmserve.scaleout.keys import RequestKey
+from vlmserve.scaleout.messages import Feedback, Load, WorkerInfo
+from vlmserve.scaleout.policy import POLICIES, PolicyName
+
+_UNKNOWN_HISTORY = 2048
+"""Tokens of a history whose length is not known."""
+
+
+class Router:
+    """Routes the requests of one model. To be used from one thread.
+
+    clock: seconds, as `time.monotonic`. max_entries: digests that are remembered.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyName = "affinity",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        source: random.Random | None = None,
+        max_entries: int = 2_000_000,
+    ) -> None:
+        self.clock = clock
+        self.fleet = Fleet()
+        self.index = CacheIndex(max_entries)
+        self.policy = POLICIES[policy](self.fleet, self.index, source)
+
+    def set_workers(self, infos: Iterable[WorkerInfo]) -> None:
+        """The workers that there are now; those that are not among them are gone."""
+        current = {info.id: info for info in infos}
+        for worker in list(self.fleet):
+            if worker.info.id not in current:
+                self.fleet.remove(worker.info.id)
+                self.index.remove_worker(worker.slot)
+        for info in current.values():
+            known = self.fleet.get(info.id)
+            if known is None:
+                worker = self.fleet.add(info)
+                self.index.add_worker(worker.slot, info.cache_tokens)
+            elif known.info != info:
+                self.fleet.update(info)
+                self._see_epoch(known, info.epoch)
+
+    def route(self, key: RequestKey, excluded: Collection[str] = ()) -> Route | None:
+        """Where to send a request, which counts there from now on; None if no worker may be used."""
+        now = self.clock()
+        if key.follows is not None:
+            key = self._with_history(key, key.follows)
+        choice = self.policy.choose(key, now, excluded)
+        if choice is None:
+            return None
+        worker = choice.worker
+        # At once, so that requests that come before it is answered are sent to the same caches.
+        self.index.insert(worker.slot, key.segments, key.images)
+        self.fleet.begin(worker, choice.seconds, now)
+        return Route(self, key, worker, choice.seconds, choice.cached)
+
+    def _with_history(self, key: RequestKey, id: str) -> RequestKey:
+        """The key of a request that continues a stored response, with what is known of that."""
+        digest = key.history(id)
+        length = self.index.history_length(digest)
+        if length is None and (worker := self.fleet.tagged(id)) is not None:
+            # Another gateway has sent it there, and knows how long it was.
+            length = _UNKNOWN_HISTORY
+            self.index.insert_history(worker.slot, digest, length, 0)
+        return key if length is None else key.after(length)
+
+    def report(self, worker_id: str, load: Load) -> None:
+        """What a worker says without being asked."""
+        if (worker := self.fleet.get(worker_id)) is not None:
+            self._hear(worker, load)
+
+    def _hear(self, worker: Worker, load: Load) -> None:
+        self.fleet.report(worker, load, self.clock())
+        self._see_epoch(worker, load.epoch)
+
+    def _see_epoch(self, worker: Worker, epoch: str) -> None:
+        """An engine that has been started again has nothing cached."""
+        if epoch and epoch != worker.epoch:
+            if worker.epoch and self.fleet.has(worker):
+                self.index.forget(worker.slot)
+            worker.epoch = epoch
+
+
+class Route:
+    """A request on its way to a worker. It must end: by `finish`, `fail` or `abandon`."""
+
+    def __init__(self, router: Router, key: RequestKey, worker: Worker, seconds: float, cached: float) -> None:
+        self.worker = worker
+        self.cached = cached
+        self._router = router
+        self._key = key
+        self._seconds = seconds
+        self._waits = True
+        self._is_over = False
+
+    def begin(self, feedback: Feedback) -> None:
+        """The worker has begun to answer: what it had cached is known."""
+        router, worker = self._router, self.worker
+        self._begun()
+        router.fleet.heal(worker)
+        router._hear(worker, feedback.load)
+        if not feedback.prompt_tokens:
+            return
+        actual = feedback.cached_tokens / feedback.prompt_tokens
+        if router.fleet.has(worker):
+            router.index.correct(worker.slot, self.cached, actual)
+        whole = feedback.load.token_seconds * self._key.tokens + feedback.load.image_seconds * len(self._key.images)
+        router.policy.learn(self._key, whole, actual)
+
+    def finish(self, feedback: Feedback | None = None) -> None:
+        """The whole answer is there. feedback: the last one; None for an answer that says nothing of itself, such as an
+        error of the client's."""
+        self._end()
+        router, worker = self._router, self.worker
+        router.fleet.heal(worker)
+        if feedback is None:
+            return
+        router._hear(worker, feedback.load)
+        if feedback.response_id is not None and router.fleet.has(worker):
+            length, added = feedback.prompt_tokens + feedback.completion_tokens, feedback.completion_tokens
+            router.index.insert_history(worker.slot, self._key.history(feedback.response_id), length, added)
+            if self._key.conversation is not None:
+                router.index.insert_history(worker.slot, self._key.history(self._key.conversation), length, 0)
+
+    def fail(self, *, connection: bool) -> None:
+        """It ended by the worker's fault. connection: nobody answered, or the connection broke; else with a 5xx."""
+        self._end()
+        self._router.fleet.trip(self.worker, self._router.clock(), connection=connection)
+
+    def abandon(self) -> None:
+        """It ended for another reason: the client left, or the worker takes no more requests."""
+        self._end()
+        self.worker.breaker.abandon()
+
+    def _begun(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._router.fleet.prefilled(self.worker, self._seconds)
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._begun()
+            self._router.fleet.end(self.worker)

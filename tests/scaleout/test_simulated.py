@@ -1,0 +1,48 @@
+"""The policy in a small simulated cluster; `python -m benchmarks.cluster_sim` has a large one."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from benchmarks.simulated_cluster import Outcome, Setup, Speed, simulate
+from benchmarks.simulated_workloads import requests
+
+WORKERS = 40
+
+
+@pytest.fixture(scope="module")
+def outcome_of():
+    made = {}
+
+    def run(workload: str, **setup: object) -> Outcome:
+        if workload not in made:
+            rate = 0.7 * WORKERS / {"mixed": 0.96, "fresh": 0.74}[workload]
+            made[workload] = requests(workload, rate=rate, count=60 * WORKERS, workers=WORKERS)
+        sent = made[workload]
+        return simulate(Setup(WORKERS, speed=Speed(), **setup), sent, sent[len(sent) // 3].at)  # type: ignore[arg-type]
+
+    return run
+
+
+def test_it_finds_nearly_all_that_an_oracle_finds(outcome_of):
+    oracle = outcome_of("mixed", policy=None).hit_rate
+    assert outcome_of("mixed").hit_rate >= 0.95 * oracle
+    assert outcome_of("mixed", gateways=4).hit_rate >= 0.85 * oracle
+    assert outcome_of("mixed", policy="least-loaded").hit_rate < 0.5 * oracle
+
+
+def test_the_load_stays_even(outcome_of):
+    assert outcome_of("mixed").load_ratio <= 1.3
+
+
+def test_without_reuse_it_is_no_worse_than_the_least_loaded_worker(outcome_of):
+    plain, affinity = outcome_of("fresh", policy="least-loaded"), outcome_of("fresh")
+    assert statistics.mean(affinity.whole) <= 1.02 * statistics.mean(plain.whole)
+
+
+def test_restarts_lose_only_what_was_under_way(outcome_of):
+    outcome = outcome_of("mixed", churn=2.0)
+    assert outcome.retried > 0
+    assert outcome.hit_rate > 0.3
