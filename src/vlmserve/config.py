@@ -247,6 +247,9 @@ class EngineConfig(Settings):
     quantize_overrides: tuple[str, ...] = Field(
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
     )
+    enable_lora: bool = Field(False, description="Serve LoRA adapters of the model.")
+    max_loras: int = Field(8, ge=1, le=256, description="Largest number of adapters in one batch.")
+    max_lora_rank: int = Field(64, ge=1, le=4096, description="Largest rank of an adapter.")
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")

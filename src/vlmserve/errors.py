@@ -115,6 +115,15 @@ class ImageFetchError(InvalidRequestError):
     code = "image_fetch_failed"
 
 
+class AdapterError(InvalidRequestError):
+    """An adapter that cannot be read, does not fit the model, or asks for what is not supported."""
+
+    code = "invalid_adapter"
+
+    def __init__(self, message: str, *, param: str | None = "lora_path") -> None:
+        super().__init__(message, param=param)
+
+
 class OverloadedError(VLMServeError):
     """The waiting queue is full; the same request may succeed later."""
 

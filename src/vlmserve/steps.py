@@ -34,6 +34,13 @@ class CrossStates(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
+class AdapterLoad(NamedTuple):
+    """An adapter to put into a slot, in place of what is there, before the step runs. digest: by which it is known."""
+
+    slot: int
+    digest: bytes
+
+
 class ImageEncoding(msgspec.Struct, frozen=True):
     """An image that goes through the vision tower in several steps, and how far it gets in this one.
 
@@ -52,6 +59,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     token_ids: of the prompt, and of the part of an answer that a beam extends. block_ids: of the KV blocks of its first
     tokens; those before `start` are computed. seed: of its random numbers. max_len: of prompt and answer together.
     end_token_ids: tokens that end its answer. cross_key: of the `CrossStates` that it attends to.
+    adapter: the digest of its adapter, which has a slot whenever the request is in a step.
     """
 
     request_id: str
@@ -66,6 +74,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     end_token_ids: list[int]
     images: tuple[ImagePlacement, ...] = ()
     cross_key: bytes | None = None
+    adapter: bytes = b""
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -85,6 +94,7 @@ class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SchedulerOutput(msgspec.Struct):
     """One step, in the order in which it is run.
 
+    adapter_loads: adapters that get slots.
     finished_request_ids: requests to drop; a new request of the same step may have the same id. blocks_to_zero,
     block_copies: changes to KV blocks. embeddings_to_evict: keys of image embeddings and cross-attention states to
     drop, and to encode no further. images_to_encode: all of them in one call; their pixels come with no other step.
@@ -93,6 +103,7 @@ class SchedulerOutput(msgspec.Struct):
     that may follow its newest one; they are the last tokens that are computed of it.
     """
 
+    adapter_loads: list[AdapterLoad] = []
     finished_request_ids: list[str] = []
     blocks_to_zero: list[int] = []
     block_copies: list[BlockCopy] = []

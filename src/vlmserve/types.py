@@ -74,7 +74,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens. frame_step:
     positions from one frame of the grid to the next, each rounded down.
     tiling: how its tiles lie, or what else the tower must know. text: the tokens that are text, each with its place
-    among all of the image's, in order.
+    among all of the image's, in order. adapter: the digest of the adapter that the tower has for it; empty: none.
     """
 
     key: bytes
@@ -84,6 +84,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     frame_step: float = 1.0
     tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
+    adapter: bytes = b""
 
     @property
     def num_embeddings(self) -> int:
@@ -219,7 +220,8 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
 
     cache_salt: requests share cached prefixes only with those of the same salt, so that one tenant cannot find out
     from timings what another has sent. The images' keys hold it already. beams: search for answers instead of sampling
-    one; of `params`, the tokens that end an answer and its least and largest length count.
+    one; of `params`, the tokens that end an answer and its least and largest length count. adapter: the name of the
+    adapter that answers; empty: the model itself.
     """
 
     request_id: str
@@ -227,6 +229,7 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     params: SamplingParams = SamplingParams()
     cache_salt: str = ""
     beams: BeamSearch | None = None
+    adapter: str = ""
 
 
 class RequestTimings(msgspec.Struct, frozen=True):

@@ -254,7 +254,7 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
      "--disable-chunked-mm-input", "--scheduler-cls", "--preemption-mode"): Missing(
         "A step is bounded by --max-num-seqs and --max-num-batched-tokens."
     ),
-    ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype",
+    ("--lora-modules", "--max-cpu-loras", "--lora-dtype",
      "--lora-extra-vocab-size", "--fully-sharded-loras", "--default-mm-loras", "--enable-prompt-adapter"): Missing(
         _LORA
     ),

@@ -42,9 +42,9 @@ def test_a_block_may_touch_several_images():
     ("one", "other"),
     [
         (root_key(b"m", salt="a"), root_key(b"m", salt="b")),
-        (root_key(b"m", adapter="a"), root_key(b"m", salt="a")),
-        (root_key(b"ma"), root_key(b"m", adapter="a")),
-        (root_key(b"m", adapter="ab", salt="c"), root_key(b"m", adapter="a", salt="bc")),
+        (root_key(b"m", adapter=b"a"), root_key(b"m", salt="a")),
+        (root_key(b"ma"), root_key(b"m", adapter=b"a")),
+        (root_key(b"m", adapter=b"ab", salt="c"), root_key(b"m", adapter=b"a", salt="bc")),
         (block_key(ROOT, [1, 2], []), block_key(ROOT, [2, 1], [])),
         (block_key(ROOT, [1, 2], []), block_key(block_key(ROOT, [1, 2], []), [1, 2], [])),
         (block_key(ROOT, [1, 2], [], ahead=[3]), block_key(ROOT, [1, 2], [], ahead=[4])),

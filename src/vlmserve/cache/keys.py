@@ -28,13 +28,19 @@ class TouchedImage(NamedTuple):
     length: int
 
 
-def root_key(identity: bytes, *, adapter: str = "", salt: str = "") -> bytes:
+def root_key(identity: bytes, *, adapter: bytes = b"", salt: str = "") -> bytes:
     """The parent of every first block: one for each model, adapter and tenant.
 
-    identity: of the model and of how its keys and values are stored, from `cache_identity`.
+    identity: of the model and of how its keys and values are stored, from `cache_identity`. adapter: the digest of its
+    content, so that blocks of another one are never found by its name.
     """
-    parts = (identity, adapter.encode(), salt.encode())
+    parts = (identity, adapter, salt.encode())
     return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
+
+
+def adapted_image_key(image_key: bytes, adapter: bytes) -> bytes:
+    """The key of an image whose embeddings are made with an adapter."""
+    return blake3(b"adapted" + image_key + adapter).digest()
 
 
 def cross_key(image_key: bytes, token_ids: Sequence[int]) -> bytes:

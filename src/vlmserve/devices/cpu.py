@@ -179,11 +179,13 @@ class ProgramExecutor:
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         """See `LayerExecutor.run`."""
-        # A program has no place for factors of queries.
-        program = self.program(layers, x, caches, step) if step.query_scale is None else None
+        # A program has no place for factors of queries, nor for weights that an adapter replaces.
+        replaces = step.adapters is not None and step.adapters.replaces
+        program = None if replaces or step.query_scale is not None else self.program(layers, x, caches, step)
         if program is None:
             return layers(x, caches, step)
-        return program.run(x, [rope.rows for rope in step.ropes], step.plan)
+        slots = None if step.adapters is None else step.adapters.slots
+        return program.run(x, [rope.rows for rope in step.ropes], step.plan, slots)
 
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
         """The layers over these caches as one program; None if a layer has an operation without a native kernel."""

@@ -13,21 +13,25 @@ from pathlib import Path
 import msgspec
 import torch
 
+from vlmserve.adapters.lora import Adapter
+from vlmserve.adapters.store import AdapterStore
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.costs import CostModel
 from vlmserve.cache.encoder import EncoderCache
-from vlmserve.cache.keys import root_key
+from vlmserve.cache.keys import adapted_image_key, root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
 from vlmserve.engine.base import BaseEngine, context_length
 from vlmserve.engine.grammars import grammar_compiler
-from vlmserve.errors import InvalidRequestError, PromptTooLongError
+from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError, UnknownModelError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.memory import num_kv_blocks, run_largest_step
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.sampling.sampler import draw_seed
+from vlmserve.scheduler.adapters import AdapterScheduler
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.encoder_budget import EncoderBudget
 from vlmserve.scheduler.images import ImageScheduler
@@ -43,6 +47,7 @@ from vlmserve.types import (
     EngineSnapshot,
     EngineStats,
     ImageInput,
+    ImageSpan,
     ModelInfo,
     Prompt,
     RequestSnapshot,
@@ -122,7 +127,12 @@ class Engine(BaseEngine):
             BlockPool(num_host_blocks) if num_host_blocks else None,
             self._costs.worth_saving,
         )
-        self._runner = ModelRunner(model, num_blocks, num_host_blocks, config.block_size, self._grammars.matcher)
+        self.adapters = _adapter_store(config, model)
+        slots = places = None
+        if self.adapters is not None:
+            slots = RunnerAdapters(model, config.max_loras, self.adapters.get)
+            places = AdapterScheduler(config.max_loras, self.adapters.is_loaded)
+        self._runner = ModelRunner(model, num_blocks, num_host_blocks, config.block_size, self._grammars.matcher, slots)
         self._scheduler = Scheduler(
             cache=self._cache,
             images=ImageScheduler(
@@ -137,6 +147,7 @@ class Engine(BaseEngine):
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
             window=language_model.window,
+            adapters=places,
         )
         self._encoder_budget = EncoderBudget(config.encoder_step_share)
         self._encoder_budget.encoded(*self._runner.warm_up())
@@ -163,6 +174,9 @@ class Engine(BaseEngine):
             self._check_image(span.image, span.image.num_embeddings * self._image_token_bytes)
         self._check_times(request.prompt)
         self._check_cross(request.prompt)
+        adapter = self._adapter(request.adapter)
+        if adapter is not None and adapter.vision:
+            request = msgspec.structs.replace(request, prompt=_with_adapter(request.prompt, adapter.digest))
         seed, grammar = request.params.seed, request.params.grammar
         first_position = self._first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
@@ -173,9 +187,11 @@ class Engine(BaseEngine):
         if request.beams is not None:
             beams = Beams.start(request, self._end_token_ids, self._max_len - len(request.prompt.token_ids))
             request = msgspec.structs.replace(request, params=beams.params)
+        digest = b"" if adapter is None else adapter.digest
         queued = Request(
             request,
-            root_key=root_key(identity, salt=request.cache_salt),
+            root_key=root_key(identity, adapter=digest, salt=request.cache_salt),
+            adapter=digest,
             seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
             max_len=self._max_len,
             end_token_ids=self._end_token_ids,
@@ -283,6 +299,14 @@ class Engine(BaseEngine):
     def map_blocks(self) -> BlockMap:
         return self._cache.pool.draw_map(MAX_MAP_CELLS)
 
+    def _adapter(self, name: str) -> Adapter | None:
+        """A request's adapter. Raises UnknownModelError for one that is not served."""
+        if not name:
+            return None
+        if self.adapters is None:
+            raise UnknownModelError(f"there is no adapter {name!r}: start with --enable-lora", param="model")
+        return self.adapters[name].adapter
+
     def _check_times(self, prompt: Prompt) -> None:
         """The frames of a slow video may have positions beyond those that the model has."""
         times = sum(int(span.image.grid[0] * span.image.frame_step) for span in prompt.images if span.image.grid)
@@ -317,6 +341,25 @@ class Engine(BaseEngine):
                 f"takes {num_bytes:,} bytes; raise --encoder-cache-memory",
                 param="messages",
             )
+
+
+def _adapter_store(config: EngineConfig, model: LoadedModel) -> AdapterStore | None:
+    """None if no adapters are to be served. Raises ConfigurationError for a model that takes none."""
+    if not config.enable_lora:
+        return None
+    if model.adaptable is None:
+        raise ConfigurationError(f"{model.architecture} takes no adapters here; leave --enable-lora out")
+    return AdapterStore(model.adaptable, max_rank=config.max_lora_rank)
+
+
+def _with_adapter(prompt: Prompt, digest: bytes) -> Prompt:
+    """A prompt whose images are encoded with an adapter."""
+
+    def adapted(span: ImageSpan) -> ImageSpan:
+        key = adapted_image_key(span.image.key, digest)
+        return ImageSpan(msgspec.structs.replace(span.image, key=key, adapter=digest), span.start)
+
+    return msgspec.structs.replace(prompt, images=tuple(adapted(span) for span in prompt.images))
 
 
 def _num_tokens(output: EngineOutput) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.cpu_adapters import TILE, NativeChange, outputs_in_tiles
 from vlmserve.kernels.cpu_program import LINEAR, NORM, Recorded
 from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.adapters import Change, LinearAdapters
 
 ACTIVATIONS = {
     "silu": 1,
@@ -24,10 +26,6 @@ ACTIVATIONS = {
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:
     """Whether a weight with so many input features can be packed: bfloat16 comes in pairs."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and in_features % 2 == 0)
-
-
-TILE = 32
-"""Output features that lie together in a packed weight; of a gated one, half are gates."""
 
 
 class PackedLinear:
@@ -116,13 +114,24 @@ class PackedLinear:
         """Memory of the packed weight."""
         return self._packed.nbytes
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def pack_change(self, change: Change) -> NativeChange:
+        """See `PacksChanges`."""
+        order = outputs_in_tiles(self.out_features, gated=bool(self._gated))
+        return NativeChange(change, order, self.in_features, self.dtype)
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        adapters: LinearAdapters | None = None,
+    ) -> Tensor:
         """``[..., in_features]`` to ``[..., output_features]``; `residual`, shaped like the output, is added to it.
 
-        out: contiguous memory for the output, which is then returned.
+        out: contiguous memory for the output, which is then returned. adapters: change the rows that have one.
         """
         if isinstance(x, Recorded):
-            return self._record(x, residual)
+            return self._record(x, residual, adapters)
         shape = x.shape
         if shape[-1] != self.in_features or x.dtype != self.dtype:
             raise ValueError(f"{tuple(shape)} of {x.dtype} does not fit a weight for {self.in_features} {self.dtype}")
@@ -139,6 +148,10 @@ class PackedLinear:
             if residual.shape != output.shape or residual.dtype != self.dtype:
                 raise ValueError(f"a residual {tuple(residual.shape)} of {residual.dtype} is not like the output")
             residual = residual.contiguous()
+        table = slots = stride = 0
+        if adapters is not None and adapters.active:
+            row_slots, stride = adapters.row_slots
+            table, slots = adapters.table.data_ptr(), row_slots.data_ptr()
         self._linear(
             x.data_ptr(),
             self._packed.data_ptr(),
@@ -158,10 +171,13 @@ class PackedLinear:
             self._bits,
             self._group_size,
             self._wide_inputs,
+            table,
+            slots,
+            stride,
         )
         return output
 
-    def _record(self, x: Recorded, residual: Tensor | None) -> Tensor:
+    def _record(self, x: Recorded, residual: Tensor | None, adapters: LinearAdapters | None) -> Tensor:
         x.expect(self.in_features, self.dtype)
         if residual is not None:
             assert isinstance(residual, Recorded)
@@ -180,6 +196,7 @@ class PackedLinear:
             weight_bits=self._bits,
             group=self._group_size,
             wide_inputs=self._wide_inputs,
+            adapters=None if adapters is None else adapters.table,
         )
 
     def rows(self, indices: Tensor) -> Tensor:

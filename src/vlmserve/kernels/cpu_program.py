@@ -74,8 +74,9 @@ class Operation:
     soft_cap: float = 0.0
     rope: int = 0
     plan: int = 0
+    adapters: int = 0
 
-    LAYOUT = struct.Struct("13qd9q2d2q")
+    LAYOUT = struct.Struct("13qd9q2d3q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +218,12 @@ class Program:
         x: Tensor,
         ropes: Sequence[RotaryRows],
         plan: object,
+        row_slots: Tensor | None = None,
     ) -> Tensor:
         """``[tokens, width]`` through all operations.
 
-        ropes: of each kind that was recorded. plan: a `CpuPlan`.
+        ropes: of each kind that was recorded. plan: a `CpuPlan`. row_slots: int32 ``[tokens]``, the slot of each row's
+        adapter, below 0 for none; None: no row has one.
         """
         assert isinstance(plan, CpuPlan)
         expected = plan.num_tokens, self._widths[INPUT]
@@ -236,6 +239,7 @@ class Program:
             output.data_ptr(),
             tables.buffer_info()[0],
             *plan.addresses,
+            0 if row_slots is None else row_slots.data_ptr(),
             self._count,
             len(self._widths),
             plan.num_sequences,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotatingBackend
+from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.rope import RopeTables, apply_rope
 
@@ -31,13 +32,14 @@ class CrossRows(NamedTuple):
 class StepContext:
     """What all layers of one step share. ropes: the rotations that layers use. plan: the backend's. query_scale:
     ``[tokens, 1]``, what queries are multiplied with; None: all with 1. cross: what the batch's sequences attend to by
-    cross-attention, none of them left out."""
+    cross-attention, none of them left out. adapters: which rows have one; None: no row has."""
 
     metadata: BatchMetadata
     ropes: Sequence[RopeTables]
     plan: object
     query_scale: Tensor | None = None
     cross: Sequence[CrossRows] = ()
+    adapters: AdapterRows | None = None
 
 
 class Attention(nn.Module):

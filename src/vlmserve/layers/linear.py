@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.adapters import (
+    AdapterRows,
+    Change,
+    LinearAdapters,
+    PacksChanges,
+    PreparedChange,
+    TableAdapters,
+)
 from vlmserve.layers.operations import Epilogue, Layer, Operations, Product, Table
 from vlmserve.layers.products import torch_linear, torch_table
 
@@ -33,6 +42,8 @@ class Weight(Layer):
         self.in_features, self.out_features = in_features, out_features
         self.dtype = dtype
         self.bits: int | None = None
+        self.adapters: LinearAdapters | None = None
+        self._device = device
         self._quantized: QuantizedWeight | None = None
 
     @property
@@ -54,6 +65,24 @@ class Weight(Layer):
         self._quantized = weight
         self.bits = weight.bits
         del self.weight
+
+    def adapt(self, rows: AdapterRows) -> None:
+        """Have slots for adapters, which those rows are about."""
+        self.adapters = LinearAdapters(rows)
+
+    def prepare(self, change: Change) -> PreparedChange:
+        """An adapter's change as `set_adapter` takes it."""
+        change = change.to(self.dtype, self._device)
+        stored: object = self._stored
+        if not isinstance(stored, PacksChanges) or not change.adds:
+            return PreparedChange(change, None)
+        rest = dataclasses.replace(change, parts=(), factor=None, shift=None)
+        return PreparedChange(rest, stored.pack_change(change))
+
+    def set_adapter(self, slot: int, prepared: PreparedChange | None) -> None:
+        """Put an adapter into a slot; None: empty it."""
+        assert self.adapters is not None
+        self.adapters.set(slot, prepared)
 
     @property
     def _stored(self) -> Product | None:
@@ -91,14 +120,26 @@ class Linear(Weight):
         super().__init__(in_features, out_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         self.epilogue = Epilogue(act)
+        self.order: Tensor | None = None
         self._product: Product | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """residual: shaped like the output, added to it."""
-        return (self._product or self._by_torch())(x, residual)
+        return self._multiply(x, residual)
+
+    def _multiply(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        product = self._product or self._by_torch()
+        if self.adapters is None:
+            return product(x, residual, out)
+        output = product(x, residual, out, self.adapters)
+        return self.adapters.replace(x, residual, output, self._finish) if self.adapters.replaces else output
+
+    def _finish(self, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:
+        return torch_linear(weight, bias, self.epilogue, self.dtype)(x, residual)
 
     def reorder(self, rows: Tensor) -> None:
         """Before the weight is arranged: put outputs into another order; rows: which old one is each new one."""
+        self.order = rows
         if self._quantized is None:
             self.weight.data = self.weight.data[rows]
         else:
@@ -172,7 +213,7 @@ class OutputLinear(Linear):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """As `forward`; out: contiguous memory that the result may take."""
-        return (self._product or self._by_torch())(hidden, out=out)
+        return self._multiply(hidden, out=out)
 
 
 class Bias(nn.Module):
@@ -192,9 +233,15 @@ class Embedding(nn.Module):
     def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = empty_parameter(count, size, dtype=dtype, device=device)
+        self.table_adapters: TableAdapters | None = None
+
+    def adapt_table(self, rows: AdapterRows) -> None:
+        """Have slots for adapters, which those rows are about."""
+        self.table_adapters = TableAdapters(rows)
 
     def forward(self, indices: Tensor) -> Tensor:
-        return F.embedding(indices, self.weight)
+        vectors = F.embedding(indices, self.weight)
+        return vectors if self.table_adapters is None else self.table_adapters.apply(indices, vectors)
 
 
 class TiedEmbedding(Weight):
@@ -202,14 +249,27 @@ class TiedEmbedding(Weight):
 
     def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, count, dtype=dtype, device=device)
+        self.table_adapters: TableAdapters | None = None
         self._table: Table | None = None
 
+    def adapt_table(self, rows: AdapterRows) -> None:
+        """Have slots for adapters of the table, which those rows are about."""
+        self.table_adapters = TableAdapters(rows)
+
     def forward(self, indices: Tensor) -> Tensor:
-        return (self._table or self._by_torch()).rows(indices)
+        vectors = (self._table or self._by_torch()).rows(indices)
+        return vectors if self.table_adapters is None else self.table_adapters.apply(indices, vectors)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, size]`` to float32 ``[rows, count]``; out: contiguous memory that the result may take."""
-        return (self._table or self._by_torch())(hidden, out=out)
+        table = self._table or self._by_torch()
+        if self.adapters is None:
+            return table(hidden, out=out)
+        logits = table(hidden, out=out, adapters=self.adapters)
+        return self.adapters.replace(hidden, None, logits, self._finish) if self.adapters.replaces else logits
+
+    def _finish(self, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:
+        return torch_table(weight, self.dtype)(x, residual)
 
     def arrange(self, operations: Operations) -> None:
         """See `Layer.arrange`."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.activation import activation
+from vlmserve.layers.adapters import LinearAdapters
 
 Norm = Callable[[Tensor], Tensor]
 """``[..., size]`` to the same."""
@@ -51,10 +52,17 @@ class Product(Protocol):
         """Memory of the weight."""
         ...
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        adapters: LinearAdapters | None = None,
+    ) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, half as many if the epilogue is gated.
 
-        residual: shaped like the result, added to it. out: contiguous memory that the result may take.
+        residual: shaped like the result, added to it. out: contiguous memory that the result may take. adapters: change
+        the rows that have one.
         """
         ...
 

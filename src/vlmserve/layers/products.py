@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.activation import activation
+from vlmserve.layers.adapters import LinearAdapters
 from vlmserve.layers.operations import NO_EPILOGUE, Epilogue
 
 PACKING_ROWS = 64
@@ -27,9 +28,17 @@ class TorchProduct:
         self._gated = epilogue.gated
         self._float_output = epilogue.float_output
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        adapters: LinearAdapters | None = None,
+    ) -> Tensor:
         """See `Product`; `out` stays unused."""
         output = self._multiply(x)
+        if adapters is not None and adapters.active:
+            output = adapters.change(x, output, self._bias)
         if self._gated:
             gate, output = output.chunk(2, -1)
             output = output if self._activation is None else self._activation(gate) * output

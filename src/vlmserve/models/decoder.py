@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import Attention, CrossAttention, CrossRows, HeadNorm, StepContext
 from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
@@ -155,6 +156,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.backend = backend
         self._executor = executor or EagerExecutor()
+        self.adapter_rows: AdapterRows | None = None
         self.dtype = dtype
         self.device = device
         kind = TiedEmbedding if spec.tied_embeddings else Embedding
@@ -301,6 +303,7 @@ class Decoder(nn.Module):
             self.backend.prepare(metadata, caches[0].block_size, self.spec.attention, self.dtype),
             self._query_scale(metadata, longest),
             cross,
+            self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
         )
         return self._executor.run(self._through_layers, embeddings, caches, step)
 

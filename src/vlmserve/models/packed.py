@@ -60,6 +60,14 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layo
     return filled
 
 
+def read_weight(checkpoint: Checkpoint, layouts: Sequence[Layout], name: str) -> Tensor:
+    """A layer's weight as the checkpoint stands for it, float32. See `load_packed`."""
+    weight = _Reader(checkpoint, layouts).read(name, torch.device("cpu")) if layouts else None
+    if weight is None:
+        weight = checkpoint.read(name)
+    return (weight.dequantize() if isinstance(weight, QuantizedWeight) else weight).float()
+
+
 def load_blocks(
     checkpoint: Checkpoint, model: nn.Module, operations: Operations, *, unsettled: Collection[nn.Module]
 ) -> None:

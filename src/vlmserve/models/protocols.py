@@ -11,8 +11,10 @@ from torch import Tensor
 
 from vlmserve.devices.device import Device
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import CrossRows
 from vlmserve.layers.stages import Stages
+from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.types import Bidirectional, CrossInput, TowerInputs
 
 
@@ -71,7 +73,12 @@ class CrossEncoder(Protocol):
 
 
 class LanguageModel(Protocol):
-    """A decoder over a flat batch and a paged KV cache."""
+    """A decoder over a flat batch and a paged KV cache.
+
+    adapter_rows: which rows of the batch have which adapter; None: the model has no slots for adapters.
+    """
+
+    adapter_rows: AdapterRows | None
 
     @property
     def hidden_size(self) -> int: ...
@@ -138,7 +145,7 @@ class LoadedModel:
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model takes images. max_position: the longest context its positions allow.
     identity: the digest of `model_identity`. cross: of a decoder that attends to images by cross-attention, so that
-    their embeddings stand in no prompt.
+    their embeddings stand in no prompt. adaptable: for adapters; None: its implementation takes none.
     """
 
     architecture: str
@@ -153,3 +160,4 @@ class LoadedModel:
     num_parameters: int
     identity: bytes
     cross: CrossEncoder | None = None
+    adaptable: AdaptableModel | None = None

@@ -24,6 +24,7 @@ from vlmserve.devices.device import LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.layers.operations import arrange_layers
+from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
@@ -134,6 +135,7 @@ def _load(
         num_parameters=num_parameters,
         identity=model_identity(folder, implementation="vlmserve", dtype=wanted, quantization=quantization),
         cross=cross,
+        adaptable=AdaptableModel(model, checkpoint, layouts, quantization, wanted, device) if cross is None else None,
     )
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, BidirectionalRows, LayerCache
+from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import CrossRows
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.transformers_processor import TransformersProcessor
@@ -144,11 +145,13 @@ class _Finished:
 
 
 class TransformersModel:
-    """A `LanguageModel` made of one of transformers'.
+    """A `LanguageModel` made of one of transformers'. It takes no adapters.
 
     backend: chooses the attention backend. sample: an image, for a model that takes images.
     Raises UnsupportedModelError if its attention cannot be replaced, or if its logits differ from transformers'.
     """
+
+    adapter_rows: AdapterRows | None = None
 
     def __init__(self, model: Any, backend: ChooseBackend, sample: Sample | None = None) -> None:
         try:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
+from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.steps import CrossStates, SchedulerOutput
 from vlmserve.types import ImageInput, TowerInputs
 
@@ -20,8 +21,9 @@ class ImageEncoder:
     embeddings: by key, what `VisionEncoder.encode` and `CrossEncoder.encode` gave.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, adapters: RunnerAdapters | None = None) -> None:
         self._model = model
+        self._adapters = adapters
         self._limit = model.device.stage_products
         self.embeddings: dict[bytes, Tensor] = {}
         self._unfinished: dict[bytes, _Encoding] = {}
@@ -35,9 +37,12 @@ class ImageEncoder:
         for one in step.encodings:
             if one.image is not None:
                 pixels = self._pixels(one.image)
-                self._unfinished[one.key] = _Encoding(self._tower, pixels, one.image.tiling, self._limit)
+                self._use_adapter(one.image.adapter)
+                begun = _Encoding(self._tower, pixels, one.image.tiling, self._limit, one.image.adapter)
+                self._unfinished[one.key] = begun
             # It may have been finished before the step in which the scheduler counts on it.
             if (encoding := self._unfinished.get(one.key)) is not None:
+                self._use_adapter(encoding.adapter)
                 products += encoding.advance(math.inf if one.products is None else one.products)
                 if encoding.result is not None:
                     self.embeddings[one.key] = encoding.result
@@ -74,14 +79,21 @@ class ImageEncoder:
         return torch.tensor(image.pixels, device=self._model.device.torch_device, dtype=self._model.dtype)
 
     def _encode(self, images: list[ImageInput]) -> int:
-        """All of them in one call."""
+        """All of them that have the same adapter in one call."""
         if not images:
             return 0
-        encoded = self._tower.encode([self._pixels(image) for image in images], [image.tiling for image in images])
-        for image, embeddings in zip(images, encoded, strict=True):
-            # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
-            self.embeddings[image.key] = embeddings.clone()
+        for adapter in {image.adapter: None for image in images}:
+            some = [image for image in images if image.adapter == adapter]
+            self._use_adapter(adapter)
+            encoded = self._tower.encode([self._pixels(image) for image in some], [image.tiling for image in some])
+            for image, embeddings in zip(some, encoded, strict=True):
+                # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
+                self.embeddings[image.key] = embeddings.clone()
         return sum(self._tower.products(image.pixels.shape, image.tiling) for image in images)
+
+    def _use_adapter(self, digest: bytes) -> None:
+        if self._adapters is not None:
+            self._adapters.use_for_all(digest)
 
     def _compute_cross_states(self, wanted: list[CrossStates]) -> None:
         if not wanted:
@@ -95,9 +107,12 @@ class ImageEncoder:
 
 
 class _Encoding:
-    """An image on its way through the tower. result: its embeddings, once they are there."""
+    """An image on its way through the tower, with an adapter's digest. result: its embeddings, once they are there."""
 
-    def __init__(self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, limit: float) -> None:
+    def __init__(
+        self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, limit: float, adapter: bytes = b""
+    ) -> None:
+        self.adapter = adapter
         self.result: Tensor | None = None
         self._stages = tower.in_stages([pixels], [tiling], limit)
         self._next = next(self._stages)

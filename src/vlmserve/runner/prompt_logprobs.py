@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vlmserve.models.protocols import LanguageModel
+from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.sampling.logprobs import token_logprobs
 from vlmserve.types import TokenLogprobs
@@ -16,7 +17,7 @@ _MAX_LOGITS = 2**23
 
 
 def score_prompts(
-    batch: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel
+    batch: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None = None
 ) -> dict[str, list[TokenLogprobs | None]]:
     """Logprobs of the prompt tokens that follow those of a step, where they are asked for.
 
@@ -27,6 +28,8 @@ def score_prompts(
     for request in batch:
         state = request.state
         if (first := state.num_scored) is not None:
+            if adapters is not None:
+                adapters.use_for_all(state.adapter)
             scored = _score_prompt(request, first, hidden[row : row + request.num_tokens], model)
             scores[state.request_id] = scored
             known = first + len(scored)

@@ -24,6 +24,7 @@ class RequestState:
 
     token_ids: prompt and answer. block_table: grows while the request keeps its blocks; after a preemption a new one
     takes its place. bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions.
+    adapter: the digest of its adapter; empty: none.
     matcher: where its answer stands in its grammar. logits_processor: its biases and penalties.
     num_scored: leading tokens of the prompt whose logprobs are known, while some are asked for that are not; else None.
     """
@@ -31,6 +32,7 @@ class RequestState:
     __slots__ = (
         "_first_position",
         "_max_short_len",
+        "adapter",
         "bidirectional_spans",
         "block_table",
         "cross_key",
@@ -58,6 +60,7 @@ class RequestState:
         self.end_token_ids = frozenset(request.end_token_ids)
         self.images = request.images
         self.cross_key = request.cross_key
+        self.adapter = request.adapter
         self.bidirectional_spans = bidirectional_spans(request.images, self.num_prompt_tokens, model.bidirectional)
         scores_prompt = self.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
         self.num_scored = 1 if scores_prompt else None
@@ -134,14 +137,20 @@ class RequestStates:
         self._model = model
         self._make_matcher = make_matcher
         self._states: dict[str, RequestState] = {}
+        self._has_adapters = False
 
     def update(self, step: SchedulerOutput) -> list[ScheduledRequest]:
-        """Update the states from a step. Returns its batch, decodes (one token) first, as attention needs them."""
+        """Update the states from a step.
+
+        Returns its batch, decodes (one token) first, as attention needs them, and of both those with the same adapter
+        one after another.
+        """
         states = self._states
         for request_id in step.finished_request_ids:
             del states[request_id]
         for new in step.new_requests:
             states[new.request_id] = RequestState(new, self._model, self._make_matcher)
+            self._has_adapters = self._has_adapters or bool(new.adapter)
         for cached in step.cached_requests:
             if cached.new_block_ids:
                 states[cached.request_id].set_blocks(cached)
@@ -153,7 +162,14 @@ class RequestStates:
             num_sampled = start + num_tokens + 1 - len(state.token_ids)
             scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled if num_sampled > 0 else 0)
             (decodes if num_tokens == 1 else others).append(scheduled)
+        if self._has_adapters:
+            decodes.sort(key=_adapter)
+            others.sort(key=_adapter)
         return decodes + others
+
+
+def _adapter(scheduled: ScheduledRequest) -> bytes:
+    return scheduled.state.adapter
 
 
 _NO_DRAFTS: list[int] = []

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vlmserve.layers.attention import CrossRows
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.kv import KVTensors
@@ -26,14 +27,22 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int, make_matcher: MakeMatcher
+        self,
+        model: LoadedModel,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        make_matcher: MakeMatcher,
+        adapters: RunnerAdapters | None = None,
     ) -> None:
+        """adapters: the model's slots for them; None: it has none."""
         self.model = model
+        self._adapters = adapters
         self._requests = RequestStates(model.language_model, make_matcher)
         # The block behind all others belongs to rows that only pad a batch.
         self._batches = BatchBuilder(block_size, model.device, padding_block=num_blocks)
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
-        self._images = ImageEncoder(model)
+        self._images = ImageEncoder(model, adapters)
 
     def warm_up(self) -> tuple[int, float]:
         """See `ImageEncoder.warm_up`."""
@@ -51,6 +60,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         clock = self.model.device.clock()
+        if self._adapters is not None:
+            self._adapters.load(step.adapter_loads)
         self._kv.zero(step.blocks_to_zero)
         self._kv.copy(step.block_copies)
         clock.mark()
@@ -64,11 +75,15 @@ class ModelRunner:
             return output
         batch = self._batches.build(scheduled)
         clock.mark()
+        if self._adapters is not None:
+            self._adapters.use_for_batch(scheduled, len(batch.token_ids))
         hidden = self._hidden(batch)
+        if self._adapters is not None:
+            self._adapters.use_for_samples(scheduled)
         logits = self._logits(hidden[batch.sampled_rows])
         clock.mark()
         sample_tokens(logits, scheduled, output, self.model.device.draw)
-        output.prompt_logprobs = score_prompts(scheduled, hidden, self.model.language_model)
+        output.prompt_logprobs = score_prompts(scheduled, hidden, self.model.language_model, self._adapters)
         clock.mark()
         transfer, vision, build, model, sampling = clock.seconds()
         output.timings = RunTimings(transfer, build, vision, model, sampling, products)

@@ -30,6 +30,7 @@ class Request:
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
+    adapter: the digest of its adapter; empty: none.
     num_encoded: images encoded for it. cross, cross_key: its cross-attention input and the key of its states, if any.
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
     max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
@@ -45,6 +46,7 @@ class Request:
         "_long_root_key",
         "_num_blocks_sent",
         "_tail",
+        "adapter",
         "answer_id",
         "answered",
         "arrived",
@@ -81,6 +83,7 @@ class Request:
         seed: int,
         max_len: int,
         end_token_ids: frozenset[int],
+        adapter: bytes = b"",
         max_short_len: int | None = None,
         bidirectional: Bidirectional | None = None,
     ) -> None:
@@ -88,6 +91,7 @@ class Request:
         self.answer_id = request.request_id
         self.params = request.params
         self.seed = seed
+        self.adapter = adapter
         self.token_ids = list(request.prompt.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.image_spans = request.prompt.images
@@ -163,6 +167,7 @@ class Request:
             end_token_ids=sorted(self.end_token_ids),
             images=tuple(span.placement for span in self.image_spans),
             cross_key=self.cross_key,
+            adapter=self.adapter,
         )
 
     def fork(self, request_id: str, token_id: int) -> Request:

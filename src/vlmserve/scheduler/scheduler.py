@@ -16,6 +16,7 @@ import msgspec
 
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.prefix import Hit, PrefixCache
+from vlmserve.scheduler.adapters import AdapterScheduler
 from vlmserve.scheduler.answers import extend_answer
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.images import ImageScheduler
@@ -45,11 +46,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix_caching: bool,
         window: int | None = None,
+        adapters: AdapterScheduler | None = None,
     ) -> None:
-        """window: of positions that a token attends to in every layer, itself included; None: all."""
+        """window: of positions that a token attends to in every layer, itself included; None: all. adapters: the slots
+        for them; None: no request has one."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
         self.images = images
+        self.adapters = adapters
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.propose_drafts: ProposeDrafts | None = None
@@ -113,6 +117,8 @@ class Scheduler:
         if step.has_work:
             self.images.end_step(step)
             step.finished_request_ids, self._finished = self._finished, []
+            if self.adapters is not None:
+                step.adapter_loads = self.adapters.take_loads()
         return step
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
@@ -193,6 +199,8 @@ class Scheduler:
                 child.block_table.append(parent.block_table[full])
             child.first_block, child.num_computed = parent.first_block, parent.num_computed
             self.images.fork(parent, child)
+            if self.adapters is not None:
+                self.adapters.acquire(child)
             self.running.insert(place + number, child)
             if child.max_short_len is not None and len(parent.token_ids) <= child.max_short_len < len(child.token_ids):
                 self._recompute_as_long(child)
@@ -271,8 +279,13 @@ class Scheduler:
     def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while there are blocks and token budget."""
         deferred: list[Request] = []
+        if self.adapters is not None:
+            self.adapters.begin_step()
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
             request = self.waiting.popleft()
+            if self.adapters is not None and not self.adapters.may_run(request):
+                deferred.append(request)
+                continue
             keys = self._shareable_keys(request)
             hit = self._find(request, keys)
             if self._is_being_computed(request, keys, hit):
@@ -339,6 +352,8 @@ class Scheduler:
             self.prefix_queried_tokens += request.num_prompt_tokens
             self.prefix_cached_tokens += request.num_cached
         self.running.append(request)
+        if self.adapters is not None:
+            self.adapters.acquire(request)
         return True
 
     def _register(self, request: Request, num_computed: int) -> None:
@@ -426,6 +441,8 @@ class Scheduler:
             if self._computing.get(key) is request:
                 del self._computing[key]
         self.images.release(request)
+        if self.adapters is not None:
+            self.adapters.release(request)
 
     def _preempt(self, request: Request) -> None:
         waits_for_others = request.num_uncomputed == 0

@@ -7,42 +7,10 @@
 // Rows are rearranged alike, [rows / block][in / pair][block], so that what is broadcast lies side by side.
 #pragma once
 
-#include "table.h"
-#include "threads.h"
-#include "vector.h"
+#include "adapters.h"
+#include "formats.h"
 
 namespace {
-
-constexpr long TILE = 32, PANEL = 16;
-constexpr int VECTORS = TILE / LANES, PANEL_VECTORS = PANEL / LANES;
-
-// Sums that stay in registers, beside weights and an input. Weights that take two steps need more registers beside them.
-constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
-constexpr int most_sums(int steps) { return REGISTERS == 16 && steps > 1 ? 8 : SUMS; }
-// Arm has many short registers, but its instructions take no operands from memory.
-constexpr bool LOADS_APART = LANES == 4 && REGISTERS == 32;
-
-// Rows of a block: with so many, two vectors of a tile (four of the short ones of 32 registers) fill the registers. Where
-// weights take two steps, the compiler needs more registers beside the sums.
-constexpr int rows_of_block(int steps) { return LANES == 16 ? 12 : steps == 1 ? 6 : LOADS_APART ? 5 : 4; }
-
-// Whether the sums of some rows with some vectors stay in registers. per_sum, per_vector: how many registers each sum and
-// each vector of weights takes, where operands are loaded apart; three more hold an input and masks.
-constexpr bool sums_fit(int rows, int vectors, int sums, int per_sum, int per_vector) {
-    return rows * vectors <= sums &&
-           (!LOADS_APART || per_sum * rows * vectors + per_vector * vectors + 3 <= REGISTERS);
-}
-
-// Vectors of a tile that are computed at a time with some rows, a divisor of all.
-constexpr int vectors_with(int rows, int sums, int per_sum, int per_vector) {
-    int vectors = VECTORS;
-    while (vectors > 1 && !sums_fit(rows, vectors, sums, per_sum, per_vector)) vectors /= 2;
-    return vectors;
-}
-template <class Format>
-constexpr int vectors_with(int rows) {
-    return vectors_with(rows, most_sums(Format::STEPS), 1, Format::STEPS);
-}
 
 // Inputs of the rows that the tiles pass by, and how many rows they are at most. Wide rows come from the third-level cache:
 // an input that is broadcast to many weights is read slowly enough for it, and the fewer rows there are at a time, the
@@ -56,66 +24,8 @@ constexpr long CHUNK_BYTES = 16 * 1024;
 // How far ahead of its use a weight is asked for: what a core reads while memory answers.
 constexpr long PREFETCH_BYTES = 3072;
 
-// What a product multiplies: `Weights` are a vector of them, as step `step` of STEPS reads it out of a unit of PAIR inputs.
-struct Float32 {
-    typedef float Element;
-    typedef float Input;
-    typedef f32v Weights;
-    static constexpr long PAIR = 1;
-    static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
-    INLINE Input input(const Element* x) { return *x; }
-    INLINE Weights weights(const Element* packed, int) { return load(packed); }
-    INLINE Weights first_of_pair(const Element* packed) { return load(packed); }
-    INLINE void multiply(f32v& sum, const Input& x, Weights w, int) { sum += x * w; }
-};
-
-struct BFloat16 {
-    typedef bf16 Element;
-    static constexpr long PAIR = 2;
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    // An instruction multiplies pairs. Arm's matrix instructions (bfmmla; smmla for bytes) take tiles of two outputs with
-    // four (eight) inputs each: panels would have to be zipped while they are read, and rows to come in twos. For few rows,
-    // where reading weights is what takes time, that gains nothing; for many it was not measured.
-    typedef std::uint32_t Input;
-    typedef u32v Weights;
-    static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
-    INLINE Input input(const Element* x) {
-        Input pair;
-        __builtin_memcpy(&pair, x, sizeof pair);
-        return pair;
-    }
-    INLINE Weights weights(const Element* packed, int) {
-        Weights pairs;
-        __builtin_memcpy(&pairs, packed, sizeof pairs);
-        return pairs;
-    }
-    INLINE Weights first_of_pair(const Element* packed) { return weights(packed, 0) & 0xffffu; }
-    INLINE void multiply(f32v& sum, const Input& x, Weights w, int) {
-#if defined(__AVX512BF16__)
-        u32v pair = x - u32v{};
-        sum = bit_cast<f32v>(
-            _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(pair), bit_cast<__m512bh>(w)));
-#else
-        sum = bit_cast<f32v>(vbfdotq_lane_f32(bit_cast<float32x4_t>(sum), bit_cast<bfloat16x8_t>(w),
-                                              vreinterpret_bf16_u64(vcreate_u64(x)), 0));
-#endif
-    }
-#else
-    struct Input {
-        float values[2];
-    };
-    typedef f32v Weights;
-    static constexpr int STEPS = 2, BLOCK = rows_of_block(STEPS);
-    INLINE Input input(const Element* x) { return {{to_float(x[0]), to_float(x[1])}}; }
-    INLINE Weights weights(const Element* packed, int step) {
-        u32v pairs;
-        __builtin_memcpy(&pairs, packed, sizeof pairs);
-        return bit_cast<f32v>(step == 0 ? pairs << 16 : pairs & 0xffff0000u);
-    }
-    INLINE Weights first_of_pair(const Element* packed) { return weights(packed, 0); }
-    INLINE void multiply(f32v& sum, const Input& x, Weights w, int step) { sum += x.values[step] * w; }
-#endif
-};
+// With more rows, reading what their adapters add to a tile takes little beside computing it.
+constexpr long MOST_PREFETCHING = 32;
 
 INLINE long features_of_tile(bool gated) { return gated ? TILE / 2 : TILE; }
 INLINE long num_tiles(long out, bool gated) {
@@ -126,19 +36,6 @@ INLINE long num_tiles(long out, bool gated) {
 // Rows are cut into blocks of nearly equal size.
 INLINE long num_blocks(long rows, int most) { return (rows + most - 1) / most; }
 INLINE long block_start(long rows, long block, int most) { return rows * block / num_blocks(rows, most); }
-
-template <int N>
-struct Count {
-    static constexpr int value = N;
-};
-
-// Calls `work` with a number of rows, 1 to MOST, as a constant.
-template <int MOST, class Work>
-INLINE void with_rows(long rows, Work work) {
-    if constexpr (MOST > 1)
-        if (rows < MOST) return with_rows<MOST - 1>(rows, work);
-    work(Count<MOST>{});
-}
 
 template <class Format>
 void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long block) {
@@ -202,9 +99,10 @@ INLINE void finish(const LinearArgs& args, long row, long column, long columns, 
     store_some(static_cast<Out*>(args.y) + place, value, columns);
 }
 
-// What follows the product: bias, activation, gates, residual.
+// What follows the product: adapters, bias, activation, gates, residual.
 template <class Out, class Element, int ROWS>
-INLINE void finish_block(const LinearArgs& args, long row, long tile, const f32v (&sums)[ROWS][VECTORS]) {
+INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
+    if (args.adapters) adapt_block<Element>(args, row, tile, sums);
     if (args.gated) {
         for (int vector = 0; vector < VECTORS / 2; ++vector) {
             long column = tile * (TILE / 2) + vector * LANES, columns = args.out / 2 - column;
@@ -233,10 +131,14 @@ INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, M
     each_range(args.threads, blocks, args.in * MOST, [&](long from, long to, int) {
         for (long block = from; block < to; ++block) prepare(block);
     });
+    if (args.adapters) shrink(args);
     for (long first = 0; first < blocks; first += cached_blocks) {
         long last = smaller(blocks, first + cached_blocks);
         each_range(args.threads, tiles, args.in * TILE, [&](long from, long to, int) {
-            for (long tile = from; tile < to; ++tile) multiply(tile, first, last);
+            for (long tile = from; tile < to; ++tile) {
+                if (args.adapters && args.rows <= MOST_PREFETCHING) prefetch_adapters(args, tile);
+                multiply(tile, first, last);
+            }
         });
     }
 }

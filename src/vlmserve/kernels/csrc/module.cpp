@@ -144,7 +144,7 @@ PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 18);
+    Arguments from(values, count, 21);
     LinearArgs args;
     args.x = from.address();
     args.weight = from.address();
@@ -164,6 +164,9 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.weight_bits = static_cast<int>(from.integer());
     args.group = static_cast<int>(from.integer());
     args.wide_inputs = static_cast<int>(from.integer());
+    args.adapters = static_cast<const Adapters*>(from.address());
+    args.row_slots = static_cast<const std::int32_t*>(from.address());
+    args.slot_stride = from.integer();
     if (from.ok()) {
         args.scratch = scratch(selected->linear_scratch(args));
         if (!args.scratch) return PyErr_NoMemory();
@@ -220,7 +223,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 16);
+    Arguments from(values, count, 17);
     ProgramArgs args;
     args.operations = static_cast<const Operation*>(from.address());
     args.widths = static_cast<const long*>(from.address());
@@ -231,6 +234,7 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.context_lens = static_cast<const std::int32_t*>(from.address());
     args.block_tables = static_cast<const std::int32_t*>(from.address());
     args.slots = static_cast<const std::int64_t*>(from.address());
+    args.row_slots = static_cast<const std::int32_t*>(from.address());
     for (long* size : {&args.count, &args.buffers, &args.sequences, &args.tokens, &args.table_stride}) *size = from.integer();
     args.dtype = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());
@@ -292,7 +296,7 @@ PyMethodDef methods[] = {
     FAST(pack, "weight, packed, out, in, dtype, gated, threads"),
     FAST(pack_quantized, "weight, scales, minimums, packed, out, in, bits, group, gated, threads"),
     FAST(gather, "packed, ids, y, count, in, dtype, bits, threads"),
-    FAST(linear, "The fields of LinearArgs in order, without scratch."),
+    FAST(linear, "The fields of LinearArgs in order, without scratch and shrunk."),
     FAST(norm, "The fields of NormArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),
     FAST(program, "The fields of ProgramArgs in order, without scratch."),

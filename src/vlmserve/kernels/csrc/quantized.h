@@ -157,8 +157,21 @@ long quantized_scratch(const LinearArgs& args) {
     return args.wide_inputs ? Int4WideRows(args).bytes(args.rows) : Int4Rows(args).bytes(args.rows);
 }
 
-void linear(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
+void multiply_weight(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
 
-long linear_scratch(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
+long weight_scratch(const LinearArgs& args) {
+    return cache_lines(args.weight_bits ? quantized_scratch(args) : plain_scratch(args));
+}
+
+void linear(const LinearArgs& args) {
+    LinearArgs own = args;
+    own.shrunk = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + weight_scratch(args));
+    multiply_weight(own);
+}
+
+long linear_scratch(const LinearArgs& args) {
+    long shrunk = args.adapters ? args.rows * args.adapters->most_rank : 0;
+    return weight_scratch(args) + shrunk * static_cast<long>(sizeof(float));
+}
 
 }  // namespace

@@ -5,6 +5,28 @@
 
 enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
 
+// Outputs of an adapter's second factor, of a panel of 16 of a product's.
+struct AdapterPanel {
+    const void* weights;  // [count][16] of `dtype`
+    long first, count;    // which outputs of the first factor they are multiplied with
+};
+
+// What an adapter changes in a product, before bias and activation: y = factor * (w x + up (down x)) + shift.
+struct Adapter {
+    const void* down;            // [rank / 16] panels, as `pack` leaves them
+    long rank;                   // a multiple of 16
+    const long* starts;          // [panels of the product's tiles + 1] into `panels`
+    const AdapterPanel* panels;
+    const float* factor;         // [panels][16]; null: 1 and no shift
+    const float* shift;          // likewise
+};
+
+// The adapters of a layer by their slots; null where one does not change it.
+struct Adapters {
+    long most_rank;  // of them all
+    const Adapter* slots[1];
+};
+
 // y = activation(x w^T + bias), or, where the weight holds gates and ups in turn, activation(gate) * up; plus residual.
 struct LinearArgs {
     const void* x;         // [rows, in] of `dtype`, `x_stride` elements from row to row
@@ -18,6 +40,10 @@ struct LinearArgs {
     int weight_bits;  // 8, 4, or 0 for weights of `dtype`
     int group;        // with 4 bits: how many inputs share a scale, a multiple of 8
     int wide_inputs;  // with 4 bits: inputs are rounded to 16 bits where they are rounded, instead of to 8
+    const Adapters* adapters;       // null: rows have none
+    const std::int32_t* row_slots;  // the slot of each row's adapter, below 0: none; `slot_stride` from row to row, 0 or 1
+    long slot_stride;
+    float* shrunk;  // [rows, most_rank], part of `scratch`
 };
 
 struct NormArgs {
@@ -74,6 +100,7 @@ struct Operation {
     double scale, soft_cap;
     long rope;  // which cosines and sines
     long plan;  // operations of equal shapes share one; numbered in order of first use
+    const Adapters* adapters;  // of products; null: none ever
 };
 
 // Operations over buffers of a row a token, one after another. Sources are not targets; all is of `dtype`. The source
@@ -88,6 +115,7 @@ struct ProgramArgs {
     const std::int32_t* context_lens;
     const std::int32_t* block_tables;
     const std::int64_t* slots;
+    const std::int32_t* row_slots;  // [tokens]: as in LinearArgs; null: no row has an adapter
     void* scratch;  // `program_scratch(args)` bytes
     long count, buffers, sequences, tokens, table_stride;
     int dtype, threads;

@@ -14,6 +14,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton.activations import ACTIVATIONS
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
+from vlmserve.layers.adapters import LinearAdapters
 
 MOST_ROWS = 128
 """From here on products are bound by computing, which the library does well."""
@@ -164,13 +165,22 @@ class TritonProduct:
             return F.embedding(indices, self._stored.values)
         return self._stored.rows(indices, self._dtype)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """See `Product`; `out` stays unused."""
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        adapters: LinearAdapters | None = None,
+    ) -> Tensor:
+        """See `Product`; `out` stays unused. With adapters, the device's library multiplies few rows as well."""
         flat = x.reshape(-1, self._in_features)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         added = None if residual is None else residual.reshape(-1, self._width)
-        result = self._few(flat, added) if len(flat) <= MOST_ROWS else self._many(flat, added)
+        if adapters is not None and adapters.active:
+            result = self._many(flat, added, adapters)
+        else:
+            result = self._few(flat, added) if len(flat) <= MOST_ROWS else self._many(flat, added)
         return result.view(*x.shape[:-1], self._width)
 
     def _few(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -223,7 +233,7 @@ class TritonProduct:
             )  # fmt: skip
         return out
 
-    def _many(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _many(self, x: Tensor, residual: Tensor | None, adapters: LinearAdapters | None = None) -> Tensor:
         step = max(1, EXPANDED_ELEMENTS // self._in_features)
         starts = [0] if self._stored.scales is None else range(0, self._out_features, step)
         parts = []
@@ -232,9 +242,20 @@ class TritonProduct:
             bias = None if self._bias is None else self._bias[outputs]
             parts.append(F.linear(x, self._stored.rows(outputs, self._dtype), bias))
         output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if adapters is not None:
+            output = self._changed(x, output, adapters)
         if self._activation is None and residual is None and not self._gated:
             return output.to(self._output_dtype)
         return finish(output, self._activation, gated=self._gated, residual=residual, dtype=self._output_dtype)
+
+    def _changed(self, x: Tensor, output: Tensor, adapters: LinearAdapters) -> Tensor:
+        """Adapters know gates and ups in turn as those of a layer: all gates first."""
+        if not self._gated:
+            return adapters.change(x, output, self._bias)
+        bias = None if self._bias is None else self._bias.view(-1, 2).T.flatten()
+        apart = output.view(len(output), -1, 2).transpose(1, 2).flatten(1)
+        changed = adapters.change(x, apart, bias)
+        return changed.view(len(output), 2, -1).transpose(1, 2).flatten(1)
 
 
 def _device(weight: Tensor | QuantizedWeight) -> torch.device:

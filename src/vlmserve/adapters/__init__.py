@@ -1,0 +1,1 @@
+"""Adapters: reading PEFT's files, what they change in a model, and which of them are in memory."""

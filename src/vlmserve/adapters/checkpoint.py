@@ -1,0 +1,234 @@
+"""LoRA adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Which layers an adapter changes is read from the names of its tensors. What the configuration asks for and vlmserve does
+not compute is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vlmserve.errors import AdapterError
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+MAX_CONFIG_BYTES = 2**20
+FLOATS = {"F64", "F32", "F16", "BF16"}
+
+Kind = Literal[
+    "down", "up", "up_bias", "magnitude", "weight", "bias", "base_weight", "table_down", "table_up", "tokens"
+]  # fmt: skip
+
+_NAME = r"(?:\.(?!weight$|bias$)[^.]+)?"
+"""The adapter's name, which PEFT leaves out when it saves."""
+_KINDS: Sequence[tuple[str, Kind]] = (
+    (rf"\.lora_A{_NAME}\.weight$", "down"),
+    (rf"\.lora_B{_NAME}\.weight$", "up"),
+    (rf"\.lora_B{_NAME}\.bias$", "up_bias"),
+    (rf"\.lora_embedding_A{_NAME}$", "table_down"),
+    (rf"\.lora_embedding_B{_NAME}$", "table_up"),
+    (rf"\.lora_magnitude_vector{_NAME}(?:\.weight)?$", "magnitude"),
+    (rf"\.(?:token_adapter\.)?trainable_tokens_delta{_NAME}$", "tokens"),
+    (r"\.base_layer\.weight$", "base_weight"),
+    (r"\.base_layer\.bias$", "bias"),
+    (r"(?:\.modules_to_save(?:\.[^.]+)?)?\.weight$", "weight"),
+    (r"(?:\.modules_to_save(?:\.[^.]+)?)?\.bias$", "bias"),
+)
+
+_REFUSED: Mapping[str, str] = {
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "layer_replication": "replicated layers",
+    "megatron_config": "Megatron's layers",
+    "monteclora_config": "MonteCLoRA",
+    "target_parameters": "adapters of single parameters",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_qalora": "QALoRA",
+    "velora_config": "VeLoRA",
+}
+_ONLY_TRAINING = {
+    "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version", "peft_type",
+    "lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "layers_to_transform", "layers_pattern", "target_modules", "exclude_modules", "runtime_config", "megatron_core",
+    "qalora_group_size",
+}  # fmt: skip
+"""Fields that say how an adapter was trained, and which modules it changes, as its tensors do."""
+_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Ways to initialize an adapter that leave the base model as it is."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """An ``adapter_config.json``. tokens: whose embeddings are trained, by module; of the embeddings under ""."""
+
+    rank: int = 8
+    alpha: float = 8
+    rslora: bool = False
+    dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    fan_in_fan_out: bool = False
+    tied: bool = False
+    base: str = ""
+
+    @classmethod
+    def parse(cls, content: Mapping[str, Any]) -> LoraConfig:
+        """Raises AdapterError for what is no LoRA configuration, or asks for what is not supported."""
+        kind = content.get("peft_type", "LORA")
+        if kind != "LORA":
+            raise AdapterError(f"an adapter of type {kind!r} is not supported; supported is LORA")
+        for name, what in _REFUSED.items():
+            if content.get(name):
+                raise AdapterError(f"{CONFIG}: {name} is set, and {what} is not supported")
+        initial = content.get("init_lora_weights")
+        if initial not in _INITIAL:
+            raise AdapterError(
+                f"{CONFIG}: init_lora_weights {initial!r} changes the base model as well; save the adapter with "
+                "path_initial_model_for_weight_conversion, which makes it one for the original model"
+            )
+        known = _REFUSED.keys() | _ONLY_TRAINING | _READ
+        if unknown := sorted(name for name, value in content.items() if value and name not in known):
+            raise AdapterError(f"{CONFIG}: {', '.join(unknown)} is not supported")
+        tokens = content.get("trainable_token_indices") or {}
+        try:
+            return cls(
+                rank=int(content.get("r", 8)),
+                alpha=float(content.get("lora_alpha", 8)),
+                rslora=bool(content.get("use_rslora")),
+                dora=bool(content.get("use_dora")),
+                rank_pattern={str(key): int(rank) for key, rank in (content.get("rank_pattern") or {}).items()},
+                alpha_pattern={str(key): float(alpha) for key, alpha in (content.get("alpha_pattern") or {}).items()},
+                tokens=tokens if isinstance(tokens, Mapping) else {"": [int(token) for token in tokens]},
+                fan_in_fan_out=bool(content.get("fan_in_fan_out")),
+                tied=bool(content.get("ensure_weight_tying")),
+                base=str(content.get("base_model_name_or_path") or ""),
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise AdapterError(f"{CONFIG} does not describe an adapter: {error}") from error
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's adapter, by its name in the base model."""
+        return int(_by_pattern(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """What a module's second factor is multiplied with."""
+        rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def tokens_of(self, module: str) -> Sequence[int]:
+        """The tokens whose rows of a module are trained."""
+        named = (tokens for name, tokens in self.tokens.items() if name and module.endswith(name))
+        return next(named, self.tokens.get("", ()))
+
+
+_READ = {
+    "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices",
+    "fan_in_fan_out", "ensure_weight_tying", "bias", "lora_bias", "modules_to_save",
+}  # fmt: skip
+
+
+class AdapterCheckpoint:
+    """An adapter's folder, of which only the headers are read until `read` is called.
+
+    layers: by the name of a module of the base model, the tensors that are about it: their names in the file by what
+    they are. shapes: of all tensors by those names. Raises AdapterError for a folder that is no adapter, whose weights
+    are pickled, or that has a tensor that vlmserve does not know.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._content = _read_config(folder)
+        self.config = LoraConfig.parse(self._content)
+        self._path = folder / WEIGHTS
+        if not self._path.is_file():
+            pickled = (folder / PICKLE).is_file()
+            reason = f"its weights are a pickle, {PICKLE}, which could run code" if pickled else f"it has no {WEIGHTS}"
+            hint = "; convert it to safetensors where you trust it" if pickled else ""
+            raise AdapterError(f"{folder} cannot be read: {reason}{hint}")
+        self.layers: dict[str, dict[Kind, str]] = {}
+        self.shapes: dict[str, list[int]] = {}
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    part = file.get_slice(key)
+                    if part.get_dtype() not in FLOATS:
+                        raise AdapterError(f"{key} has values of type {part.get_dtype()}, which no adapter has")
+                    self.shapes[key] = part.get_shape()
+                    self._enter(key)
+        except (SafetensorError, OSError) as error:
+            raise AdapterError(f"{self._path} is broken: {error}") from error
+        if not self.layers:
+            raise AdapterError(f"{self._path} holds no tensors")
+
+    def _enter(self, key: str) -> None:
+        name = key.removeprefix("base_model.model.")
+        for pattern, kind in _KINDS:
+            if match := re.search(pattern, name):
+                tensors = self.layers.setdefault(name[: match.start()], {})
+                if kind in tensors:
+                    raise AdapterError(f"{key} and {tensors[kind]} are the same tensor")
+                tensors[kind] = key
+                return
+        raise AdapterError(f"{key} is a tensor that vlmserve does not know")
+
+    def read(self, key: str) -> Tensor:
+        """A tensor, float32. Raises AdapterError if a value is not finite or the file is broken."""
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(key).float()
+        except (SafetensorError, OSError) as error:
+            raise AdapterError(f"{self._path} is broken: {error}") from error
+        if not bool(torch.isfinite(tensor).all()):
+            raise AdapterError(f"{key} holds values that are not finite")
+        return tensor
+
+    def digest(self) -> bytes:
+        """32 bytes that cover all that the adapter computes with: its configuration and every tensor."""
+        about = {key: value for key, value in self._content.items() if key in _READ}
+        hasher = blake3(json.dumps(about, sort_keys=True).encode())
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                for key in sorted(self.shapes):
+                    tensor = file.get_tensor(key)
+                    hasher.update(json.dumps([key, str(tensor.dtype), list(tensor.shape)]).encode())
+                    hasher.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        except (SafetensorError, OSError) as error:
+            raise AdapterError(f"{self._path} is broken: {error}") from error
+        return hasher.digest()
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    for pattern, value in patterns.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise AdapterError(f"{CONFIG}: {pattern!r} is no regular expression: {error}") from error
+    return default
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / CONFIG
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise AdapterError(f"{path} is larger than {MAX_CONFIG_BYTES:,} bytes")
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise AdapterError(f"{folder} is not an adapter: {CONFIG} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise AdapterError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise AdapterError(f"{path} does not hold a JSON object")
+    return content

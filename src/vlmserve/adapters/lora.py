@@ -1,0 +1,295 @@
+"""From an adapter's file to what it changes in a model's layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vlmserve.adapters.checkpoint import AdapterCheckpoint, Kind
+from vlmserve.errors import AdapterError
+from vlmserve.layers.adapters import Change, LowRank, PreparedChange, TableChange
+from vlmserve.layers.linear import Linear, Weight
+from vlmserve.models.adaptable import EMBEDDINGS, AdaptableModel, Place
+
+LAYERS = "language_model.layers."
+
+
+@dataclass
+class Adapter:
+    """An adapter as a model's layers take it. layers, tables: what it changes, by the path of the module.
+
+    num_bytes: that it takes in memory. max_rank: the highest of its layers.
+    """
+
+    digest: bytes
+    layers: dict[str, PreparedChange] = field(default_factory=dict)
+    tables: dict[str, TableChange] = field(default_factory=dict)
+    num_bytes: int = 0
+    max_rank: int = 0
+
+    @property
+    def vision(self) -> bool:
+        """Whether it changes embeddings of images."""
+        return any(not path.startswith("language_model.") for path in (*self.layers, *self.tables))
+
+    @property
+    def unpacked(self) -> bool:
+        """See `AdapterRows.unpacked`."""
+        return any(path.startswith(LAYERS) and prepared.change.replaces for path, prepared in self.layers.items())
+
+
+def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int) -> Adapter:
+    """What an adapter changes in a model.
+
+    Everything is checked by the shapes in the file's header before values are read. Raises AdapterError for ranks above
+    `max_rank`, tensors that do not fit the model or each other, values that are not finite, and what cannot be changed.
+    """
+    reader = _Reader(checkpoint, model, max_rank)
+    groups = reader.groups()
+    adapter = Adapter(checkpoint.digest(), max_rank=reader.found_rank)
+    parts: dict[str, list[tuple[Place, Change]]] = {}
+    for group in groups:
+        if group.place.is_table:
+            adapter.tables[group.place.path] = table = reader.table(group)
+            if (head := reader.tied_head(group, table)) is not None:
+                parts.setdefault(group.place.path, []).append((group.place, head))
+        else:
+            parts.setdefault(group.place.path, []).append((group.place, reader.change(group)))
+    for path, changes in parts.items():
+        module = model.weight_at(path)
+        assert isinstance(module, Weight)
+        adapter.layers[path] = module.prepare(_ordered(_merged(changes, module, model), module))
+    adapter.num_bytes = sum(layer.num_bytes for layer in adapter.layers.values())
+    adapter.num_bytes += sum(table.num_bytes for table in adapter.tables.values())
+    return adapter
+
+
+class _Group(NamedTuple):
+    """The tensors about one layer. name: as the adapter calls it."""
+
+    name: str
+    place: Place
+    tensors: Mapping[Kind, str]
+
+
+class _Reader:
+    """found_rank: the highest of the adapter."""
+
+    def __init__(self, checkpoint: AdapterCheckpoint, model: AdaptableModel, max_rank: int) -> None:
+        self._checkpoint, self._model, self._max_rank = checkpoint, model, max_rank
+        self._config = checkpoint.config
+        self.found_rank = 0
+
+    def groups(self) -> list[_Group]:
+        """All layers that the adapter changes, their shapes checked."""
+        found = []
+        for name, tensors in self._checkpoint.layers.items():
+            canonical = self._model.canonical(name)
+            place = self._model.places.get(canonical)
+            if place is None:
+                if self._model.lacks(canonical):
+                    continue
+                raise AdapterError(self._unknown(name, canonical, tensors))
+            self._check(name, place, tensors)
+            found.append(_Group(name, place, tensors))
+        if not any(kind != "base_weight" for group in found for kind in group.tensors):
+            raise AdapterError(f"{self._checkpoint.folder} changes no layer of this model")
+        return found
+
+    def _unknown(self, name: str, canonical: str, tensors: Mapping[Kind, str]) -> str:
+        key = next(iter(tensors.values()))
+        if canonical in {path for path, _ in self._model.modules.named_modules()}:
+            return f"{key}: adapters of {name} are not supported; supported are linear layers, embeddings and the head"
+        base = f"; it was made for {self._config.base}" if self._config.base else ""
+        return f"{key}: this model has no layer {name}{base}"
+
+    def _check(self, name: str, place: Place, tensors: Mapping[Kind, str]) -> None:
+        rank = self._config.rank_of(name)
+        count, size = place.size, place.in_features
+        expected: dict[Kind, tuple[int, ...]] = {"weight": (count, size), "base_weight": (count, size)}
+        if place.is_table:
+            tokens = len(self._config.tokens_of(name))
+            expected |= {
+                "table_down": (rank, count),
+                "table_up": (size, rank),
+                "magnitude": (size,),
+                "tokens": (tokens, size),
+            }
+        else:
+            expected |= {"down": (rank, size), "up": (count, rank), "tokens": (len(self._config.tokens_of(name)), size)}
+            expected |= dict.fromkeys(("up_bias", "magnitude", "bias"), (count,))
+        pairs: tuple[tuple[Kind, Kind], ...] = (("down", "up"), ("table_down", "table_up"))
+        for first, second in pairs:
+            if (first in tensors) != (second in tensors):
+                raise AdapterError(f"{name} has only one of its two factors: {', '.join(tensors.values())}")
+            if first in tensors and rank > self._max_rank:
+                raise AdapterError(
+                    f"the adapter's rank is {rank}, and at most {self._max_rank} is allowed; --max-lora-rank sets it"
+                )
+            if first in tensors:
+                self.found_rank = max(self.found_rank, rank)
+        for kind, key in tensors.items():
+            if kind not in expected:
+                raise AdapterError(f"{key}: this cannot be changed in {name}")
+            shape = tuple(self._checkpoint.shapes[key])
+            # A convolution's factors have the shape of one.
+            flat = (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape
+            if flat != expected[kind]:
+                raise AdapterError(f"{key} has shape {shape}, and for this model it would be {expected[kind]}")
+        self._check_support(name, place, tensors)
+
+    def _check_support(self, name: str, place: Place, tensors: Mapping[Kind, str]) -> None:
+        config = self._config
+        lora = "down" in tensors or "table_down" in tensors
+        if "magnitude" in tensors and (not lora or "up_bias" in tensors or config.fan_in_fan_out):
+            raise AdapterError(f"{name}: DoRA with lora_bias or fan_in_fan_out is not supported")
+        if config.dora and lora and "magnitude" not in tensors:
+            raise AdapterError(f"{name} lacks its lora_magnitude_vector, which use_dora asks for")
+        if place.is_table and lora and config.tied and self._model.is_tied:
+            raise AdapterError(f"{name}: a low-rank adapter of tied embeddings (ensure_weight_tying) is not supported")
+        if lora and "weight" in tensors:
+            raise AdapterError(f"{name} has a low-rank adapter and a whole weight")
+        if "bias" in tensors and getattr(self._model.weight_at(place.path), "bias", None) is None:
+            raise AdapterError(f"{tensors['bias']}: {name} has no bias in this model")
+        if "base_weight" in tensors and not self._is_base(place, tensors["base_weight"]):
+            raise AdapterError(
+                f"{tensors['base_weight']} is not the weight of this model: an adapter with resized or trained "
+                "embeddings has to have them in modules_to_save"
+            )
+
+    def _is_base(self, place: Place, key: str) -> bool:
+        """Whether a weight that an adapter's file repeats is the model's, as far as types and few bits tell."""
+        weight = self._model.base_weight(place.name)
+        return bool((self._checkpoint.read(key) - weight).norm() <= 0.2 * weight.norm())
+
+    def _read(self, key: str) -> Tensor:
+        return self._checkpoint.read(key)
+
+    def _low_rank(self, group: _Group) -> tuple[Tensor, Tensor]:
+        """float32 ``[rank, in_features]`` and ``[outputs, rank]``, the second with the scale."""
+        table = group.place.is_table
+        down, up = (
+            self._read(group.tensors[kind]) for kind in (("table_down", "table_up") if table else ("down", "up"))
+        )
+        return down.flatten(1), up.flatten(1) * self._config.scale_of(group.name)
+
+    def table(self, group: _Group) -> TableChange:
+        """What is changed in a table of embeddings."""
+        dtype, device = self._model.dtype, self._model.device
+        low_rank = factor = rows = weight = None
+        if "table_down" in group.tensors:
+            down, up = self._low_rank(group)
+            if "magnitude" in group.tensors:
+                # The table as a product's weight has its entries for inputs.
+                norm = (self._model.base_weight(group.place.name) + (up @ down).T).norm(dim=0)
+                factor = (self._read(group.tensors["magnitude"]) / norm).to(device)
+            low_rank = down.T.contiguous().to(device, dtype), up.to(device, dtype)
+        if "tokens" in group.tensors:
+            places = torch.tensor(list(self._config.tokens_of(group.name)), dtype=torch.int64, device=device)
+            if len(places) and not 0 <= int(places.min()) <= int(places.max()) < group.place.size:
+                raise AdapterError(f"{group.name}: trained tokens are not in the vocabulary of {group.place.size}")
+            rows = places, self._read(group.tensors["tokens"]).to(device, dtype)
+        if "weight" in group.tensors:
+            weight = self._read(group.tensors["weight"]).to(device, dtype)
+        return TableChange(low_rank, factor, rows, weight)
+
+    def tied_head(self, group: _Group, table: TableChange) -> Change | None:
+        """What a change of tied embeddings changes in the output head: trained tokens always, as PEFT has it, and a
+        whole table if it asks for that."""
+        if group.place.path != EMBEDDINGS or not self._model.is_tied:
+            return None
+        weight = table.weight if self._config.tied else None
+        return None if table.rows is None and weight is None else Change(outputs=table.rows, weight=weight)
+
+    def change(self, group: _Group) -> Change:
+        """What is changed in a layer; factor, shift and bias for its own outputs only."""
+        place, tensors = group.place, group.tensors
+        parts: tuple[LowRank, ...] = ()
+        factor = shift = outputs = None
+        if "down" in tensors:
+            down, up = self._low_rank(group)
+            if "magnitude" in tensors:
+                norm = (self._model.base_weight(place.name) + up @ down).norm(dim=1)
+                factor = self._read(tensors["magnitude"]) / norm
+            if "up_bias" in tensors:
+                shift = self._read(tensors["up_bias"]) * self._config.scale_of(group.name)
+            parts = (LowRank(down, up, place.start),)
+        if "bias" in tensors and "weight" not in tensors:
+            own = self._model.base_bias(place)
+            shift = self._read(tensors["bias"]) - own + (0 if shift is None else shift)
+        if "tokens" in tensors:
+            tokens = torch.tensor(list(self._config.tokens_of(group.name)), dtype=torch.int64)
+            outputs = tokens, self._read(tensors["tokens"])
+        weight = self._read(tensors["weight"]).flatten(1) if "weight" in tensors else None
+        bias = self._read(tensors["bias"]) if weight is not None and "bias" in tensors else None
+        return Change(parts, factor, shift, weight, bias, outputs)
+
+
+def _merged(changes: Sequence[tuple[Place, Change]], module: Weight, model: AdaptableModel) -> Change:
+    """The changes of a module's parts as one, for all of its outputs."""
+    outputs = next((change.outputs for _, change in changes if change.outputs is not None), None)
+    if any(change.weight is not None for _, change in changes):
+        weight, bias = _replaced(changes, module, model)
+        return Change(weight=weight, bias=bias, outputs=outputs)
+    parts = tuple(part for _, change in changes for part in change.parts)
+    factor = _whole([(place, change.factor) for place, change in changes], module, torch.ones(module.out_features))
+    shift = _whole([(place, change.shift) for place, change in changes], module, torch.zeros(module.out_features))
+    return Change(parts, factor, shift, outputs=outputs)
+
+
+def _replaced(
+    changes: Sequence[tuple[Place, Change]], module: Weight, model: AdaptableModel
+) -> tuple[Tensor, Tensor | None]:
+    """A module's weight and bias where some of its parts are replaced; low-rank changes of others are merged."""
+    path = changes[0][0].path
+    new = {place.name: change for place, change in changes}
+    weight, bias = torch.empty(module.out_features, module.in_features), torch.zeros(module.out_features)
+    has_bias = getattr(module, "bias", None) is not None
+    for place in (place for place in model.places.values() if place.path == path and not place.is_table):
+        rows = slice(place.start, place.start + place.size)
+        change = new.get(place.name, Change())
+        if change.weight is not None:
+            weight[rows] = change.weight
+        else:
+            weight[rows] = model.base_weight(place.name) + sum(up @ down for down, up, _ in change.parts)
+            weight[rows] *= 1 if change.factor is None else change.factor[:, None]
+        if change.bias is not None:
+            bias[rows] = change.bias
+        else:
+            bias[rows] = model.base_bias(place) if has_bias else 0
+            bias[rows] += 0 if change.shift is None else change.shift
+    needed = has_bias or any(change.shift is not None for change in new.values())
+    return weight, bias if needed else None
+
+
+def _whole(parts: Sequence[tuple[Place, Tensor | None]], module: Weight, default: Tensor) -> Tensor | None:
+    if all(values is None for _, values in parts):
+        return None
+    for place, values in parts:
+        if values is not None:
+            default[place.start : place.start + place.size] = values
+    return default
+
+
+def _ordered(change: Change, module: Weight) -> Change:
+    """A change with its outputs in the order of the module's."""
+    order = module.order.cpu() if isinstance(module, Linear) and module.order is not None else None
+    if order is None:
+        return change
+
+    def place(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[order]
+
+    parts = []
+    for down, up, start in change.parts:
+        # Outputs move among those of the same part.
+        parts.append(LowRank(down, up[order[start : start + len(up)] - start], start))
+    return replace(
+        change, parts=tuple(parts), factor=place(change.factor), shift=place(change.shift),
+        weight=place(change.weight), bias=place(change.bias),
+    )  # fmt: skip

@@ -1,0 +1,47 @@
+"""A model's slots for adapters."""
+
+from __future__ import annotations
+
+from vlmserve.adapters.lora import Adapter
+from vlmserve.layers.adapters import AdapterRows, TableAdapters
+from vlmserve.layers.linear import Embedding, TiedEmbedding, Weight
+from vlmserve.models.adaptable import AdaptableModel
+
+
+class AdapterSlots:
+    """A model's slots for adapters. rows: says which rows of a batch have which one."""
+
+    def __init__(self, model: AdaptableModel, num_slots: int) -> None:
+        self.rows = AdapterRows(num_slots)
+        self._modules = dict(model.modules.named_modules())
+        self._held: dict[int, Adapter] = {}
+        for module in self._modules.values():
+            if isinstance(module, Weight):
+                module.adapt(self.rows)
+            if isinstance(module, TiedEmbedding | Embedding):
+                module.adapt_table(self.rows)
+
+    def set(self, slot: int, adapter: Adapter) -> None:
+        """Put an adapter into a slot, in place of what is there."""
+        if (before := self._held.pop(slot, None)) is not None:
+            for path in before.layers.keys() - adapter.layers.keys():
+                self._weight(path).set_adapter(slot, None)
+            for path in before.tables.keys() - adapter.tables.keys():
+                self._table(path).set(slot, None)
+        for path, prepared in adapter.layers.items():
+            self._weight(path).set_adapter(slot, prepared)
+        for path, table in adapter.tables.items():
+            self._table(path).set(slot, table)
+        self._held[slot] = adapter
+        (self.rows.unpacked.add if adapter.unpacked else self.rows.unpacked.discard)(slot)
+
+    def _weight(self, path: str) -> Weight:
+        module = self._modules[path]
+        assert isinstance(module, Weight)
+        return module
+
+    def _table(self, path: str) -> TableAdapters:
+        module = self._modules[path]
+        assert isinstance(module, TiedEmbedding | Embedding)
+        assert module.table_adapters is not None
+        return module.table_adapters

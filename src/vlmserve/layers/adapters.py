@@ -1,0 +1,292 @@
+"""What adapters change in layers, for rows of a batch that have one (LoRA: https://arxiv.org/abs/2106.09685, DoRA:
+https://arxiv.org/abs/2402.09353).
+
+A model has a few slots for adapters. All its layers share one `AdapterRows`, which says which row of the batch that is
+being computed has the adapter of which slot.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Run(NamedTuple):
+    """Rows ``first <= row < last`` have the adapter of a slot; last None: all to the end."""
+
+    first: int
+    last: int | None
+    slot: int
+
+
+class AdapterRows:
+    """Which rows of the batch that is being computed have which adapter.
+
+    slots: int32, that of each row, below 0 for none; one for all rows if `stride` is 0. runs: of rows with an adapter.
+    unpacked: slots of adapters that replace weights within a decoder's layers, which programs do not know.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.unpacked: set[int] = set()
+        self._none = torch.empty(0, dtype=torch.int32)
+        self.clear()
+
+    @property
+    def active(self) -> bool:
+        """Whether any row has an adapter."""
+        return bool(self.runs)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether any row has an adapter that is `unpacked`."""
+        return any(run.slot in self.unpacked for run in self.runs)
+
+    def clear(self) -> None:
+        """No row has an adapter."""
+        self.runs: Sequence[Run] = ()
+        self.slots, self.stride = self._none, 0
+
+    def set_all(self, slot: int) -> None:
+        """All rows have the adapter of a slot; below 0: none."""
+        if slot < 0:
+            self.clear()
+            return
+        self.runs, self.slots, self.stride = (Run(0, None, slot),), torch.tensor([slot], dtype=torch.int32), 0
+
+    def set(self, slots: np.ndarray) -> None:
+        """slots: int32, a slot for each row."""
+        borders = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
+        runs = [Run(a, b, int(slots[a])) for a, b in itertools.pairwise(borders) if a < b]
+        self.runs = [run for run in runs if run.slot >= 0]
+        self.slots, self.stride = torch.from_numpy(slots), 1
+
+
+class LowRank(NamedTuple):
+    """``up @ down`` is added to rows ``start <= i < start + len(up)`` of a weight.
+
+    down: ``[rank, in_features]``. up: ``[outputs, rank]``, with the adapter's scale.
+    """
+
+    down: Tensor
+    up: Tensor
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an adapter changes in a product: ``y = factor * (W x + up (down x)) + shift`` before bias and activation.
+
+    factor, shift: float32 ``[out_features]``; None: 1 and 0. weight, bias: in place of the layer's own, all of it.
+    outputs: int64 indices of outputs, and the rows of the weight in place of the layer's own there.
+    """
+
+    parts: tuple[LowRank, ...] = ()
+    factor: Tensor | None = None
+    shift: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    outputs: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether it changes what the layer's own weight gives."""
+        return bool(self.parts) or self.factor is not None or self.shift is not None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether rows of the weight are replaced."""
+        return self.weight is not None or self.outputs is not None
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Change:
+        """The same for inputs of a type on a device."""
+        parts = tuple(LowRank(down.to(device, dtype), up.to(device, dtype), start) for down, up, start in self.parts)
+        factor, shift = (
+            None if values is None else values.to(device, torch.float32) for values in (self.factor, self.shift)
+        )
+        weight, bias = (None if values is None else values.to(device, dtype) for values in (self.weight, self.bias))
+        outputs = None if self.outputs is None else (self.outputs[0].to(device), self.outputs[1].to(device, dtype))
+        return Change(parts, factor, shift, weight, bias, outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """What an adapter changes in a table of embeddings.
+
+    low_rank: ``[count, rank]`` and ``[size, rank]``, the second with the adapter's scale. factor: float32 ``[size]``;
+    None: 1. rows: int64 indices, and the vectors that stand there. weight: in place of the whole table.
+    """
+
+    low_rank: tuple[Tensor, Tensor] | None = None
+    factor: Tensor | None = None
+    rows: tuple[Tensor, Tensor] | None = None
+    weight: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        tensors = [*(self.low_rank or ()), *(self.rows or ()), self.factor, self.weight]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def apply(self, indices: Tensor, vectors: Tensor) -> Tensor:
+        """The vectors ``[rows, size]`` of those indices, changed."""
+        if self.weight is not None:
+            vectors = F.embedding(indices, self.weight)
+        if self.low_rank is not None:
+            down, up = self.low_rank
+            vectors = vectors + F.linear(F.embedding(indices, down), up)
+        if self.factor is not None:
+            vectors = (vectors * self.factor).to(vectors.dtype)
+        if self.rows is not None:
+            places, rows = self.rows
+            found = indices[:, None] == places
+            vectors = torch.where(found.any(1)[:, None], rows[found.int().argmax(1)], vectors)
+        return vectors
+
+
+class PackedChange(Protocol):
+    """A `Change` as a product's kernel reads it. rank: of its first factors together, as they are padded."""
+
+    rank: int
+    num_bytes: int
+
+    @property
+    def address(self) -> int: ...
+
+
+@runtime_checkable
+class PacksChanges(Protocol):
+    """A `Product` whose kernel computes adapters."""
+
+    def pack_change(self, change: Change) -> PackedChange:
+        """The parts, factor and shift of a change, for the kernel."""
+        ...
+
+
+class PreparedChange(NamedTuple):
+    """A change as a layer takes it. packed: its parts, factor and shift, where the layer's kernel computes them; then
+    `change` has the rest only."""
+
+    change: Change
+    packed: PackedChange | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        change = self.change
+        tensors = [tensor for part in change.parts for tensor in part[:2]]
+        tensors += [one for one in (change.factor, change.shift, change.weight, change.bias) if one is not None]
+        tensors += change.outputs or ()
+        return sum(tensor.nbytes for tensor in tensors) + (0 if self.packed is None else self.packed.num_bytes)
+
+
+class TableAdapters:
+    """The adapters of a table of embeddings, by slot."""
+
+    def __init__(self, rows: AdapterRows) -> None:
+        self._rows = rows
+        self._changes: dict[int, TableChange] = {}
+
+    def set(self, slot: int, change: TableChange | None) -> None:
+        """Put an adapter into a slot; None: empty it."""
+        self._changes.pop(slot, None)
+        if change is not None:
+            self._changes[slot] = change
+
+    def apply(self, indices: Tensor, vectors: Tensor) -> Tensor:
+        """``[rows, size]``, a table's vectors at ``[rows]`` indices, with what adapters change. Overwrites them."""
+        for first, last, slot in self._rows.runs:
+            if (change := self._changes.get(slot)) is not None:
+                vectors[first:last] = change.apply(indices[first:last], vectors[first:last])
+        return vectors
+
+
+class LinearAdapters:
+    """The adapters of a product, by slot."""
+
+    def __init__(self, rows: AdapterRows) -> None:
+        self._rows = rows
+        self._changes: dict[int, PreparedChange] = {}
+        # What kernels read: the highest rank, then the address of each slot's adapter.
+        self.table = torch.zeros(1 + rows.num_slots, dtype=torch.int64)
+
+    @property
+    def active(self) -> bool:
+        """Whether any row of this batch may have a change."""
+        return bool(self._changes) and self._rows.active
+
+    @property
+    def replaces(self) -> bool:
+        """Whether weights are replaced for any row of this batch."""
+        changes = (self._changes.get(run.slot) for run in self._rows.runs)
+        return any(prepared is not None and prepared.change.replaces for prepared in changes)
+
+    @property
+    def row_slots(self) -> tuple[Tensor, int]:
+        """`AdapterRows.slots` and their stride."""
+        return self._rows.slots, self._rows.stride
+
+    def set(self, slot: int, prepared: PreparedChange | None) -> None:
+        """Put an adapter into a slot; None: empty it."""
+        self._changes.pop(slot, None)
+        if prepared is not None:
+            self._changes[slot] = prepared
+        packed = {place: one.packed for place, one in self._changes.items() if one.packed is not None}
+        addresses = [packed[place].address if place in packed else 0 for place in range(self._rows.num_slots)]
+        most = max((one.rank for one in packed.values()), default=0)
+        self.table.copy_(torch.tensor([most, *addresses]))
+
+    def change(self, x: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
+        """What a product gave for ``[..., in_features]``, its bias added and no activation, with what adapters change.
+        Overwrites it."""
+        inputs, outputs = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
+        for first, last, slot in self._rows.runs:
+            if (prepared := self._changes.get(slot)) is not None:
+                _apply(prepared.change, inputs[first:last], outputs[first:last], bias)
+        return output
+
+    def replace(self, x: Tensor, residual: Tensor | None, output: Tensor, finish: Finish) -> Tensor:
+        """The final result with rows and outputs recomputed whose weights are replaced. Overwrites it.
+
+        finish: a product with the layer's epilogue.
+        """
+        for first, last, slot in self._rows.runs:
+            if slot not in self._changes:
+                continue
+            change = self._changes[slot].change
+            inputs = x.reshape(-1, x.shape[-1])[first:last]
+            results = output.view(-1, output.shape[-1])[first:last]
+            if change.weight is not None:
+                added = None if residual is None else residual.reshape(-1, residual.shape[-1])[first:last]
+                results.copy_(finish(change.weight, change.bias, inputs, added))
+            if change.outputs is not None:
+                places, weight = change.outputs
+                results[:, places] = F.linear(inputs, weight).to(results.dtype)
+        return output
+
+
+class Finish(Protocol):
+    """A product of rows with a weight and a bias, with a layer's epilogue and a residual."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor: ...
+
+
+def _apply(change: Change, x: Tensor, output: Tensor, bias: Tensor | None) -> None:
+    """x: ``[rows, in_features]``. output: ``[rows, out_features]``, in place."""
+    if change.factor is not None and bias is not None:
+        output -= bias
+    for down, up, start in change.parts:
+        output[:, start : start + len(up)] += F.linear(F.linear(x, down), up).to(output.dtype)
+    if change.factor is not None:
+        output *= change.factor
+        if bias is not None:
+            output += bias
+    if change.shift is not None:
+        output += change.shift

@@ -1,0 +1,112 @@
+"""A loaded model as adapters see it: its layers by the names that they have in checkpoints, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.config import QuantizationConfig
+from vlmserve.layers.linear import Embedding, Linear, MergedLinear, TiedEmbedding, Weight
+from vlmserve.models.packed import read_weight
+from vlmserve.models.weights import Checkpoint, weight_names
+from vlmserve.quant.layout import Layout
+from vlmserve.quant.rtn import round_to_nearest
+
+EMBEDDINGS, HEAD = "language_model.embed_tokens", "language_model.lm_head"
+
+
+class Place(NamedTuple):
+    """Where a checkpoint's layer is: outputs ``start <= i < start + size`` of the module at `path`.
+
+    name: its canonical name. is_table: as a table of embeddings, of `size` entries.
+    """
+
+    name: str
+    path: str
+    start: int
+    size: int
+    in_features: int
+    is_table: bool = False
+
+
+@dataclass(frozen=True)
+class AdaptableModel:
+    """A model whose layers can have adapters.
+
+    modules: all of them, under the names of weights. checkpoint: that they were loaded from. layouts: how it holds
+    weights of few bits. quantization: of weights that were rounded at load. dtype: of inputs of layers.
+    """
+
+    modules: nn.Module
+    checkpoint: Checkpoint
+    layouts: Sequence[Layout]
+    quantization: QuantizationConfig | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def canonical(self, name: str) -> str:
+        """The canonical name of a module that transformers calls so, in any of its releases."""
+        return self.checkpoint.canonical(f"{name}.weight").removesuffix(".weight")
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """By canonical name, the layers that can have adapters."""
+        found: dict[str, Place] = {}
+        for path, module in self.modules.named_modules():
+            if isinstance(module, TiedEmbedding):
+                count, size = module.out_features, module.in_features
+                found[path] = Place(path, path, 0, count, size, is_table=True)
+                found[HEAD] = Place(HEAD, path, 0, count, size)
+            elif isinstance(module, Embedding):
+                count, size = module.weight.shape
+                found[path] = Place(path, path, 0, count, size, is_table=True)
+            elif isinstance(module, Weight):
+                start = 0
+                sizes = module.parts.values() if isinstance(module, MergedLinear) else [module.out_features]
+                for name, size in zip(weight_names(path, module), sizes, strict=True):
+                    layer = name.removesuffix(".weight")
+                    found[layer] = Place(layer, path, start, size, module.in_features)
+                    start += size
+        return found
+
+    def base_weight(self, name: str) -> Tensor:
+        """A layer's weight by its canonical name, as the model computes with it, float32 ``[outputs, in_features]``."""
+        place = self.places[name]
+        stored = EMBEDDINGS if name == HEAD and place.path == EMBEDDINGS else name
+        weight = read_weight(self.checkpoint, self.layouts, f"{stored}.weight").flatten(1)
+        module = self.weight_at(place.path)
+        if self.quantization is None or not isinstance(module, Weight) or module.bits is None:
+            return weight
+        config = self.quantization
+        rounded = round_to_nearest(weight, bits=module.bits, group_size=config.group_size, symmetric=config.symmetric)
+        return rounded.dequantize()
+
+    def base_bias(self, place: Place) -> Tensor:
+        """A layer's bias in the order of checkpoints, float32. Raises AttributeError for one without."""
+        module = self.weight_at(place.path)
+        bias = module.bias
+        assert isinstance(bias, Tensor)
+        bias = bias.detach().float().cpu()
+        if isinstance(module, Linear) and module.order is not None:
+            bias = torch.empty_like(bias).index_copy_(0, module.order.cpu(), bias)
+        return bias[place.start : place.start + place.size]
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the table of embeddings is the output head as well."""
+        return isinstance(self.weight_at(EMBEDDINGS), TiedEmbedding)
+
+    def weight_at(self, path: str) -> nn.Module:
+        """The module at a path."""
+        return self.modules.get_submodule(path)
+
+    def lacks(self, name: str) -> bool:
+        """Whether the checkpoint has a layer that the model does not compute, like those of a vision tower whose output
+        nobody reads."""
+        known = {path for path, _ in self.modules.named_modules()}
+        return name not in known and name not in self.places and f"{name}.weight" in self.checkpoint.names

@@ -1,0 +1,69 @@
+"""Slots for adapters: who waits, who overtakes, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmserve.scheduler.adapters import AdapterScheduler
+
+
+def request(number: int, adapter: str) -> SimpleNamespace:
+    return SimpleNamespace(request_id=str(number), adapter=adapter.encode())
+
+
+def test_a_request_waits_for_a_slot_and_those_of_other_adapters_do_not():
+    slots = AdapterScheduler(1, lambda digest: True)
+    first, other, base, same = request(0, "a"), request(1, "b"), request(2, ""), request(3, "a")
+    slots.begin_step()
+    assert slots.may_run(first)
+    slots.acquire(first)
+    assert slots.may_run(same), "nobody waits for its slot"
+    assert not slots.may_run(other)
+    assert slots.may_run(base)
+    assert not slots.may_run(same), "or it might keep the slot for ever"
+    slots.release(first)
+    slots.begin_step()
+    assert slots.may_run(other)
+    slots.acquire(other)
+    assert [load.digest for load in slots.take_loads()] == [b"b"], "what never ran need not be loaded"
+
+
+def test_an_adapter_that_is_not_in_memory_costs_nobody_a_slot():
+    slots = AdapterScheduler(1, lambda digest: digest != b"b")
+    first = request(0, "a")
+    slots.acquire(first)
+    slots.begin_step()
+    assert not slots.may_run(request(1, "b"))
+    assert slots.may_run(request(2, "a"))
+
+
+@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=40))
+def test_all_requests_run_and_each_has_its_adapter_in_a_slot(num_slots, wanted):
+    """wanted: an adapter and how many steps it runs for; 0 is the base model."""
+    slots = AdapterScheduler(num_slots, lambda digest: True)
+    waiting = [request(number, str(adapter or "")) for number, (adapter, _) in enumerate(wanted)]
+    left = {str(number): steps for number, (_, steps) in enumerate(wanted)}
+    running, held = [], {}
+    for _ in range(5 * len(wanted) + 1):
+        slots.begin_step()
+        for one in waiting[:]:
+            if slots.may_run(one):
+                waiting.remove(one)
+                slots.acquire(one)
+                running.append(one)
+        for load in slots.take_loads():
+            held[load.slot] = load.digest
+        assert len(held) <= num_slots
+        assert all(one.adapter in held.values() for one in running if one.adapter)
+        assert slots.num_active == len({one.adapter for one in running if one.adapter})
+        for one in running[:]:
+            left[one.request_id] -= 1
+            if not left[one.request_id]:
+                running.remove(one)
+                slots.release(one)
+    assert not waiting
+    assert not running
+    assert slots.num_active == 0
