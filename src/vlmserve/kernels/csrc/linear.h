@@ -122,13 +122,17 @@ INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sum
     }
 }
 
+// How many elements of a weight are read while one input is prepared, about: it is rounded, or written where its row is
+// interleaved with others.
+constexpr long PREPARED_INPUT = 8;
+
 // A product: `prepare(block)` for each block of rows (of at most MOST), then `multiply(tile, first, last)` for each tile
 // with a range of blocks. row_bytes: what a prepared row takes.
 template <int MOST, class Prepare, class Multiply>
 INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, Multiply multiply) {
     long blocks = num_blocks(args.rows, MOST), tiles = num_tiles(args.out, args.gated);
     long cached_blocks = larger(1, smaller(CACHED_BYTES / (row_bytes * MOST), CACHED_ROWS / MOST));
-    each_range(args.threads, blocks, args.in * MOST, [&](long from, long to, int) {
+    each_range(args.threads, blocks, args.in * MOST * PREPARED_INPUT, [&](long from, long to, int) {
         for (long block = from; block < to; ++block) prepare(block);
     });
     if (args.adapters) shrink(args);
