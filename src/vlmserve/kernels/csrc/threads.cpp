@@ -21,6 +21,9 @@ namespace {
 // Threads at most, the caller included.
 constexpr int MOST_THREADS = 256;
 constexpr std::chrono::microseconds SPIN{30};
+// How long a thread spins for work where it last came as soon as that: between the steps of a small model lies Python's
+// part of a step.
+constexpr std::chrono::microseconds STEP_SPIN{200};
 // Over what time waits are compared with work, and for how long the caller then computes alone.
 constexpr std::chrono::milliseconds WINDOW{10}, ALONE{100};
 // A word of claims: the number of the work, and how many indices of a range are claimed.
@@ -46,10 +49,10 @@ Clock::duration cpu_time() {
     return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 }
 
-// Whether `done()` comes true within `SPIN`.
+// Whether `done()` comes true within `time`.
 template <class Done>
-bool spin_until(Done done) {
-    auto end = Clock::now() + SPIN;
+bool spin_until(std::chrono::microseconds time, Done done) {
+    auto end = Clock::now() + time;
     do {
         for (int i = 0; i < 32; ++i) {
             if (done()) return true;
@@ -113,7 +116,7 @@ public:
         finish(take_part(job, number, 0));
         if (is_done()) return;
         Clock::time_point start = Clock::now();
-        if (spin_until([&] { return is_done(); })) return;
+        if (spin_until(SPIN, [&] { return is_done(); })) return;
         {
             std::unique_lock<std::mutex> lock(mutex_);
             caller_sleeps_.store(true);
@@ -183,13 +186,21 @@ private:
         return number % 2 == 0 && number_.load(std::memory_order_relaxed) == number ? number : 0;
     }
 
+    template <class Done>
+    void sleep_until(Done is_new) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        // Said before each wait: the caller may wake a thread for a job that it has seen already.
+        for (threads_sleep_.store(true); !is_new(); threads_sleep_.store(true)) published_.wait(lock);
+    }
+
     void serve(int thread) {
+        bool comes_soon = false;
         for (std::uint64_t seen = 0;;) {
             auto is_new = [&] { return number_.load() > seen; };
-            if (!spin_until(is_new)) {
-                std::unique_lock<std::mutex> lock(mutex_);
-                // Said before each wait: the caller may wake a thread for a job that it has seen already.
-                for (threads_sleep_.store(true); !is_new(); threads_sleep_.store(true)) published_.wait(lock);
+            if (!spin_until(SPIN, is_new)) {
+                Clock::time_point start = Clock::now();
+                if (!comes_soon || !spin_until(STEP_SPIN, is_new)) sleep_until(is_new);
+                comes_soon = Clock::now() - start < STEP_SPIN;
             }
             Job job;
             std::uint64_t number = read(job);
