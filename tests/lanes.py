@@ -14,7 +14,8 @@ _SLOW = {
     "benchmarks": "soak",
     "cli": "help vllm",
     "engine": """blip drafts families gemma3 moondream original_families parity qwen_chat qwen_vl sampling static_parity
-        static_qwen_vl static_sampling stress structured tiles transformers_backend transformers_images""",
+        static_qwen_vl static_sampling static_stress stress structured tiles transformers_backend
+        transformers_images""",
     "frontend": "beams",
     "kernels": "attention_backends cpu_attention",
     "kernels/triton": "attention compiled products sampling",

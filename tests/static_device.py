@@ -6,7 +6,7 @@ step in which it was. So whatever a step takes from anywhere else than static me
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.torch_cache import write
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.kernels.torch_sampling import Changes, DrawLater, Filters, draw
 from vlmserve.kernels.torch_scores import attention_weights
 
 
@@ -107,19 +108,53 @@ class StaticAttention(TorchReference):
         return (weights @ values).to(query.dtype).flatten(1)
 
 
+class StaticDraw:
+    """Draws from what was uploaded, as kernels do. A `DrawLater`."""
+
+    def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[np.ndarray]:
+        """See `DrawLater.arrays`."""
+        return [*(np.asarray(values, np.float64) for values in filters), np.asarray(numbers, np.float64), *changes]
+
+    def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
+        """See `DrawLater.launch`."""
+        temperatures, top_ks, top_ps, min_ps, numbers, (rows, ids), (biases, repetition, subtracted) = uploaded
+        changed = logits[rows, ids] + biases
+        changed = torch.where(changed > 0, changed / repetition, changed * repetition)
+        logits[rows, ids] = changed - subtracted
+        filters = Filters(temperatures.tolist(), top_ks.int().tolist(), top_ps.tolist(), min_ps.tolist())
+        return torch.tensor(draw(logits, **filters._asdict(), numbers=numbers.tolist()), dtype=torch.int32)
+
+
 class StaticDevice(CpuDevice):
-    """A CPU that runs steps as a GPU does. `executors` are those that it has given out."""
+    """A CPU that runs steps as a GPU does, one ahead. `executors` are those that it has given out."""
 
     padding_blocks = 1
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
+        self.num_running = self.num_ahead = 0
         self._staging = Staging(torch_device, reserve=2**16)
         self.executors: list[GraphExecutor] = []
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`."""
         return self._staging.upload(arrays)
+
+    @property
+    def draw_later(self) -> DrawLater | None:
+        """See `Device.draw_later`."""
+        return StaticDraw()
+
+    def download(self, tensor: Tensor) -> Callable[[], list[int]]:
+        """See `Device.download`. `num_ahead` counts how often one begins before the one before has ended."""
+        self.num_ahead += self.num_running > 0
+        self.num_running += 1
+
+        def values() -> list[int]:
+            self.num_running -= 1
+            return tensor.tolist()
+
+        return values
 
     def padded_decodes(self, count: int) -> int:
         """See `Device.padded_decodes`."""
@@ -158,3 +193,4 @@ def static_devices() -> Iterator[list[StaticDevice]]:
         patch.setitem(choice.KINDS, "cpu", opened)
         yield devices
     assert any(executor.num_captured for device in devices for executor in device.executors)
+    assert any(device.num_ahead for device in devices)

@@ -59,6 +59,7 @@ def test_decodes_go_through_the_runner(tmp_path: Path) -> None:
     }  # fmt: skip
     for figures in report.values():
         assert figures["tokens_s"] > 0
+        assert figures["tokens_s_one_ahead"] > 0
     assert report["int4, 1 streams"]["first_token_ms"] > 0
 
 

@@ -131,6 +131,7 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     assert isinstance(device.table(odd, torch.bfloat16), QuantizedProduct)
     assert device.norm(torch.ones(64), None, 1e-6) is not None
     assert device.norm(torch.ones(2**15), None, 1e-6) is None
+    assert device.norm(torch.ones(64), None, 1e-6, 1.0) is not None
 
 
 @pytest.mark.gpu

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import pytest
 
 from vlmserve.frames import pack, unpack
-from vlmserve.runner.runner import ModelRunner
+from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 
 
@@ -17,11 +16,9 @@ def messages() -> Iterator[None]:
     """The runner gets a copy of each step that has been through msgpack, and so does the scheduler of each output."""
     submit = ModelRunner.submit
 
-    def submit_message(self: ModelRunner, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        output = submit(self, unpack(pack(step), SchedulerOutput)).result()
-        handle: Future[ModelRunnerOutput] = Future()
-        handle.set_result(unpack(pack(output), ModelRunnerOutput))
-        return handle
+    def submit_message(self: ModelRunner, step: SchedulerOutput) -> RunningStep:
+        running = submit(self, unpack(pack(step), SchedulerOutput))
+        return RunningStep(lambda: unpack(pack(running.result()), ModelRunnerOutput))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "submit", submit_message)

@@ -136,9 +136,9 @@ class NativeCpuDevice(CpuDevice):
             return super().table(weight, dtype)
         return PackedLinear(weight, dtype=dtype, float_output=True)
 
-    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm | None:
-        """See `Operations.norm`."""
-        return NativeNorm(weight, bias, eps)
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
+        """See `Operations.norm`. The native kernel knows no offset."""
+        return None if offset else NativeNorm(weight, bias, eps)
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """See `Operations.encoder_attention`."""

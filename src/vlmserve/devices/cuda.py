@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +18,12 @@ from vlmserve.devices.staging import Staging
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.layers.operations import Epilogue, Norm, Product, Table
 from vlmserve.layers.products import QuantizedProduct
+
+if TYPE_CHECKING:
+    from vlmserve.kernels.triton.sampling import TritonDraw
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +100,26 @@ class CudaDevice(TorchDevice):
             self._staging = Staging(self.torch_device, reserve=STAGED_BYTES)
         return self._staging.upload(arrays)
 
+    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype) -> Tensor:
+        """See `Device.upload_pixels`. Through pinned memory, which torch keeps for the next images; numbers become
+        those of the other type on the device."""
+        host = torch.empty(pixels.shape, dtype=torch.from_numpy(pixels[:0].copy()).dtype, pin_memory=True)
+        np.copyto(host.numpy(), pixels)
+        return host.to(self.torch_device, non_blocking=True).to(dtype)
+
+    def download(self, tensor: Tensor) -> Callable[[], list[int]]:
+        """See `Device.download`. To pinned memory, which torch keeps for the next copies."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self.torch_device))
+
+        def values() -> list[int]:
+            copied.synchronize()
+            return host.tolist()
+
+        return values
+
     def clock(self) -> Clock:
         """See `Device.clock`."""
         return EventClock(self.torch_device)
@@ -134,10 +157,10 @@ class TritonDevice(CudaDevice):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
         self._captures = CudaCapture(torch_device)
-        self._draw: Draw | None = None
+        self._draw: TritonDraw | None = None
 
     @property
-    def draw(self) -> Draw:
+    def draw(self) -> TritonDraw:
         """See `Device.draw`."""
         if self._draw is None:
             from vlmserve.kernels.triton.sampling import TritonDraw
@@ -145,6 +168,11 @@ class TritonDevice(CudaDevice):
             options = Staging(self.torch_device)
             self._draw = TritonDraw(lambda values: options.upload([values])[0])
         return self._draw
+
+    @property
+    def draw_later(self) -> DrawLater | None:
+        """See `Device.draw_later`."""
+        return self.draw
 
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
@@ -172,11 +200,13 @@ class TritonDevice(CudaDevice):
             return super().table(weight, dtype)
         return TritonProduct(weight, dtype=dtype, float_output=True)
 
-    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm | None:
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
         """See `Operations.norm`."""
         from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
 
-        return TritonNorm(weight, bias, eps) if len(weight) <= MAX_SIZE else None
+        if len(weight) > MAX_SIZE:
+            return None
+        return TritonNorm(weight.float() + offset if offset else weight, bias, eps)
 
     def attention(
         self,

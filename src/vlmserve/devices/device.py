@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
-from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import Operations
 
@@ -67,6 +67,15 @@ class Device(Operations, Protocol):
         """Draws tokens."""
         ...
 
+    @property
+    def draw_later(self) -> DrawLater | None:
+        """Draws tokens that stay on the device; None: a step waits for its tokens, and the next one for the step."""
+        ...
+
+    def download(self, tensor: Tensor) -> Callable[[], list[int]]:
+        """Begin to copy integers to the host; what is returned waits for them."""
+        ...
+
     def attention(
         self,
         layers: Sequence[AttentionSpec],
@@ -88,6 +97,10 @@ class Device(Operations, Protocol):
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Arrays on the device, in one transfer; valid until the next one. They may share the arrays' memory, which
         must not change before the step has ended."""
+        ...
+
+    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype) -> Tensor:
+        """An image's numbers on the device, in another type; a copy of them."""
         ...
 
     def padded_decodes(self, count: int) -> int:

@@ -13,7 +13,7 @@ from vlmserve.kernels import torch_sampling
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
 from vlmserve.layers.products import torch_linear, torch_table
 
@@ -46,6 +46,15 @@ class TorchDevice:
         """See `Device.draw`."""
         return torch_sampling.draw
 
+    @property
+    def draw_later(self) -> DrawLater | None:
+        """See `Device.draw_later`."""
+        return None
+
+    def download(self, tensor: Tensor) -> Callable[[], list[int]]:
+        """See `Device.download`."""
+        return tensor.tolist
+
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:
@@ -56,7 +65,7 @@ class TorchDevice:
         """See `Operations.table`."""
         return torch_table(weight, dtype)
 
-    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm | None:
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
         """See `Operations.norm`."""
         return None
 
@@ -82,6 +91,11 @@ class TorchDevice:
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`."""
         return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
+
+    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype) -> Tensor:
+        """See `Device.upload_pixels`."""
+        # Not from_numpy: it warns of read-only arrays, and images' pixels are read-only, since requests share them.
+        return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
 
     def padded_decodes(self, count: int) -> int:
         """See `Device.padded_decodes`."""

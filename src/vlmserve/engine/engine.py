@@ -29,7 +29,7 @@ from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.memory import num_kv_blocks, run_largest_step
-from vlmserve.runner.runner import ModelRunner
+from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.adapters import AdapterScheduler
 from vlmserve.scheduler.beams import Beams
@@ -132,6 +132,9 @@ class Engine(BaseEngine):
         if self.adapters is not None:
             slots = RunnerAdapters(model, config.max_loras, self.adapters.get)
             places = AdapterScheduler(config.max_loras, self.adapters.is_loaded)
+        # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
+        self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
+        self._overlaps = model.device.draw_later is not None
         self._runner = ModelRunner(model, num_blocks, num_host_blocks, config.block_size, self._grammars.matcher, slots)
         self._scheduler = Scheduler(
             cache=self._cache,
@@ -204,12 +207,20 @@ class Engine(BaseEngine):
 
     def step(self) -> list[EngineOutput]:
         started = time.perf_counter()
-        step = self._scheduler.schedule()
-        if not step.has_work:
-            return []
-        planned = time.perf_counter()
-        output = self._runner.submit(step).result()
+        if self._ahead is None:
+            step = self._scheduler.schedule()
+            if not step.has_work:
+                return []
+            planned = time.perf_counter()
+            running = self._runner.submit(step)
+        else:
+            step, planned, running = self._ahead
+            self._ahead = None
+        if self._overlaps and (following := self._scheduler.schedule_ahead(step)) is not None:
+            self._ahead = following, time.perf_counter(), self._runner.submit(following)
+        output = running.result()
         ran = time.perf_counter()
+        self._scheduler.forget_ended(step, output)
         prompt_tokens = self._note_progress(step, output, planned, ran)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
@@ -224,7 +235,7 @@ class Engine(BaseEngine):
         ended = time.perf_counter()
         self._step_seconds += ended - started
         self._vision_seconds += output.timings.vision if step.encoded_keys else 0.0
-        self.timings = StepTimings(planned - started + ended - ran, output.timings)
+        self.timings = StepTimings(max(0.0, planned - started) + ended - ran, output.timings)
         return outputs
 
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float, ran: float) -> int:
@@ -260,7 +271,7 @@ class Engine(BaseEngine):
         self._scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        return len(self._scheduler) > 0
+        return len(self._scheduler) > 0 or self._ahead is not None
 
     def stats(self) -> EngineStats:
         host = self._cache.host

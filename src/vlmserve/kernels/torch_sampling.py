@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,6 +37,27 @@ class Draw(Protocol):
         what the one before has left; tokens that tie with the last one kept are kept, too. numbers: uniform in [0, 1),
         which decide the draw.
         """
+        ...
+
+
+class Changes(NamedTuple):
+    """What rows of logits are changed by before they are drawn from. entries: int64 ``[2, count]``: rows and tokens,
+    each pair once. amounts: float32 ``[3, count]``: what is added first, the repetition penalty, and what is subtracted
+    last."""
+
+    entries: npt.NDArray[np.int64]
+    amounts: npt.NDArray[np.float32]
+
+
+class DrawLater(Protocol):
+    """Draws tokens that stay on the device, so that the host need not wait for them."""
+
+    def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]:
+        """What has to be on the device, as `launch` takes it. temperatures of `filters` may be 0."""
+        ...
+
+    def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
+        """int32 ``[rows]``, as `Draw` gives them; never waits for the device. uploaded: `arrays` on the device."""
         ...
 
 

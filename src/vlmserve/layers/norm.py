@@ -34,9 +34,8 @@ class RMSNorm(Layer):
         return F.rms_norm(x, size, self.weight, self.eps)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`. A norm with an offset stays with torch: no kernel has it."""
-        if not self.offset:
-            self._kernel = operations.norm(self.weight.data, None, self.eps)
+        """See `Layer.arrange`."""
+        self._kernel = operations.norm(self.weight.data, None, self.eps, self.offset)
 
 
 class LayerNorm(Layer):

@@ -88,8 +88,9 @@ class Operations(Protocol):
         """Store an embedding table ``[count, size]`` that is the output head as well. dtype: of rows and inputs."""
         ...
 
-    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm | None:
-        """RMSNorm, or LayerNorm where there is a bias; weight and bias: ``[size]``. None: torch's operations."""
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
+        """RMSNorm, or LayerNorm where there is a bias; weight and bias: ``[size]``. offset: added to the weight, in
+        float32. None: torch's operations."""
         ...
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.runner.requests import RequestState, ScheduledRequest
+
+_NOTHING_DRAWN: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ class Batch:
     token_ids, positions: int64 ``[tokens]``; positions of long requests come after those of short ones; placeholders
     of images have token id 0, `image_rows` says to which images they belong. Where images have grids, positions are
     ``[3, tokens]``: frames, rows and columns. sampled_rows: int64, the rows whose next token may be sampled, in the
-    order of the requests. cross_rows: which rows attend to which states by cross attention.
+    order of the requests. cross_rows: which rows attend to which states by cross attention. drawn_rows: int64
+    ``[tokens]``: which of the tokens that the step before draws each row is; None: the tokens are known. further: what
+    else was uploaded.
     """
 
     token_ids: Tensor
@@ -51,6 +55,8 @@ class Batch:
     image_rows: list[ImageRows]
     sampled_rows: Tensor
     cross_rows: list[CrossAttentionRows]
+    drawn_rows: Tensor | None = None
+    further: Sequence[Tensor] = ()
 
 
 class BatchDevice(Protocol):
@@ -84,8 +90,17 @@ class BatchBuilder:
         # Which table each row holds, and how many blocks of it.
         self._rows: list[tuple[array[int] | None, int]] = []
 
-    def build(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
-        """The batch of at least one request."""
+    def build(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        drawn: Mapping[str, int] = _NOTHING_DRAWN,
+        further: Sequence[np.ndarray] = (),
+    ) -> Batch:
+        """The batch of at least one request.
+
+        drawn: by request, which of the tokens that the step before draws is its; asked for where they are pending:
+        either all are, or none. further: arrays to upload along.
+        """
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
         num_tokens, width = sum(counts), max(len(request.state.block_table) for request in scheduled)
@@ -117,7 +132,12 @@ class BatchBuilder:
         # Those rows that are drawn from come last: their number is no part of the shapes of a padded batch.
         arrays: list[np.ndarray] = [starts, np.asarray(context_lens, np.int32), self._tables[: len(counts), :width]]
         arrays += [slots, token_ids, in_grids, _sampled_rows(scheduled, ends)]
-        query_starts, contexts, tables, slot_mapping, tokens, places, sampled_rows = self._device.upload(arrays)
+        pending = scheduled[0].pending
+        if pending:
+            sources = [drawn[request.state.request_id] for request in scheduled]
+            arrays.append(np.asarray(sources + [0] * padding, np.int64))
+        uploaded = self._device.upload([*arrays, *further])
+        query_starts, contexts, tables, slot_mapping, tokens, places, sampled_rows = uploaded[:7]
         metadata = BatchMetadata(
             query_starts=query_starts,
             context_lens=contexts,
@@ -140,6 +160,8 @@ class BatchBuilder:
                 for end, request in zip(ends, scheduled, strict=True)
                 if request.state.cross_key is not None
             ],
+            drawn_rows=uploaded[7] if pending else None,
+            further=uploaded[len(arrays) :],
         )
 
     def _pad(self, num_tokens: int, padding: int) -> None:
@@ -180,7 +202,7 @@ class BatchBuilder:
         for request in scheduled:
             state, start, count = request.state, request.start, request.num_tokens
             if count == 1:
-                token_ids[row] = state.token_ids[start]
+                token_ids[row] = 0 if request.pending else state.token_ids[start]
             else:
                 token_ids[row : row + count] = state.token_ids[start : start + count] + request.draft_token_ids
             if state.images and start < state.num_prompt_tokens:

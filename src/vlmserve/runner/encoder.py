@@ -75,8 +75,7 @@ class ImageEncoder:
         return self._model.vision
 
     def _pixels(self, image: ImageInput) -> Tensor:
-        # Not from_numpy: it warns of read-only arrays, and images' pixels are read-only, since requests share them.
-        return torch.tensor(image.pixels, device=self._model.device.torch_device, dtype=self._model.dtype)
+        return self._model.device.upload_pixels(image.pixels, self._model.dtype)
 
     def _encode(self, images: list[ImageInput]) -> int:
         """All of them that have the same adapter in one call."""

@@ -82,9 +82,9 @@ class RequestState:
         """Images with a placeholder in ``start <= i < end``."""
         return [image for image in self.images if image.start < end and image.end > start]
 
-    def sampling_row(self) -> SamplingRow:
-        """How the next token is sampled."""
-        num_generated = len(self.token_ids) - self.num_prompt_tokens
+    def sampling_row(self, pending: int = 0) -> SamplingRow:
+        """How the next token is sampled. pending: tokens before it that are not known here yet."""
+        num_generated = len(self.token_ids) - self.num_prompt_tokens + pending
         may_end = num_generated >= self.params.min_tokens
         banned, allowed = _NOTHING_BANNED, None
         if self.matcher is not None:
@@ -121,6 +121,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Tokens ``start <= i < start + num_tokens`` of a request, the last of which are drafts.
 
     num_sampled: how many of the last of them may be followed by a sampled token: 0 in a chunk of a prompt but the last.
+    pending: its only token is the one that the step before draws, which is not known here yet.
     """
 
     state: RequestState
@@ -128,6 +129,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     draft_token_ids: list[int]
     num_sampled: int
+    pending: bool = False
 
 
 class RequestStates:
@@ -159,8 +161,9 @@ class RequestStates:
         for request in step.requests:
             state, start, num_tokens = states[request.request_id], request.start, request.num_tokens
             drafts = step.draft_token_ids.get(request.request_id, _NO_DRAFTS)
-            num_sampled = start + num_tokens + 1 - len(state.token_ids)
-            scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled if num_sampled > 0 else 0)
+            pending = start == len(state.token_ids)
+            num_sampled = 1 if pending else max(0, start + num_tokens + 1 - len(state.token_ids))
+            scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled, pending)
             (decodes if num_tokens == 1 else others).append(scheduled)
         if self._has_adapters:
             decodes.sort(key=_adapter)

@@ -47,6 +47,24 @@ def sample_tokens(logits: Tensor, batch: Sequence[ScheduledRequest], output: Mod
         depth += 1
 
 
+def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
+    """Whether at most one token of each request is wanted, and nothing on the host has a say in it."""
+    return all(
+        request.num_sampled <= 1
+        and not request.draft_token_ids
+        and request.state.matcher is None
+        and request.state.params.logprobs is None
+        for request in batch
+    )
+
+
+def append_drawn(tokens: Sequence[int], drawn: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
+    """Append tokens that were drawn later, one of each request in order, to their states and to `output`."""
+    for request, token in zip(drawn, tokens, strict=True):
+        output.token_ids[request.state.request_id] = []
+        _append(request.state, None if token < 0 else token, output)
+
+
 def _sample_once(
     logits: Tensor, states: Sequence[RequestState], output: ModelRunnerOutput, draw: Draw
 ) -> list[int | None]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.kernels.torch_sampling import Changes, Draw, Filters
 from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.types import SamplingParams
@@ -63,15 +63,47 @@ def sample(logits: Tensor, rows: list[SamplingRow], draw: Draw) -> list[int | No
     for number, row in enumerate(rows):
         if row.banned:
             logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
-    tokens = draw(
-        logits,
-        temperatures=[row.params.temperature for row in rows],
-        top_ks=[row.params.top_k for row in rows],
-        top_ps=[row.params.top_p for row in rows],
-        min_ps=[row.params.min_p for row in rows],
-        numbers=[uniform(row.seed, row.num_generated) if row.params.temperature else 0.0 for row in rows],
-    )
+    filters, numbers = filters_of(rows)
+    tokens = draw(logits, **filters._asdict(), numbers=numbers)
     return [None if token < 0 else token for token in tokens]
+
+
+def filters_of(rows: Sequence[SamplingRow]) -> tuple[Filters, list[float]]:
+    """How rows are filtered, and the numbers that decide their draws."""
+    params = [row.params for row in rows]
+    filters = Filters(
+        [one.temperature for one in params],
+        [one.top_k for one in params],
+        [one.top_p for one in params],
+        [one.min_p for one in params],
+    )
+    return filters, [uniform(row.seed, row.num_generated) if row.params.temperature else 0.0 for row in rows]
+
+
+def changes_of(rows: Sequence[SamplingRow]) -> Changes:
+    """The biases, penalties and bans of rows, each token of a row once: a ban is a bias of minus infinity."""
+    entries, amounts = [np.empty((2, 0), np.int64)], [np.empty((3, 0), np.float32)]
+    for number, row in enumerate(rows):
+        processor = row.logits_processor
+        if processor is None and not row.banned:
+            continue
+        banned = np.fromiter(row.banned, np.int64, len(row.banned))
+        counts = None if processor is None else processor.counts
+        biased = banned[:0] if processor is None else processor.bias_ids
+        counted = banned[:0] if counts is None else counts.ids
+        ids = np.unique(np.concatenate((banned, biased, counted)))
+        own = np.zeros((3, len(ids)), np.float32)
+        own[1] = 1.0
+        if processor is not None:
+            own[0, np.searchsorted(ids, biased)] = processor.biases
+        if processor is not None and counts is not None:
+            places = np.searchsorted(ids, counted)
+            own[1, places] = processor.params.repetition_penalty
+            own[2, places] = processor.subtracted
+        own[0, np.searchsorted(ids, banned)] = -np.inf
+        entries.append(np.stack((np.full(len(ids), number), ids)))
+        amounts.append(own)
+    return Changes(np.concatenate(entries, 1), np.concatenate(amounts, 1))
 
 
 def _forbid(row: Tensor, forbidden: Allowed) -> None:

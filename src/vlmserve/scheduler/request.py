@@ -170,6 +170,11 @@ class Request:
             adapter=self.adapter,
         )
 
+    def next_token(self) -> CachedRequest:
+        """The message that schedules the token which the step before gives, and which is not known yet."""
+        sent, self._num_blocks_sent = self._num_blocks_sent, len(self.block_table)
+        return CachedRequest(self.request_id, len(self.token_ids), 1, tuple(self.block_table[sent:]))
+
     def fork(self, request_id: str, token_id: int) -> Request:
         """Another request with the same tokens and one more. It holds nothing, and the runner does not know it."""
         child = copy.copy(self)

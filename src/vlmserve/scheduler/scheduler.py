@@ -17,6 +17,7 @@ import msgspec
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.prefix import Hit, PrefixCache
 from vlmserve.scheduler.adapters import AdapterScheduler
+from vlmserve.scheduler.ahead import plan_ahead
 from vlmserve.scheduler.answers import extend_answer
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.images import ImageScheduler
@@ -120,6 +121,43 @@ class Scheduler:
             if self.adapters is not None:
                 step.adapter_loads = self.adapters.take_loads()
         return step
+
+    def schedule_ahead(self, step: SchedulerOutput) -> SchedulerOutput | None:
+        """Plan what follows on a step whose tokens are not known yet: one more token for each of its requests that ends
+        with none but an end token. None: that depends on the tokens, or something else is to be done first.
+
+        An answer that ends with a token of `step` is in the plan in vain: `forget_ended` drops what comes of it.
+        """
+        if self._searches or self.propose_drafts is not None or step.draft_token_ids:
+            return None
+        if self.waiting and len(self.running) < self._max_num_seqs:
+            return None
+        pairs = [(one, request) for one in step.requests if (request := self._known(one.request_id)) is not None]
+        if len(pairs) != len(self.running):
+            return None
+        messages = plan_ahead(pairs, self.pool, self._block_size)
+        if messages is None:
+            return None
+        following = SchedulerOutput(cached_requests=messages)
+        following.block_copies, self.cache.block_copies = self.cache.block_copies, []
+        following.blocks_to_zero, self._not_finite = self._not_finite, []
+        following.finished_request_ids, self._finished = self._finished, []
+        return following
+
+    def forget_ended(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Drop what concerns requests that ended after the step was planned."""
+        ended = {one.request_id for one in step.requests if self._known(one.request_id) is None}
+        if ended:
+            step.cached_requests = [one for one in step.cached_requests if one.request_id not in ended]
+            step.new_requests = [one for one in step.new_requests if one.request_id not in ended]
+            for results in (output.token_ids, output.logprobs, output.prompt_logprobs, output.failures):
+                for request_id in ended:
+                    results.pop(request_id, None)
+
+    def _known(self, request_id: str) -> Request | None:
+        """An unfinished request that was part of a step. Another one may have the id of one that has ended."""
+        request = self._requests.get(request_id)
+        return request if request is not None and request.known_to_runner else None
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
         """Apply the output of a step. Finished requests free all they hold.

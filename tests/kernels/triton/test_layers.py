@@ -18,6 +18,7 @@ from vlmserve.devices import choice
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.layers.norm import RMSNorm
 from vlmserve.models.registry import load_model
 
 pytestmark = pytest.mark.skipif(
@@ -100,6 +101,17 @@ def test_a_decoder_by_the_kernels_gives_the_logits_of_torchs_operations(folder: 
     with torch.inference_mode():
         for our, their in zip(logits(ours, sequences, steps), logits(theirs, sequences, steps), strict=True):
             torch.testing.assert_close(our, their, atol=2e-3 if bits == "int4" else 1e-4, rtol=1e-3)
+
+
+def test_norms_have_offsets() -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(40, 1e-6, dtype=torch.float16, device=CPU, offset=1.0)
+    norm.weight.data.normal_()
+    x = torch.randn(3, 40).half()
+    by_torch = norm(x)
+    norm.arrange(InterpretedDevice(CPU))
+    assert norm._kernel is not None
+    torch.testing.assert_close(norm(x), by_torch, atol=2e-3, rtol=2e-3)
 
 
 def test_a_layer_of_decodes_takes_nine_launches(folder: Path, launches: Launches) -> None:

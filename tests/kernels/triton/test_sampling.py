@@ -153,5 +153,5 @@ def test_biases_and_penalties_change_their_tokens_alone(device: torch.device) ->
         logit = expected[row, token] + bias
         expected[row, token] = (logit / repetition if logit > 0 else logit * repetition) - subtracted
     on_device = logits.to(device)
-    change(on_device, lambda values: torch.from_numpy(values).to(device), entries, changes)
+    change(on_device, *(torch.from_numpy(values).to(device) for values in (entries, changes)))
     torch.testing.assert_close(on_device.cpu().double(), expected, atol=1e-5, rtol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from vlmserve.kernels.torch_sampling import Changes, Filters
 from vlmserve.kernels.triton.sampling_kernels import change_logits, draw_rows
 
 BLOCK = 2048
@@ -19,7 +21,7 @@ Upload = Callable[[np.ndarray], Tensor]
 
 
 class TritonDraw:
-    """Draws tokens. A `Draw`; upload: the device's."""
+    """Draws tokens. A `Draw` and a `DrawLater`; upload: the device's."""
 
     def __init__(self, upload: Upload, block: int = BLOCK) -> None:
         """block: logits that a program looks at at a time."""
@@ -36,15 +38,35 @@ class TritonDraw:
         numbers: Sequence[float],
     ) -> list[int]:
         """See `Draw`."""
-        rows, vocabulary = logits.shape
-        if not rows:
+        if not len(logits):
             return []
+        filters = Filters(temperatures, top_ks, top_ps, min_ps)
+        arrays = self.arrays(filters, numbers, Changes(np.empty((2, 0), np.int64), np.empty((3, 0), np.float32)))
+        drawn: list[int] = self._drawn(logits, self._upload(arrays[0])).tolist()
+        return drawn
+
+    def arrays(self, filters: Filters, numbers: Sequence[float], changes: Changes) -> list[npt.NDArray[Any]]:
+        """See `DrawLater.arrays`."""
         # A logit less the largest one is never above 0: no more can be asked for.
-        floors = [math.log(min(min_p, 1.0)) if min_p > 0 else -math.inf for min_p in min_ps]
-        options = np.stack((temperatures, top_ks, top_ps, floors), 1).astype(np.float32)
+        floors = [math.log(min(min_p, 1.0)) if min_p > 0 else -math.inf for min_p in filters.min_ps]
+        columns = (filters.temperatures, filters.top_ks, filters.top_ps, floors)
+        options = np.stack(columns, 1).astype(np.float32)
         staged = np.concatenate((np.asarray(numbers, np.float64).view(np.uint8), options.ravel().view(np.uint8)))
-        on_device = self._upload(staged)
+        return [staged, *changes] if changes.entries.size else [staged]
+
+    def launch(self, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
+        """See `DrawLater.launch`."""
+        options, *changes = uploaded
+        if changes:
+            change(logits, *changes)
+        return self._drawn(logits, options)
+
+    def _drawn(self, logits: Tensor, on_device: Tensor) -> Tensor:
+        """int32 ``[rows]``. on_device: the numbers of all rows, then their options."""
+        rows, vocabulary = logits.shape
         tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        if not rows:
+            return tokens
         draw_rows[(rows,)](
             logits,
             on_device[8 * rows :].view(torch.float32),
@@ -55,20 +77,13 @@ class TritonDraw:
             BLOCK=self._block,
             num_warps=8,
         )
-        drawn: list[int] = tokens.tolist()
-        return drawn
+        return tokens
 
 
-def change(
-    logits: Tensor,
-    upload: Upload,
-    entries: npt.NDArray[np.int64],
-    changes: npt.NDArray[np.float32],
-) -> None:
-    """Add biases and apply penalties, in place; see `change_logits`."""
+def change(logits: Tensor, entries: Tensor, amounts: Tensor) -> None:
+    """Add biases and apply penalties, in place; see `Changes`, of which these are on the device."""
     count = entries.shape[1]
-    if not count:
-        return
-    change_logits[(triton.cdiv(count, 256),)](
-        logits, upload(entries), upload(changes), count, logits.stride(0), BLOCK=256, num_warps=4
-    )
+    if count:
+        change_logits[(triton.cdiv(count, 256),)](
+            logits, entries, amounts, count, logits.stride(0), BLOCK=256, num_warps=4
+        )

@@ -1,0 +1,4 @@
+"""Evictions, preemptions, aborts and images, by the data flow of a GPU: see `tests.static_device`."""
+
+from tests.engine.test_stress import *  # noqa: F403
+from tests.static_device import static_devices  # noqa: F401
