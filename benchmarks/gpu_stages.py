@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
-from vlmserve.devices.device import EagerExecutor, LayerExecutor
+from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata
 from vlmserve.layers.operations import Epilogue, arrange_layers
 from vlmserve.models.decoder import Decoder
@@ -105,10 +105,14 @@ def bandwidth(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any
 
 def checks(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
     """The kernels against float64, and pixie's answers against those of a CPU."""
-    marks = ["-m", "gpu"] if device.type == "cuda" else ["-k", "norms"]
+    # Most of the time goes by compiling, a kernel for each case: several processes do it side by side.
+    marks = ["-m", "gpu", "-n", "8", "--dist", "load"] if device.type == "cuda" else ["-k", "norms"]
     command = [sys.executable, "-m", "pytest", "-q", *marks, "tests/kernels/triton", "tests/devices"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {"tests": run.stdout.splitlines()[-1], "failed": run.returncode, "pixie_differs": _pixie_differs(device)}
+    lines = run.stdout.splitlines()
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    differs = _pixie_differs(device)
+    return {"tests": lines[-1], "failed": run.returncode, "failures": failures, "pixie_differs": differs}
 
 
 def _pixie_differs(device: torch.device) -> int:
@@ -231,16 +235,22 @@ def random_model(device: torch.device, sizes: Sizes, scheme: str, *, eager: bool
     executor: LayerExecutor = EagerExecutor() if eager else on.executor()
     modules = nn.Module()
     modules.language_model = decoder = Decoder(spec, backend, executor, dtype=dtype, device=device)
-    generator = torch.Generator(device=device).manual_seed(0)
-    for parameter in decoder.parameters():
-        parameter.data.normal_(std=0.02, generator=generator)
-    if scheme != "none":
-        quantize(modules, QuantizationConfig(scheme="int4", group_size=128 if spec.hidden_size % 128 == 0 else 32))
-    arrange_layers(modules, on)
+    few = QuantizationConfig(scheme="int4", group_size=128 if spec.hidden_size % 128 == 0 else 32)
+    random_weights(modules, on, None if scheme == "none" else few)
     return LoadedModel(
         architecture="random", language_model=decoder, vision=None, image_token_id=None, end_token_ids=frozenset(),
         max_position=spec.max_position, dtype=dtype, device=on, backend=backend, num_parameters=0, identity=b"",
     )  # fmt: skip
+
+
+def random_weights(modules: nn.Module, on: Device, quantization: QuantizationConfig | None = None) -> None:
+    """Fill all weights with small random numbers, and hand them to the device."""
+    generator = torch.Generator(device=on.torch_device).manual_seed(0)
+    for parameter in modules.parameters():
+        parameter.data.normal_(std=0.02, generator=generator)
+    if quantization is not None:
+        quantize(modules, quantization)
+    arrange_layers(modules, on)
 
 
 class Streams:
@@ -249,7 +259,7 @@ class Streams:
     def __init__(self, model: LoadedModel, sizes: Sizes, count: int) -> None:
         self._sizes, self._count = sizes, count
         self._each = -(-(max(sizes.context + 2 * sizes.steps, sizes.prompt) + 1) // BLOCK_SIZE)
-        self._runner = ModelRunner(model, (count + 1) * self._each, 0, BLOCK_SIZE, _no_grammars)
+        self._runner = ModelRunner(model, (count + 1) * self._each, 0, BLOCK_SIZE, no_grammars)
         self._length = sizes.context
         for number in range(count):
             self.prompt(number, sizes.context)
@@ -293,7 +303,7 @@ class Streams:
         return self._runner.submit(SchedulerOutput(cached_requests=batch))
 
 
-def _no_grammars(grammar: object) -> Any:
+def no_grammars(grammar: object) -> Any:
     raise NotImplementedError("benchmarks send no grammars")
 
 
