@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [f"adapter-{number}" for number in range(options.adapters)]
     with tempfile.TemporaryDirectory() as place:
         for seed, name in enumerate(names):
-            write_adapter(adapted.adapters.model, Path(place) / name, rank=options.rank, seed=seed)
-            adapted.adapters.load(name, Path(place) / name)
+            write_adapter(adapted.adapter_store.model, Path(place) / name, rank=options.rank, seed=seed)
+            adapted.adapter_store.load(name, Path(place) / name)
     mixed = [names[number % len(names)] for number in range(options.streams)]
     work = {"prompt": 16, "steps": options.steps}
     measurements = {

@@ -11,6 +11,7 @@ from vlmserve.cores import bound_spinning
 
 if TYPE_CHECKING:
     from vlmserve.llm import LLM
+    from vlmserve.offline import LoRARequest
     from vlmserve.outputs import CompletionOutput, Logprob, RequestOutput
     from vlmserve.sampling_params import Grammar, SamplingParams
 
@@ -19,11 +20,21 @@ if "torch" not in sys.modules:  # else it is too late: the engine warns
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "CompletionOutput", "Grammar", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Grammar",
+    "LoRARequest",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "vlmserve.llm",
     "CompletionOutput": "vlmserve.outputs",
+    "LoRARequest": "vlmserve.offline",
     "Logprob": "vlmserve.outputs",
     "RequestOutput": "vlmserve.outputs",
     "Grammar": "vlmserve.sampling_params",

@@ -248,7 +248,10 @@ class EngineConfig(Settings):
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
     )
     enable_lora: bool = Field(False, description="Serve LoRA adapters of the model.")
+    lora_modules: tuple[str, ...] = Field((), description="Adapters to load at start, as NAME=PATH or JSON.")
     max_loras: int = Field(8, ge=1, le=256, description="Largest number of adapters in one batch.")
+    max_cpu_loras: int = Field(64, ge=1, description="Largest number of adapters in memory; at least max_loras.")
+    lora_memory: ByteSize = Field(2 * 1024**3, description="Memory for adapters, like 4GiB.")
     max_lora_rank: int = Field(64, ge=1, le=4096, description="Largest rank of an adapter.")
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
@@ -409,6 +412,9 @@ class ServerConfig(Settings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    lora_folder: str | None = Field(
+        None, description="Folder whose adapters requests may name, and that adapters may be loaded from while it runs."
+    )
     served_model_name: tuple[str, ...] = Field(
         (), description="Model names that clients may use; answers have the first. Default: the model's."
     )

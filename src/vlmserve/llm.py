@@ -9,6 +9,7 @@ print(result.text)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, overload
 
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, OfflineConfig, check_names, read_settings
-from vlmserve.errors import InvalidRequestError, InvalidRequestsError, VLMServeError
-from vlmserve.offline import OfflineBatch, OfflineRequests, Prepared
+from vlmserve.errors import InvalidRequestError, InvalidRequestsError, UnknownModelError, VLMServeError
+from vlmserve.offline import LoRARequest, OfflineBatch, OfflineRequests, Prepared
 from vlmserve.outputs import RequestOutput
 from vlmserve.types import Prompt, SamplingParams
 
@@ -29,11 +30,13 @@ Message: TypeAlias = Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Message]
 TextPrompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 OnError: TypeAlias = Literal["raise", "return"]
 Outcome: TypeAlias = RequestOutput | InvalidRequestError
 
 UNBOUNDED_QUEUE = 2**31
 """Offline, all requests come from one caller who waits for them, so the queue needs no limit."""
+_LOAD_INTERVAL = 0.002
 WINDOWS = 4
 """Finished results may wait for an earlier, slow one, up to this many times the running requests."""
 
@@ -44,6 +47,7 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
     chat_template_kwargs: Mapping[str, Any] | None
     cache_salt: str | None
+    lora_request: Adapters
 
 
 class LLM:
@@ -75,6 +79,7 @@ class LLM:
             folder, self._media, self.config.model_impl, self.config.chat_template, engine=self.config
         )
         self._folder = folder
+        self._adapter_paths: dict[str, str] = {}
         if self.config.load == "eager":
             self.load()
         self._requests = OfflineRequests(lambda: self.engine, self._preparer)
@@ -139,6 +144,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        lora_request: Adapters = None,
     ) -> Any:
         """Answer one conversation (a list of messages) or many (a list of lists); results are in the same order.
 
@@ -153,7 +159,8 @@ class LLM:
         others, and has an InvalidRequestError in the place of a result.
         add_generation_prompt: whether the prompt ends with the beginning of an answer (True). chat_template_kwargs:
         values that the model's chat template may know by name, such as ``enable_thinking``. cache_salt: nothing that is
-        cached is shared with requests of another salt, or of none.
+        cached is shared with requests of another salt, or of none. lora_request: the adapter that answers, one for all,
+        or one or None each; an LLM with ``enable_lora=True`` loads it if it is not served yet.
 
         Raises InvalidRequestError for a conversation that cannot be answered, naming its place and its file or URL, and
         InvalidRequestsError for several. A request that fails while it runs ends with finish_reason "error"; the others
@@ -176,7 +183,9 @@ class LLM:
             )
             return Prepared(prompt, salt)
 
-        call = _Call("conversations", prepare, self._preparer.check_files, sampling_params, use_tqdm, on_error)
+        adapters = partial(self._adapters_of, lora_request)
+        check = self._preparer.check_files
+        call = _Call("conversations", prepare, check, sampling_params, use_tqdm, on_error, adapters)
         if _is_conversation(messages):
             return self._answer(call, [messages], stream=stream, is_one=True)
         return self._answer(call, messages, stream=stream)
@@ -190,6 +199,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         on_error: Literal["raise"] = "raise",
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -201,6 +211,7 @@ class LLM:
         *,
         stream: Literal[True],
         on_error: Literal["raise"] = "raise",
+        lora_request: Adapters = None,
     ) -> Iterator[RequestOutput]: ...
 
     @overload
@@ -212,6 +223,7 @@ class LLM:
         *,
         stream: bool = False,
         on_error: OnError,
+        lora_request: Adapters = None,
     ) -> Iterable[Outcome]: ...
 
     def generate(
@@ -222,6 +234,7 @@ class LLM:
         *,
         stream: bool = False,
         on_error: OnError = "raise",
+        lora_request: Adapters = None,
     ) -> Any:
         """Continue one prompt or many, without a chat template; results are in the same order.
 
@@ -229,7 +242,8 @@ class LLM:
         image token in the text for every image, a list of token ids, or ``{"prompt_token_ids": [...]}``; the dicts may
         have a "cache_salt". For the rest see `chat`.
         """
-        call = _Call("prompts", self._text_prompt, self._check_prompt, sampling_params, use_tqdm, on_error)
+        adapters = partial(self._adapters_of, lora_request)
+        call = _Call("prompts", self._text_prompt, self._check_prompt, sampling_params, use_tqdm, on_error, adapters)
         if isinstance(prompts, str | bytes | Mapping) or _are_token_ids(prompts):
             return self._answer(call, [prompts], stream=stream, is_one=True)
         return self._answer(call, prompts, stream=stream)
@@ -240,6 +254,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[str]:
         """Yield the text of the answer to one conversation as it is generated. Closing the iterator ends the request.
 
@@ -256,7 +271,8 @@ class LLM:
         except InvalidRequestError as error:
             error.locate()
             raise
-        request = self._requests.add(Prepared(prompt, salt), params)
+        adapter = "" if lora_request is None else self._load_adapter(lora_request)
+        request = self._requests.add(Prepared(prompt, salt, adapter=adapter), params)
         [generation] = request.generations
         try:
             sent = 0
@@ -272,6 +288,34 @@ class LLM:
                 raise VLMServeError(generation.error)
         finally:
             self._requests.forget([request])
+
+    def _adapters_of(self, wanted: Adapters, items: Iterable[Any]) -> Iterable[str]:
+        """The names of the adapters that answer each of the items, all of them served.
+
+        Raises InvalidRequestError unless there are as many, AdapterError for one that cannot be loaded.
+        """
+        if wanted is None:
+            return repeat("")
+        if isinstance(wanted, LoRARequest):
+            return repeat(self._load_adapter(wanted))
+        if not isinstance(items, Sequence) or len(items) != len(wanted):
+            raise InvalidRequestError("give one lora_request for all, or one or None for each", param="lora_request")
+        return ["" if one is None else self._load_adapter(one) for one in wanted]
+
+    def _load_adapter(self, wanted: LoRARequest) -> str:
+        """The name of an adapter that is served now. Raises AdapterError, UnknownModelError."""
+        served = {adapter.name: adapter.path for adapter in self.engine.adapters}
+        name, path = wanted.lora_name, wanted.lora_path
+        if path and self._adapter_paths.get(name, served.get(name)) != path:
+            self.engine.load_adapter(0, name, path)
+            while not (finished := self.engine.finished_loads()):
+                time.sleep(_LOAD_INTERVAL)
+            if finished[0].error is not None:
+                raise finished[0].error
+            self._adapter_paths[name] = path
+        elif name not in served:
+            raise UnknownModelError(f"there is no adapter {name!r:.100} here; give its lora_path", param="lora_request")
+        return name
 
     def _text_prompt(self, prompt: TextPrompt) -> Prepared:
         from vlmserve.frontend.messages import check_cache_salt
@@ -323,6 +367,7 @@ class LLM:
         if call.on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error must be raise or return, got {call.on_error!r}", param="on_error")
         params = call.params_of(self.default_sampling_params, items)
+        adapters = call.adapters(items)
         if call.on_error == "raise" and isinstance(items, Sequence):
             call.check_all(items, is_one=is_one)
 
@@ -331,7 +376,10 @@ class LLM:
             with _progress(total, call.use_tqdm) as advance:
                 batch = OfflineBatch(
                     self._requests,
-                    ((partial(call.prepare, item), param) for item, param in zip(items, params, strict=False)),
+                    (
+                        (partial(call.prepare_for, adapter, item), param)
+                        for item, param, adapter in zip(items, params, adapters, strict=False)
+                    ),
                     bounds=self._offline,
                     num_threads=self._media.threads,
                     window=WINDOWS * (self.config.max_num_seqs + self._offline.prepare_ahead) if stream else None,
@@ -346,7 +394,8 @@ class LLM:
 
 @dataclass(frozen=True)
 class _Call:
-    """What `chat` or `generate` was asked for. kind: what its items are called. prepare, check: of one item."""
+    """What `chat` or `generate` was asked for. kind: what its items are called. prepare, check: of one item.
+    adapters: the names of those that answer the items."""
 
     kind: str
     prepare: Callable[[Any], Prepared]
@@ -354,6 +403,11 @@ class _Call:
     sampling_params: Params
     use_tqdm: bool
     on_error: OnError
+    adapters: Callable[[Iterable[Any]], Iterable[str]]
+
+    def prepare_for(self, adapter: str, item: Any) -> Prepared:
+        """An item that an adapter answers."""
+        return self.prepare(item)._replace(adapter=adapter)
 
     def params_of(self, default: SamplingParams, items: Iterable[Any]) -> Iterable[SamplingParams]:
         """For each of the items. Raises InvalidRequestError unless there are as many."""

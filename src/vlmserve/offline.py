@@ -32,12 +32,26 @@ if TYPE_CHECKING:
     from vlmserve.prompt.detokenize import Detokenizer
 
 
+class LoRARequest(NamedTuple):
+    """The adapter that answers, under vLLM's names.
+
+    lora_name: under which it is served. lora_int_id: vLLM's number for it, which has no effect. lora_path: of its
+    folder or repository, from which it is loaded if none of that name and path is served; "": it is served already.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
 class Prepared(NamedTuple):
-    """A prompt that is ready for the engine. text: as the caller wrote it; None: it was made of something else."""
+    """A prompt that is ready for the engine. text: as the caller wrote it; None: it was made of something else.
+    adapter: the name of the adapter that answers; "": the model itself."""
 
     prompt: Prompt
     cache_salt: str = ""
     text: str | None = None
+    adapter: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +117,8 @@ class OfflineRequest:
         for index in range(params.num_samples):
             own = params.of_sample(index, ranked=ranked)
             own_id = f"{request_id}-{index}" if several else request_id
-            self.requests.append(EngineRequest(own_id, prepared.prompt, own, prepared.cache_salt))
+            adapter = prepared.adapter
+            self.requests.append(EngineRequest(own_id, prepared.prompt, own, prepared.cache_salt, adapter=adapter))
             self.generations.append(Generation(own_id, own, preparer.detokenizer(own)))
 
     @property

@@ -294,6 +294,18 @@ class EngineOutput(msgspec.Struct, frozen=True):
     beams: list[BeamAnswer] | None = None
 
 
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """An adapter that is served. path: of its folder. digest: of its content, in hex. vision: whether it changes the
+    embeddings of images. num_bytes: that it takes in memory."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int
+    num_bytes: int
+    vision: bool = False
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """A loaded model, for frontend and server. max_model_len: tokens of prompt and answer together."""
 
@@ -354,6 +366,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     encoder_cache_used_bytes: int = 0
     encoder_cache_pinned: int = 0
     """Images whose embeddings a running request needs."""
+    adapters_served: int = 0
+    adapters_loaded: int = 0
+    """Those of them that are in memory."""
+    adapters_active: int = 0
+    """Those that running requests have."""
+    adapter_bytes: int = 0
+    """What those in memory take."""
+    adapter_loads: int = 0
+    """Adapters that were read into memory."""
+    adapter_evictions: int = 0
 
 
 MAX_MAP_CELLS = 1024

@@ -210,7 +210,7 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--disable-custom-all-reduce",): Unused("A model runs on one device.", is_switch=True),
 }  # fmt: skip
 
-_LORA = "Adapters are not supported; merge them into the checkpoint."
+_LORA = "Adapters are computed in the type of the model, and a request names its own."
 _PROXY = "Put a reverse proxy in front of the server, such as nginx or Caddy."
 _TOKENIZER = "A tokenizer belongs to its checkpoint; put its files into a copy of the model's folder."
 _HUB = "Set HF_HOME for the folder of downloads and HF_TOKEN for the token; --revision names the version."
@@ -254,10 +254,8 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
      "--disable-chunked-mm-input", "--scheduler-cls", "--preemption-mode"): Missing(
         "A step is bounded by --max-num-seqs and --max-num-batched-tokens."
     ),
-    ("--lora-modules", "--max-cpu-loras", "--lora-dtype",
-     "--lora-extra-vocab-size", "--fully-sharded-loras", "--default-mm-loras", "--enable-prompt-adapter"): Missing(
-        _LORA
-    ),
+    ("--lora-dtype", "--lora-extra-vocab-size", "--fully-sharded-loras", "--default-mm-loras",
+     "--enable-prompt-adapter"): Missing(_LORA),
     ("--speculative-config", "--speculative-model", "--num-speculative-tokens"): Missing(_SPECULATION),
     ("--tool-parser-plugin", "--tool-server", "--reasoning-parser"): Missing(
         "There is no such setting; --tool-call-parser sets the form of calls."

@@ -94,9 +94,9 @@ def test_a_bad_adapter_is_refused_and_nothing_is_loaded(base, tmp_path, case):
     edit, message = BAD[case]
     edit(tmp_path)
     with pytest.raises(AdapterError, match=message):
-        engine.adapters.load("bad", tmp_path)
-    assert "bad" not in engine.adapters.names
-    engine.adapters.load("good", folder / "good")
+        engine.adapter_store.load("bad", tmp_path)
+    assert "bad" not in engine.adapter_store.names
+    engine.adapter_store.load("good", folder / "good")
 
 
 def test_a_huge_tensor_is_refused_by_its_header(base, tmp_path):
@@ -111,7 +111,7 @@ def test_a_huge_tensor_is_refused_by_its_header(base, tmp_path):
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
     with pytest.raises(AdapterError, match="only one of its two factors"):
-        engine.adapters.load("huge", tmp_path)
+        engine.adapter_store.load("huge", tmp_path)
 
 
 def test_scales_are_those_of_peft():

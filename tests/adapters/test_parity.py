@@ -52,7 +52,7 @@ def adapt(oracle: Oracle, folder: Path, cases: dict[str, dict], engine: Engine) 
     oracles = {}
     for seed, (name, config) in enumerate(cases.items()):
         model = make_adapter(oracle.model, folder / name, seed=seed, **config)
-        engine.adapters.load(name, folder / name)
+        engine.adapter_store.load(name, folder / name)
         oracles[name] = replace(oracle, model=model)
     return oracles
 
@@ -135,7 +135,7 @@ def test_adapters_do_not_change_what_others_are_answered(llava, alone, settings)
     requests, expected = alone
     engine = engine_for(oracle, **{**SETTINGS, **settings})
     for name in oracles:
-        engine.adapters.load(name, folder / name)
+        engine.adapter_store.load(name, folder / name)
     assert answers(engine, requests) == expected
     # Again, with prefixes of the first time.
     assert answers(engine, requests[::-1]) == expected[::-1]
@@ -147,7 +147,7 @@ def test_a_request_that_is_preempted_keeps_its_adapter(llava, alone):
     requests, expected = alone
     engine = tight_cache(oracle, [prompt for _, prompt in requests], **SETTINGS)
     for name in oracles:
-        engine.adapters.load(name, folder / name)
+        engine.adapter_store.load(name, folder / name)
     assert answers(engine, requests) == expected
     assert engine.stats().preemptions > 0
 
@@ -194,11 +194,11 @@ def test_names_of_all_releases_of_transformers_are_read(llava, tmp_path, prefix)
         tensors[name] = tensor
     assert set(tensors) != set(load_file(source / "adapter_model.safetensors")) or not old
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    engine.adapters.load("renamed", tmp_path)
+    engine.adapter_store.load("renamed", tmp_path)
     prompt = oracle.prompt(3, *PARTS[0])
     [answer] = answers(engine, [("renamed", prompt)])
     assert answer == oracles["patterns"].greedy(prompt, 8)
-    engine.adapters.unload("renamed")
+    engine.adapter_store.unload("renamed")
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "gguf", "interleaved"])
@@ -216,12 +216,12 @@ def test_adapters_of_other_bases_give_the_logits_of_peft_over_what_these_stand_f
         oracle = text_oracle(tmp_path / "base", file)
     engine = engine_for(oracle, **SETTINGS, **settings, kernels="torch")
     if settings:
-        for name, place in engine.adapters.model.places.items():
+        for name, place in engine.adapter_store.model.places.items():
             if not place.is_table:
                 weight = oracle.model.get_parameter(
                     f"model.{name}.weight".replace("language_model.", "").replace("model.lm_head", "lm_head")
                 )
-                weight.data.copy_(engine.adapters.model.base_weight(name))
+                weight.data.copy_(engine.adapter_store.model.base_weight(name))
     prompt = oracle.prompt(3, 30)
     compare(engine, oracle, "", prompt)
     targets = ["q_proj", "k_proj", "down_proj", "lm_head"]

@@ -13,6 +13,7 @@ import zmq
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.config import EngineConfig
+from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.messages import (
     Abort,
     Accepted,
@@ -36,7 +37,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, Prompt
 
 
-class CountingEngine:
+class CountingEngine(BaseEngine):
     """Answers every request with one token a step, for as many steps as its prompt says."""
 
     def __init__(self) -> None:

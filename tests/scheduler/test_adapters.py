@@ -10,12 +10,25 @@ from hypothesis import strategies as st
 from vlmserve.scheduler.adapters import AdapterScheduler
 
 
+class Memory:
+    """All adapters but one."""
+
+    def __init__(self, missing: bytes = b"") -> None:
+        self._missing = missing
+
+    def begin_step(self) -> None:
+        pass
+
+    def is_loaded(self, digest: bytes) -> bool:
+        return digest != self._missing
+
+
 def request(number: int, adapter: str) -> SimpleNamespace:
     return SimpleNamespace(request_id=str(number), adapter=adapter.encode())
 
 
 def test_a_request_waits_for_a_slot_and_those_of_other_adapters_do_not():
-    slots = AdapterScheduler(1, lambda digest: True)
+    slots = AdapterScheduler(1, Memory())
     first, other, base, same = request(0, "a"), request(1, "b"), request(2, ""), request(3, "a")
     slots.begin_step()
     assert slots.may_run(first)
@@ -32,7 +45,7 @@ def test_a_request_waits_for_a_slot_and_those_of_other_adapters_do_not():
 
 
 def test_an_adapter_that_is_not_in_memory_costs_nobody_a_slot():
-    slots = AdapterScheduler(1, lambda digest: digest != b"b")
+    slots = AdapterScheduler(1, Memory(missing=b"b"))
     first = request(0, "a")
     slots.acquire(first)
     slots.begin_step()
@@ -43,7 +56,7 @@ def test_an_adapter_that_is_not_in_memory_costs_nobody_a_slot():
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=40))
 def test_all_requests_run_and_each_has_its_adapter_in_a_slot(num_slots, wanted):
     """wanted: an adapter and how many steps it runs for; 0 is the base model."""
-    slots = AdapterScheduler(num_slots, lambda digest: True)
+    slots = AdapterScheduler(num_slots, Memory())
     waiting = [request(number, str(adapter or "")) for number, (adapter, _) in enumerate(wanted)]
     left = {str(number): steps for number, (_, steps) in enumerate(wanted)}
     running, held = [], {}

@@ -19,9 +19,10 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vlmserve.adapters.location import CONFIG, WEIGHTS
 from vlmserve.errors import AdapterError
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PICKLE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 2**20
 FLOATS = {"F64", "F32", "F16", "BF16"}
 

@@ -1,60 +1,236 @@
-"""The adapters that are served: by name, and in memory by digest."""
+"""The adapters that are served: by name, and in host memory by digest, within a budget.
+
+Files are read in a thread of the store's own, so that loading stops no step. An adapter that is served need not be in
+memory: it is read again when a request that could run needs it.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from vlmserve.adapters.checkpoint import AdapterCheckpoint
 from vlmserve.adapters.lora import Adapter, read_adapter
-from vlmserve.errors import UnknownModelError
+from vlmserve.errors import AdapterError, UnknownModelError
 from vlmserve.models.adaptable import AdaptableModel
+from vlmserve.types import AdapterInfo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Served:
-    """An adapter under a name. folder: where its files are."""
+    """An adapter under a name. folder: where its files are. vision: whether it changes embeddings of images."""
 
     name: str
     folder: Path
-    adapter: Adapter
+    digest: bytes
+    num_bytes: int
+    rank: int
+    vision: bool
 
 
 class AdapterStore:
-    """Adapters by name. A name may get other content; requests keep the adapter that it had when they came."""
+    """Adapters by name. A name may get other content; requests keep the adapter that it had when they came.
 
-    def __init__(self, model: AdaptableModel, *, max_rank: int) -> None:
+    All but the reading of files happens in the thread that calls. is_needed: whether unfinished requests have the
+    adapter of a digest; those that are served no more are kept in memory for them. is_pending: whether the next step
+    that runs takes it from memory.
+    """
+
+    def __init__(
+        self,
+        model: AdaptableModel,
+        *,
+        max_rank: int,
+        max_loaded: int = 64,
+        max_bytes: int = 2**31,
+    ) -> None:
+        """max_loaded, max_bytes: adapters in memory, and what they take there."""
         self.model, self._max_rank = model, max_rank
+        self._max_loaded, self._max_bytes = max_loaded, max_bytes
+        self.is_needed: Callable[[bytes], bool] = lambda digest: False
+        self.is_pending: Callable[[bytes], bool] = lambda digest: False
         self._served: dict[str, Served] = {}
-        self._memory: dict[bytes, Adapter] = {}
+        self._memory: OrderedDict[bytes, Adapter] = OrderedDict()
+        self._reader = ThreadPoolExecutor(1, "read-adapters")
+        self._reading: dict[bytes, Future[Adapter]] = {}
+        self._orphans: set[bytes] = set()
+        self._changed = threading.Event()
+        # Adapters that waiting requests asked for in the step that is planned, and in the one before.
+        self._wanted: tuple[set[bytes], set[bytes]] = set(), set()
+        self.failures: dict[bytes, str] = {}
+        """Why adapters that requests wait for cannot be read again."""
+        self.num_loads = self.num_evictions = 0
+
+    def read(self, folder: Path) -> Future[Adapter]:
+        """Begin to read an adapter, to be served with `serve`. The future raises AdapterError for a bad one."""
+        future = self._reader.submit(self._read, folder)
+        future.add_done_callback(lambda _: self._changed.set())
+        return future
+
+    def serve(self, name: str, folder: Path, adapter: Adapter) -> Served:
+        """Serve an adapter under a name, in place of what was served so.
+
+        Raises AdapterError for one that is larger than all memory.
+        """
+        if adapter.num_bytes > self._max_bytes:
+            raise AdapterError(
+                f"{name} takes {adapter.num_bytes:,} bytes, and all adapters together may take {self._max_bytes:,}; "
+                "--lora-memory sets how much"
+            )
+        vision, digest = adapter.vision, adapter.digest
+        before = self._served.get(name)
+        self._served[name] = served = Served(name, folder, digest, adapter.num_bytes, adapter.max_rank, vision)
+        self.failures.pop(digest, None)
+        self._keep(adapter)
+        if before is not None:
+            self._orphans.add(before.digest)
+            self.drop_orphans()
+        logger.info("adapter %s: rank %d, %d bytes, %s", name, served.rank, served.num_bytes, digest.hex()[:12])
+        return served
 
     def load(self, name: str, folder: Path) -> Served:
-        """Serve an adapter under a name, in place of what was served so. Raises AdapterError, and changes nothing
-        then."""
-        adapter = read_adapter(AdapterCheckpoint(folder), self.model, max_rank=self._max_rank)
-        self._memory[adapter.digest] = adapter
-        self._served[name] = served = Served(name, folder, adapter)
-        return served
+        """Read an adapter and serve it. Raises AdapterError, and changes nothing then."""
+        return self.serve(name, folder, self.read(folder).result())
 
     def unload(self, name: str) -> None:
         """Serve an adapter no more. Raises UnknownModelError for a name that is not served."""
-        del self._served[self[name].name]
+        self._orphans.add(self._served.pop(self[name].name).digest)
+        self.drop_orphans()
 
     @property
     def names(self) -> list[str]:
         """Of the adapters that are served."""
         return sorted(self._served)
 
+    @property
+    def infos(self) -> list[AdapterInfo]:
+        """All adapters that are served."""
+        return [
+            AdapterInfo(one.name, str(one.folder), one.digest.hex(), one.rank, one.num_bytes, one.vision)
+            for one in self._served.values()
+        ]
+
+    @property
+    def num_served(self) -> int:
+        """Adapters that are served, in memory or not."""
+        return len(self._served)
+
+    @property
+    def num_loaded(self) -> int:
+        """Adapters in memory."""
+        return len(self._memory)
+
+    @property
+    def used_bytes(self) -> int:
+        """What they take there."""
+        return sum(adapter.num_bytes for adapter in self._memory.values())
+
     def __getitem__(self, name: str) -> Served:
         """Raises UnknownModelError for a name that is not served."""
         if name not in self._served:
-            raise UnknownModelError(f"there is no adapter {name!r} here", param="model")
+            raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="model")
         return self._served[name]
-
-    def is_loaded(self, digest: bytes) -> bool:
-        """Whether an adapter is in memory."""
-        return digest in self._memory
 
     def get(self, digest: bytes) -> Adapter:
         """An adapter in memory."""
+        self._memory.move_to_end(digest)
         return self._memory[digest]
+
+    def begin_step(self) -> None:
+        """Another step is planned. What was read meanwhile is in memory from now on."""
+        self._wanted = set(), self._wanted[0]
+        self._changed.clear()
+        for digest, reading in [*self._reading.items()]:
+            if reading.done():
+                del self._reading[digest]
+                self._finish(digest, reading)
+
+    def is_loaded(self, digest: bytes) -> bool:
+        """Whether an adapter that a waiting request needs is in memory. Begins to read it if there is room for it."""
+        self._wanted[0].add(digest)
+        if digest in self._memory:
+            return True
+        if digest not in self._reading and digest not in self.failures:
+            served = next((one for one in self._served.values() if one.digest == digest), None)
+            if served is None:
+                self.failures[digest] = "the adapter was unloaded, or replaced, before the request could run"
+            elif self._has_room(served.num_bytes):
+                self._reading[digest] = self.read(served.folder)
+        return False
+
+    def wait(self, seconds: float) -> None:
+        """Return when an adapter that a request waits for has been read, after that time at the latest."""
+        if self._reading:
+            self._changed.wait(seconds)
+
+    def drop_orphans(self) -> None:
+        """Drop what is served no more and that no unfinished request has."""
+        if not self._orphans:
+            return
+        self._orphans = {digest for digest in self._orphans if not self._is_served(digest)}
+        for digest in [digest for digest in self._orphans if not self.is_needed(digest)]:
+            self._orphans.remove(digest)
+            self._memory.pop(digest, None)
+
+    def take_failures(self) -> dict[bytes, str]:
+        """`failures`, which the next request that needs such an adapter may see differently."""
+        failures, self.failures = self.failures, {}
+        return failures
+
+    def close(self) -> None:
+        """Read no more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, folder: Path) -> Adapter:
+        with torch.inference_mode():
+            return read_adapter(AdapterCheckpoint(folder), self.model, max_rank=self._max_rank)
+
+    def _finish(self, digest: bytes, reading: Future[Adapter]) -> None:
+        try:
+            adapter = reading.result()
+        except AdapterError as error:
+            self.failures[digest] = f"the adapter cannot be read again: {error}"
+            return
+        if adapter.digest != digest:
+            self.failures[digest] = "the adapter's files have changed since it was loaded; load it again"
+            return
+        self._keep(adapter)
+
+    def _keep(self, adapter: Adapter) -> None:
+        self.num_loads += adapter.digest not in self._memory
+        self._memory[adapter.digest] = adapter
+        self._memory.move_to_end(adapter.digest)
+        for digest in [digest for digest in self._memory if digest != adapter.digest]:
+            if not self._over(0, 0):
+                break
+            if not self._is_held(digest):
+                del self._memory[digest]
+                self.num_evictions += 1
+
+    def _over(self, count: int, num_bytes: int) -> bool:
+        return len(self._memory) + count > self._max_loaded or self.used_bytes + num_bytes > self._max_bytes
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether another adapter fits into memory, besides those that are being read and those that are held."""
+        held = [adapter for digest, adapter in self._memory.items() if self._is_held(digest)]
+        reading = [one for one in self._served.values() if one.digest in self._reading]
+        used = sum(adapter.num_bytes for adapter in held) + sum(one.num_bytes for one in reading)
+        return len(held) + len(self._reading) < self._max_loaded and used + num_bytes <= self._max_bytes
+
+    def _is_held(self, digest: bytes) -> bool:
+        """Whether an adapter may not be evicted: a request that waits has asked for it, or cannot get it again."""
+        if any(digest in wanted for wanted in self._wanted):
+            return True
+        return self.is_pending(digest) or (not self._is_served(digest) and self.is_needed(digest))
+
+    def _is_served(self, digest: bytes) -> bool:
+        return any(one.digest == digest for one in self._served.values())

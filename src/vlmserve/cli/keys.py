@@ -43,6 +43,7 @@ def add(
     cache_salt: Annotated[
         str | None, typer.Option(help="Keys with the same salt share cached prompts; default: keys share nothing.")
     ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="The key may load and unload adapters.")] = False,
 ) -> None:
     """Add a key and print it; only its hash is stored."""
     from vlmserve.server.keys import add_key
@@ -54,6 +55,7 @@ def add(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         cache_salt=cache_salt,
+        admin=admin,
     )
     typer.echo(key)
     typer.echo(f"This is the only time that it is shown. Its hash is in {api_keys_file}.", err=True)

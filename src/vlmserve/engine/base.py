@@ -6,8 +6,9 @@ from collections.abc import Container
 
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
-from vlmserve.errors import ConfigurationError, OverloadedError
-from vlmserve.types import EngineRequest, ModelInfo
+from vlmserve.engine.protocol import FinishedLoad
+from vlmserve.errors import AdapterError, ConfigurationError, OverloadedError, UnknownModelError
+from vlmserve.types import AdapterInfo, EngineRequest, ModelInfo
 
 
 class BaseEngine:
@@ -20,6 +21,28 @@ class BaseEngine:
     def info(self) -> ModelInfo:
         """See `VLMEngine.info`."""
         return self._info
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """See `VLMEngine.adapters`. None, unless a subclass serves some."""
+        return []
+
+    def load_adapter(self, number: int, name: str, path: str) -> None:
+        """See `VLMEngine.load_adapter`."""
+        raise AdapterError("no adapters are served here: start with --enable-lora")
+
+    def finished_loads(self) -> list[FinishedLoad]:
+        """See `VLMEngine.finished_loads`."""
+        return []
+
+    @property
+    def is_loading(self) -> bool:
+        """See `VLMEngine.is_loading`."""
+        return False
+
+    def unload_adapter(self, name: str) -> None:
+        """See `VLMEngine.unload_adapter`."""
+        raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="lora_name")
 
     def _check(self, request: EngineRequest, unfinished: Container[str], num_waiting: int) -> None:
         """Raise what `VLMEngine.add` raises. unfinished: the ids in use. num_waiting: requests in the queue."""

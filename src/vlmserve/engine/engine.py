@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from vlmserve.adapters.lora import Adapter
-from vlmserve.adapters.store import AdapterStore
+from vlmserve.adapters.store import AdapterStore, Served
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.costs import CostModel
 from vlmserve.cache.encoder import EncoderCache
@@ -22,8 +21,10 @@ from vlmserve.cache.keys import adapted_image_key, root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
+from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.base import BaseEngine, context_length
 from vlmserve.engine.grammars import grammar_compiler
+from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError, UnknownModelError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
@@ -41,6 +42,7 @@ from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
 from vlmserve.types import (
     KEY_BYTES,
     MAX_MAP_CELLS,
+    AdapterInfo,
     BlockMap,
     EngineOutput,
     EngineRequest,
@@ -55,6 +57,9 @@ from vlmserve.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_LOAD_WAIT = 0.05
+"""Seconds that an engine without other work waits for an adapter, before it looks whether it got other work."""
 
 
 @dataclass(slots=True)
@@ -127,11 +132,12 @@ class Engine(BaseEngine):
             BlockPool(num_host_blocks) if num_host_blocks else None,
             self._costs.worth_saving,
         )
-        self.adapters = _adapter_store(config, model)
+        self._adapters = AdapterLoading.of(config, model)
         slots = places = None
-        if self.adapters is not None:
-            slots = RunnerAdapters(model, config.max_loras, self.adapters.get)
-            places = AdapterScheduler(config.max_loras, self.adapters.is_loaded)
+        if self._adapters is not None:
+            store = self._adapters.store
+            slots = RunnerAdapters(model, config.max_loras, store.get)
+            places = AdapterScheduler(config.max_loras, store)
         # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
         self._overlaps = model.device.draw_later is not None
@@ -152,6 +158,8 @@ class Engine(BaseEngine):
             window=language_model.window,
             adapters=places,
         )
+        if self._adapters is not None:
+            self._adapters.follow(self._scheduler)
         self._encoder_budget = EncoderBudget(config.encoder_step_share)
         self._encoder_budget.encoded(*self._runner.warm_up())
         self._scheduler.encoder_budget = self._encoder_budget
@@ -210,7 +218,7 @@ class Engine(BaseEngine):
         if self._ahead is None:
             step = self._scheduler.schedule()
             if not step.has_work:
-                return []
+                return self._without_work()
             planned = time.perf_counter()
             running = self._runner.submit(step)
         else:
@@ -227,16 +235,63 @@ class Engine(BaseEngine):
         self._record_encoder_times(output, prompt_tokens)
         ran_requests = (self._scheduler[request_id] for request_id in output.token_ids)
         answered = {request.answer_id: request for request in ran_requests}
-        outputs = [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
+        outputs = self._unanswerable()
+        outputs += [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += sum(_num_tokens(one) for one in outputs)
         self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
         self._steps += 1
+        if self._adapters is not None:
+            self._adapters.store.drop_orphans()
         ended = time.perf_counter()
         self._step_seconds += ended - started
         self._vision_seconds += output.timings.vision if step.encoded_keys else 0.0
         self.timings = StepTimings(max(0.0, planned - started) + ended - ran, output.timings)
         return outputs
+
+    def _without_work(self) -> list[EngineOutput]:
+        """Requests wait for an adapter that is being read, or cannot be."""
+        outputs = self._unanswerable()
+        if self._adapters is not None and not outputs:
+            self._adapters.store.wait(_LOAD_WAIT)
+        return outputs
+
+    def _unanswerable(self) -> list[EngineOutput]:
+        """Ends waiting requests whose adapter cannot be read again."""
+        if self._adapters is None or not self._adapters.store.failures:
+            return []
+        failures = self._adapters.store.take_failures()
+        failed = {one.answer_id: failures[one.adapter] for one in self._scheduler.waiting if one.adapter in failures}
+        self._scheduler.abort(failed)
+        return [EngineOutput(name, [], "error", error=reason, error_param="model") for name, reason in failed.items()]
+
+    @property
+    def adapter_store(self) -> AdapterStore:
+        """The adapters that are served. Raises ConfigurationError where there are none."""
+        if self._adapters is None:
+            raise ConfigurationError("no adapters are served here: start with --enable-lora")
+        return self._adapters.store
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        return [] if self._adapters is None else self._adapters.store.infos
+
+    def load_adapter(self, number: int, name: str, path: str) -> None:
+        if self._adapters is None:
+            return super().load_adapter(number, name, path)
+        self._adapters.begin(number, name, path)
+
+    def finished_loads(self) -> list[FinishedLoad]:
+        return [] if self._adapters is None else self._adapters.finish()
+
+    @property
+    def is_loading(self) -> bool:
+        return self._adapters is not None and self._adapters.is_loading
+
+    def unload_adapter(self, name: str) -> None:
+        if self._adapters is None:
+            return super().unload_adapter(name)
+        self._adapters.store.unload(name)
 
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float, ran: float) -> int:
         """Record when requests first ran, had an image encoded and had their first token. Returns how many prompt
@@ -269,12 +324,15 @@ class Engine(BaseEngine):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self._scheduler.abort(request_ids)
+        if self._adapters is not None:
+            self._adapters.store.drop_orphans()
 
     def has_work(self) -> bool:
         return len(self._scheduler) > 0 or self._ahead is not None
 
     def stats(self) -> EngineStats:
         host = self._cache.host
+        store, places = None if self._adapters is None else self._adapters.store, self._scheduler.adapters
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
@@ -300,6 +358,12 @@ class Engine(BaseEngine):
             encoder_cache_bytes=self._scheduler.images.cache.capacity_bytes,
             encoder_cache_used_bytes=self._scheduler.images.cache.used_bytes,
             encoder_cache_pinned=self._scheduler.images.cache.num_pinned,
+            adapters_served=0 if store is None else store.num_served,
+            adapters_loaded=0 if store is None else store.num_loaded,
+            adapters_active=0 if places is None else places.num_active,
+            adapter_bytes=0 if store is None else store.used_bytes,
+            adapter_loads=0 if store is None else store.num_loads,
+            adapter_evictions=0 if store is None else store.num_evictions,
         )
 
     def inspect(self) -> EngineSnapshot:
@@ -310,13 +374,13 @@ class Engine(BaseEngine):
     def map_blocks(self) -> BlockMap:
         return self._cache.pool.draw_map(MAX_MAP_CELLS)
 
-    def _adapter(self, name: str) -> Adapter | None:
+    def _adapter(self, name: str) -> Served | None:
         """A request's adapter. Raises UnknownModelError for one that is not served."""
         if not name:
             return None
-        if self.adapters is None:
-            raise UnknownModelError(f"there is no adapter {name!r}: start with --enable-lora", param="model")
-        return self.adapters[name].adapter
+        if self._adapters is None:
+            raise UnknownModelError(f"there is no adapter {name!r:.100}: start with --enable-lora", param="model")
+        return self._adapters.store[name]
 
     def _check_times(self, prompt: Prompt) -> None:
         """The frames of a slow video may have positions beyond those that the model has."""
@@ -352,15 +416,6 @@ class Engine(BaseEngine):
                 f"takes {num_bytes:,} bytes; raise --encoder-cache-memory",
                 param="messages",
             )
-
-
-def _adapter_store(config: EngineConfig, model: LoadedModel) -> AdapterStore | None:
-    """None if no adapters are to be served. Raises ConfigurationError for a model that takes none."""
-    if not config.enable_lora:
-        return None
-    if model.adaptable is None:
-        raise ConfigurationError(f"{model.architecture} takes no adapters here; leave --enable-lora out")
-    return AdapterStore(model.adaptable, max_rank=config.max_lora_rank)
 
 
 def _with_adapter(prompt: Prompt, digest: bytes) -> Prompt:

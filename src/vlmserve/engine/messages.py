@@ -9,7 +9,7 @@ import msgspec
 
 from vlmserve import errors
 from vlmserve.frames import Buffer, Frames, pack, unpack
-from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
+from vlmserve.types import AdapterInfo, BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -52,6 +52,21 @@ class MapBlocks(msgspec.Struct, frozen=True, tag=True):
     """Asks for the map of the KV cache's blocks. Answered with `Mapped`, in order."""
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load an adapter and serve it under a name. Answered with `AdapterDone` once that is done or has failed."""
+
+    number: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Serve an adapter no more. Answered with `AdapterDone`."""
+
+    number: int
+    name: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Exit now."""
 
@@ -62,6 +77,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     info: ModelInfo
     stats: EngineStats
     load_seconds: float
+    adapters: list[AdapterInfo] = []
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -96,14 +112,25 @@ class Mapped(msgspec.Struct, frozen=True, tag=True):
     blocks: BlockMap
 
 
+class AdapterDone(msgspec.Struct, frozen=True, tag=True):
+    """The adapter of the message with that number is loaded or unloaded, or there is a reason why not.
+
+    adapters: all that are served now.
+    """
+
+    number: int
+    failure: Failure | None
+    adapters: list[AdapterInfo]
+
+
 class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or go on; the process exits after this."""
 
     failure: Failure
 
 
-ToEngine: TypeAlias = Add | Abort | Inspect | MapBlocks | Shutdown
-FromEngine: TypeAlias = Ready | Accepted | Outputs | Failed | Inspected | Mapped | Fatal
+ToEngine: TypeAlias = Add | Abort | Inspect | MapBlocks | LoadAdapter | UnloadAdapter | Shutdown
+FromEngine: TypeAlias = Ready | Accepted | Outputs | Failed | Inspected | Mapped | AdapterDone | Fatal
 
 _plain_encoder = msgspec.msgpack.Encoder()
 _from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)

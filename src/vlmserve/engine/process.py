@@ -16,6 +16,8 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +29,7 @@ from vlmserve.engine.heartbeat import Heartbeat, StepClock
 from vlmserve.engine.messages import (
     Abort,
     Accepted,
+    AdapterDone,
     Add,
     Failed,
     Failure,
@@ -34,11 +37,13 @@ from vlmserve.engine.messages import (
     FromEngine,
     Inspect,
     Inspected,
+    LoadAdapter,
     MapBlocks,
     Mapped,
     Outputs,
     Ready,
     Shutdown,
+    UnloadAdapter,
     decode_to_engine,
     encode,
 )
@@ -53,6 +58,7 @@ logger = logging.getLogger(__name__)
 _MAX_SOCKET_PATH = 100
 """Characters of a Unix socket's path that every system allows."""
 _MAX_MESSAGES_PER_STEP = 512
+_LOAD_POLL_MS = 20
 _LINGER_MS = 30_000
 """Time for the last message to get out: a parent that still loads its own libraries has yet to listen."""
 _STDERR = 2
@@ -151,7 +157,8 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
     while True:
         clock.end()
         # Blocks while idle: nothing is polled, and the parent's death ends the process from another thread.
-        socket.poll(0 if engine.has_work() else None)
+        # Adapters are read by a thread, which has no socket to say so.
+        socket.poll(0 if engine.has_work() else _LOAD_POLL_MS if engine.is_loading else None)
         clock.begin()
         accepted: list[str] = []
         aborted = False
@@ -170,8 +177,14 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
                     _send(socket, Inspected(engine.inspect()))
                 case MapBlocks():
                     _send(socket, Mapped(engine.map_blocks()))
+                case LoadAdapter(number, name, path):
+                    _answer(engine, socket, number, partial(engine.load_adapter, number, name, path), begins=True)
+                case UnloadAdapter(number, name):
+                    _answer(engine, socket, number, partial(engine.unload_adapter, name))
                 case Shutdown():
                     return
+        for number, error in engine.finished_loads():
+            _send(socket, AdapterDone(number, None if error is None else Failure.of(error), engine.adapters))
         if accepted:
             _send(socket, Accepted(accepted))
         if engine.has_work():
@@ -179,6 +192,19 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
             _send(socket, Outputs(outputs, engine.stats()))
         elif aborted:
             _send(socket, Outputs([], engine.stats()))
+
+
+def _answer(
+    engine: VLMEngine, socket: zmq.Socket[bytes], number: int, change: Callable[[], None], *, begins: bool = False
+) -> None:
+    """Change which adapters are served, and say what came of it. begins: success is said later."""
+    try:
+        change()
+    except VLMServeError as error:
+        _send(socket, AdapterDone(number, Failure.of(error), engine.adapters))
+    else:
+        if not begins:
+            _send(socket, AdapterDone(number, None, engine.adapters))
 
 
 def _add(engine: VLMEngine, requests: list[EngineRequest], socket: zmq.Socket[bytes]) -> list[str]:
@@ -226,7 +252,7 @@ def _load_and_serve(launch: _Launch, context: zmq.Context[zmq.Socket[bytes]], so
         _send(socket, Fatal(Failure.of(ModelLoadError(f"{config.model} could not be loaded: {_describe(error)}"))))
         return 1
     freeze_loaded_objects()
-    _send(socket, Ready(engine.info, engine.stats(), time.monotonic() - began))
+    _send(socket, Ready(engine.info, engine.stats(), time.monotonic() - began, engine.adapters))
     clock = StepClock()
     heartbeat = Heartbeat(context, launch.endpoint, clock)
     try:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
+from vlmserve.errors import VLMServeError
+from vlmserve.types import AdapterInfo, BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
+
+
+class FinishedLoad(NamedTuple):
+    """A load of an adapter that has ended. number: the caller's. error: why nothing was loaded; None: it is served."""
+
+    number: int
+    error: VLMServeError | None = None
 
 
 class VLMEngine(Protocol):
@@ -46,6 +54,31 @@ class VLMEngine(Protocol):
 
     def inspect(self) -> EngineSnapshot:
         """The stats and every unfinished request, for debugging."""
+        ...
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that are served."""
+        ...
+
+    def load_adapter(self, number: int, name: str, path: str) -> None:
+        """Begin to load an adapter, to be served under a name; `finished_loads` says when that is done.
+
+        Raises AdapterError where there are no adapters, and for what is no name.
+        """
+        ...
+
+    def finished_loads(self) -> list[FinishedLoad]:
+        """What became of the loads that ended since the last call."""
+        ...
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether `finished_loads` has yet to say what became of a load."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more; requests that have it keep it. Raises UnknownModelError."""
         ...
 
     def map_blocks(self) -> BlockMap:

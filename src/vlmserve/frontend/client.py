@@ -21,24 +21,28 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.messages import (
     Abort,
     Accepted,
+    AdapterDone,
     Add,
     Failed,
+    Failure,
     Fatal,
     Inspect,
     Inspected,
+    LoadAdapter,
     MapBlocks,
     Mapped,
     Outputs,
     Ready,
     Shutdown,
     ToEngine,
+    UnloadAdapter,
     decode_from_engine,
     encode,
 )
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
 from vlmserve.frontend.heartbeat import HeartbeatListener
-from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
+from vlmserve.types import AdapterInfo, BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +135,11 @@ class EngineClient:
         self._streams: dict[str, EngineStream] = {}
         self._queries: dict[type[Inspect | MapBlocks], asyncio.Future[Any]] = {}
         """Queries about the engine's state that wait for a reply."""
+        self._changes: dict[int, asyncio.Future[Failure | None]] = {}
+        """Loads and unloads of adapters that have not ended, by number."""
+        self._numbers = itertools.count()
+        self.adapters: dict[str, AdapterInfo] = {}
+        """Those that the engine serves, by name."""
         self._outbox: list[ToEngine] = []
         self._sends: set[asyncio.Future[Any]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -271,6 +280,27 @@ class EngineClient:
         blocks: BlockMap = await self._query(MapBlocks())
         return blocks
 
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Have the engine load an adapter and serve it under a name, in place of what it served so.
+
+        Returns when it is served. Raises AdapterError for a bad one, EngineDeadError, UnavailableError.
+        """
+        await self._change(LoadAdapter(next(self._numbers), name, path))
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the engine serve an adapter no more. Raises UnknownModelError for one that it does not serve, and what
+        `load_adapter` raises."""
+        await self._change(UnloadAdapter(next(self._numbers), name))
+
+    async def _change(self, message: LoadAdapter | UnloadAdapter) -> None:
+        if not self.alive:
+            raise self._gone()
+        done = self._changes[message.number] = self._loop.create_future()
+        self._send(message)
+        if (failure := await done) is not None:
+            raise failure.error()
+
     async def _query(self, message: Inspect | MapBlocks) -> Any:
         if not self.alive:
             raise self._gone()
@@ -309,6 +339,10 @@ class EngineClient:
             query.set_result(answer)
 
     def _end_queries(self) -> None:
+        changes, self._changes = self._changes, {}
+        for change in changes.values():
+            if not change.done():
+                change.set_exception(self._gone())
         for message in list(self._queries):
             self._end_query(message, None)
 
@@ -412,8 +446,13 @@ class EngineClient:
                     self._end_query(Inspect, snapshot)
                 case Mapped(blocks):
                     self._end_query(MapBlocks, blocks)
-                case Ready(info, stats, load_seconds):
+                case AdapterDone(number, reason, adapters):
+                    self.adapters = {adapter.name: adapter for adapter in adapters}
+                    if not (change := self._changes.pop(number)).done():
+                        change.set_result(reason)
+                case Ready(info, stats, load_seconds, adapters):
                     self.stats, self.load_seconds = stats, load_seconds
+                    self.adapters = {adapter.name: adapter for adapter in adapters}
                     self._ready.set_result(info)
                 case Fatal(failure):
                     self._last_words.set_result(failure.error())

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from typing import Protocol
 
 from vlmserve.scheduler.request import Request
 from vlmserve.steps import AdapterLoad
+
+
+class AdapterSource(Protocol):
+    """The adapters in memory."""
+
+    def begin_step(self) -> None:
+        """Another step is planned."""
+        ...
+
+    def is_loaded(self, digest: bytes) -> bool:
+        """Whether an adapter is in memory; asks for it to be loaded if it is not."""
+        ...
 
 
 class AdapterScheduler:
@@ -17,9 +29,8 @@ class AdapterScheduler:
     requests gets no more of those that came later, so that it gives up its slot at last.
     """
 
-    def __init__(self, num_slots: int, is_loaded: Callable[[bytes], bool]) -> None:
-        """is_loaded: whether an adapter is in memory; asks for it to be loaded if it is not."""
-        self._is_loaded = is_loaded
+    def __init__(self, num_slots: int, source: AdapterSource) -> None:
+        self._source = source
         self._free = list(range(num_slots))[::-1]
         self._slots: dict[bytes, int] = {}
         self._users: dict[bytes, set[str]] = {}
@@ -41,6 +52,11 @@ class AdapterScheduler:
     def begin_step(self) -> None:
         """Plan another step: waiting requests are asked about in order of arrival."""
         self._draining = {}
+        self._source.begin_step()
+
+    def is_pending(self, digest: bytes) -> bool:
+        """Whether the next step that runs loads an adapter."""
+        return any(load.digest == digest for load in self._loads)
 
     def take_loads(self) -> list[AdapterLoad]:
         """What the next step that runs has to load."""
@@ -54,7 +70,7 @@ class AdapterScheduler:
             return True
         if digest in self._slots:
             return digest not in self._draining
-        if digest in self._draining.values() or not self._is_loaded(digest):
+        if digest in self._draining.values() or not self._source.is_loaded(digest):
             return False
         if self._free or self._idle:
             return True

@@ -85,6 +85,10 @@ class Scheduler:
         """An unfinished request."""
         return self._requests[request_id]
 
+    def needs_adapter(self, digest: bytes) -> bool:
+        """Whether an unfinished request has the adapter of that digest."""
+        return any(request.adapter == digest for request in self._requests.values())
+
     def add(self, request: Request, beams: Beams | None = None) -> None:
         """Queue a request whose prompt fits into the pool. beams: what is searched for from its prompt on."""
         if beams is not None:

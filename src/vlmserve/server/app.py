@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -31,6 +31,7 @@ from vlmserve.server.guard import Guard
 from vlmserve.server.live import LiveStats, LiveView
 from vlmserve.server.openapi import Operation, document, routes
 from vlmserve.server.page import page_routes
+from vlmserve.server.routes.adapters import load_adapter, unload_adapter
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
 from vlmserve.server.routes.history import HISTORY_OPERATIONS
@@ -40,7 +41,7 @@ from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
 from vlmserve.server.schema.completions import Completion, CompletionRequest
 from vlmserve.server.schema.errors import MessagesErrorAnswer
 from vlmserve.server.schema.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
-from vlmserve.server.schema.models import Health, ModelCard, ModelList
+from vlmserve.server.schema.models import Health, LoadAdapterRequest, ModelCard, ModelList, UnloadAdapterRequest
 from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from vlmserve.server.service import Phase, Service
 
@@ -64,6 +65,8 @@ def operations(service: Service) -> list[Operation]:
         Operation("POST", "/detokenize", detokenize, DetokenizeRequest, answer=Detokenized),
         Operation("GET", "/v1/models", list_models, answer=ModelList),
         Operation("GET", "/v1/models/{name:path}", show_model, answer=ModelCard),
+        Operation("POST", "/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, answer="text/plain"),
+        Operation("POST", "/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, answer="text/plain"),
         Operation("GET", "/health", health, answer=Health, errors=Health),
         Operation("GET", "/ready", ready, answer=Health, errors=Health),
         Operation("GET", "/version", show_version, answer=dict[str, str]),
@@ -120,16 +123,27 @@ def _card(service: Service, name: str) -> ModelCard:
     return ModelCard(name, service.created, info.max_model_len if info else None)
 
 
+def _adapter_cards(service: Service) -> Iterator[ModelCard]:
+    for name, info in service.adapter_infos():
+        card = _card(service, name)
+        card.parent = service.model_name
+        card.root = msgspec.UNSET if info is None else info.digest
+        yield card
+
+
 async def list_models(request: Request) -> Response:
-    """The model that is served, under each of its names."""
+    """The model that is served, under each of its names, and its adapters."""
     service: Service = request.app.state.service
-    return json_response(ModelList([_card(service, name) for name in service.model_names]))
+    own = [_card(service, name) for name in service.model_names]
+    return json_response(ModelList([*own, *_adapter_cards(service)]))
 
 
 async def show_model(request: Request, name: str) -> Response:
     """One model by name."""
     service: Service = request.app.state.service
     service.check_model(name)
+    if not service.is_own_name(name):
+        return json_response(next(card for card in _adapter_cards(service) if card.id == name))
     return json_response(_card(service, name if name in service.model_names else service.model_name))
 
 

@@ -172,11 +172,12 @@ class Generation:
         answers: Sequence[Answer],
         generation_id: str,
         first_request_ids: Sequence[str],
+        adapter: str = "",
     ) -> None:
         self.id = generation_id
         self.first_request_ids = first_request_ids
         self.created = int(time.time())
-        self.model = service.model_name
+        self.model = adapter or service.model_name
         self.token_bytes = service.preparer.token_bytes
         self.answers = answers
         self.failure: VLMServeError | None = None
@@ -284,17 +285,19 @@ async def _forward(answer: Answer, queue: asyncio.Queue[TextDelta | Exception]) 
 
 
 async def start_generation(
-    service: Service, client: EngineClient, request: GenerationRequest, generation_id: str, arrived: float
+    service: Service, client: EngineClient, request: GenerationRequest, generation_id: str, arrived: float, adapter: str
 ) -> Generation:
-    """Hand all answers to the engine, those to the first prompt first. Raises what `EngineClient.submit` does, and
-    InvalidRequestError for a broken grammar."""
+    """Hand all answers to the engine, those to the first prompt first. adapter: that answers; "": the model itself.
+
+    Raises what `EngineClient.submit` does, and InvalidRequestError for a broken grammar.
+    """
     grammar, tools = request.params.grammar, request.tools
     if grammar is not None:
         await service.check_grammar(grammar, tools)
     shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
     samples = [(prompt, request.params_of(index)) for prompt in request.prompts for index in range(request.num_samples)]
     engine_requests = [
-        EngineRequest(f"{generation_id}-{number}", prompt, params, request.cache_salt)
+        EngineRequest(f"{generation_id}-{number}", prompt, params, request.cache_salt, adapter=adapter)
         for number, (prompt, params) in enumerate(samples)
     ]
     streams: Sequence[OutputStream]
@@ -319,4 +322,4 @@ async def start_generation(
     first_request_ids = [
         sent.request_id for sent in engine_requests[:: 1 if request.beams is None else request.num_answers]
     ]
-    return Generation(service, request, answers, generation_id, first_request_ids)
+    return Generation(service, request, answers, generation_id, first_request_ids, adapter)

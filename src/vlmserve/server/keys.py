@@ -34,7 +34,7 @@ class StoredKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A key without the key. salt: 16 bytes in hex. hash: the 32 bytes of `hash_key` in hex.
 
     max_concurrency: requests at once; None: no limit, here and below. cache_salt: keys with the same one share what is
-    cached for them; None: this one shares with no other.
+    cached for them; None: this one shares with no other. admin: it may change what is served.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}$")]
@@ -45,6 +45,7 @@ class StoredKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     requests_per_minute: Limit = None
     tokens_per_minute: Limit = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    admin: bool = False
 
     def matches(self, key: str) -> bool:
         """Whether `key` matches, in constant time."""

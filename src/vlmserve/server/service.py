@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +28,14 @@ from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import ImageCache, ImageCacheStats
 from vlmserve.server.accounts import KeyRing
+from vlmserve.server.adapters import Adapters
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.server.schema.base import BodyLimits
 from vlmserve.storage.store import open_store
-from vlmserve.types import EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
+from vlmserve.types import AdapterInfo, EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from vlmserve.server.tracing import Tracing
@@ -42,6 +44,8 @@ Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
 _SHORT_TEXT = 2000
 """Characters that are a prompt sooner than another thread would have begun."""
+_MOST_SHOWN = 5
+"""Adapters that an error names."""
 _SHARE_OF_AN_ANSWER = 0.2
 """Of the context, if a request sets no limit."""
 
@@ -126,6 +130,7 @@ class Service:
         self.model_names = tuple(dict.fromkeys(server.served_model_name)) or (own_name,)
         self.model_name = self.model_names[0]
         self._aliases = {*self.model_names, engine.model}
+        self.adapters = Adapters(engine, server)
         self.created = int(time.time())
         self.defaults = SamplingParams()
         self.keys = KeyRing.of(server)
@@ -179,8 +184,10 @@ class Service:
 
     def replace(self, client: EngineClient) -> None:
         """Go on with another engine after the one from before has died."""
-        self._client = client
+        replaced, self._client = self._client is not None, client
         client.on_step = self.metrics.count_step
+        if replaced:
+            self.adapters.restore(client)
 
     @property
     def awake(self) -> bool:
@@ -285,9 +292,28 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError for a name that is not served here."""
-        if name is not None and name not in self._aliases:
-            known = ", ".join(map(repr, self.model_names))
+        if name is not None and name not in self._aliases and not self.adapters.knows(self._client, name):
+            adapters = [adapter for adapter, _ in itertools.islice(self.adapter_infos(), _MOST_SHOWN)]
+            known = ", ".join(map(repr, [*self.model_names, *adapters]))
             raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
+
+    def is_own_name(self, name: str | None) -> bool:
+        """Whether a request's model is the model itself, not an adapter."""
+        return name is None or name in self._aliases
+
+    def adapter_infos(self) -> Iterator[tuple[str, AdapterInfo | None]]:
+        """The names of all adapters, and what the engine says of those that it serves."""
+        return self.adapters.infos(self._client)
+
+    async def adapter(self, client: EngineClient, name: str | None) -> str:
+        """The adapter that a request's model names, which the engine serves from now on; "" for the model itself.
+
+        Raises UnknownModelError and AdapterError.
+        """
+        if name is None or name in self._aliases:
+            return ""
+        await self.adapters.resolve(client, name)
+        return name
 
     @contextlib.contextmanager
     def admit(self, num_answers: int) -> Iterator[None]:

@@ -124,7 +124,9 @@ async def _start_generation(
             if trace is not None:
                 record_preparation(trace, time.monotonic() - started)
         service.metrics.media.observe(time.monotonic() - started)
-        return await start_generation(service, client, request, f"{dialect.id_prefix}{secrets.token_hex(16)}", arrived)
+        generation_id = f"{dialect.id_prefix}{secrets.token_hex(16)}"
+        adapter = await service.adapter(client, body.model)
+        return await start_generation(service, client, request, generation_id, arrived, adapter)
     except InvalidRequestError as error:
         dialect.reword(error)
         raise

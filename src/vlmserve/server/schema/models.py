@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from pydantic import Field
+
+from vlmserve.adapters.location import MAX_NAME
+from vlmserve.server.schema.base import RequestModel
 
 
 class ModelCard(msgspec.Struct):
-    """An entry of ``/v1/models``. max_model_len: prompt and answer together, in tokens; null while loading."""
+    """An entry of ``/v1/models``. max_model_len: prompt and answer together, in tokens; null while loading. Of an
+    adapter, parent: the model that it adapts; root: the digest of its content, once it is loaded."""
 
     id: str
     created: int
     max_model_len: int | None
     object: str = "model"
     owned_by: str = "vlmserve"
+    parent: str | msgspec.UnsetType = msgspec.UNSET
+    root: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class LoadAdapterRequest(RequestModel):
+    """The body of ``POST /v1/load_lora_adapter``.
+
+    lora_path: of its folder, within the server's. load_inplace: whether it may replace one with that name.
+    """
+
+    lora_name: Annotated[str, Field(max_length=MAX_NAME)]
+    lora_path: Annotated[str, Field(max_length=4096)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(RequestModel):
+    """The body of ``POST /v1/unload_lora_adapter``. lora_int_id: vLLM's; it has no effect."""
+
+    lora_name: Annotated[str, Field(max_length=MAX_NAME)]
+    lora_int_id: int | None = None
 
 
 class ModelList(msgspec.Struct):

@@ -1,0 +1,153 @@
+"""Adapters by the names that requests have: those that the engine serves, and a folder that others come from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlmserve.adapters.location import CONFIG, WEIGHTS, check_name, read_module
+from vlmserve.config import EngineConfig, ServerConfig
+from vlmserve.errors import AdapterError, ConfigurationError, UnknownModelError, VLMServeError
+from vlmserve.frontend.client import EngineClient
+from vlmserve.types import AdapterInfo
+
+logger = logging.getLogger(__name__)
+
+_CHECK_INTERVAL = 1.0
+"""Seconds between looks at the files of an adapter that is in the folder."""
+
+Signature = tuple[tuple[int, int, int], ...]
+
+
+class Adapters:
+    """What is known of adapters beside what the engine says.
+
+    folder: the only one that adapters may be loaded from while the server runs; None: none. An adapter in it is loaded
+    when a request names it, and again when its files have changed.
+    """
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        """Raises ConfigurationError for a folder that is none, or without --enable-lora."""
+        self.folder = None if server.lora_folder is None else Path(server.lora_folder).expanduser().resolve()
+        if self.folder is not None and not engine.enable_lora:
+            raise ConfigurationError("--lora-folder needs --enable-lora")
+        if self.folder is not None and not self.folder.is_dir():
+            raise ConfigurationError(f"--lora-folder {server.lora_folder} is not a folder")
+        self._configured = {read_module(entry).name for entry in engine.lora_modules}
+        # Loaded on demand of a caller, and so to be loaded again when another engine takes over.
+        self._loaded: dict[str, Path] = {}
+        # Of those from the folder: their files when they were loaded, and when these were looked at.
+        self._seen: dict[str, Signature] = {}
+        self._checked: dict[str, float] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._restoring: asyncio.Future[None] | None = None
+
+    def knows(self, client: EngineClient | None, name: str) -> bool:
+        """Whether a request may name this adapter."""
+        served = self._configured if client is None else client.adapters
+        return name in served or self._in_folder(name) is not None
+
+    def infos(self, client: EngineClient | None) -> Iterator[tuple[str, AdapterInfo | None]]:
+        """The names of all adapters, and what the engine says of those that it serves."""
+        served = {} if client is None else client.adapters
+        names = set(self._configured) if client is None else set(served)
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                names |= {path.name for path in self.folder.iterdir() if self._in_folder(path.name) is not None}
+        yield from ((name, served.get(name)) for name in sorted(names))
+
+    async def resolve(self, client: EngineClient, name: str) -> None:
+        """See to it that the engine serves an adapter, as its files in the folder are now.
+
+        Raises UnknownModelError for one that is nowhere, AdapterError for one that cannot be loaded.
+        """
+        if name in self._loaded or self.folder is None or name in self._configured:
+            if name not in client.adapters and self._restoring is not None:
+                await asyncio.wait([self._restoring])
+            self._check_served(client, name)
+            return
+        recent = time.monotonic() - self._checked.get(name, 0.0) < _CHECK_INTERVAL
+        if recent and name in client.adapters:
+            return
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            self._checked[name] = time.monotonic()
+            folder = self._in_folder(name)
+            if folder is None:
+                if self._seen.pop(name, None) is not None and name in client.adapters:
+                    await client.unload_adapter(name)
+                self._check_served(client, name)
+                return
+            signature = _signature(folder)
+            if name in client.adapters and self._seen.get(name) == signature:
+                return
+            try:
+                await client.load_adapter(name, str(folder))
+                self._seen[name] = signature
+            except AdapterError as error:
+                if name not in client.adapters:
+                    raise
+                # Files that are being replaced may not fit together yet.
+                logger.warning("adapter %s stays as it was: %s", name, error)
+
+    async def load(self, client: EngineClient, name: str, path: str) -> AdapterInfo:
+        """Load an adapter out of the folder under a name. Raises AdapterError for a path outside of it, too."""
+        check_name(name)
+        if self.folder is None:
+            raise AdapterError("adapters are loaded only from the folder of --lora-folder, and none is set")
+        folder = (self.folder / path).resolve()
+        inside = folder != self.folder and folder.is_relative_to(self.folder)
+        if not inside or not all((folder / file).resolve().is_relative_to(self.folder) for file in (CONFIG, WEIGHTS)):
+            raise AdapterError(f"{path!r:.200} is not inside the folder of --lora-folder")
+        info = await client.load_adapter(name, str(folder))
+        self._loaded[name] = folder
+        return info
+
+    async def unload(self, client: EngineClient, name: str) -> None:
+        """Have an adapter served no more. One in the folder comes back with the next request that names it."""
+        await client.unload_adapter(name)
+        self._loaded.pop(name, None)
+        self._configured.discard(name)
+        self._seen.pop(name, None)
+
+    def restore(self, client: EngineClient) -> None:
+        """Load into an engine that took over what the one before had beyond the settings."""
+        self._seen.clear()
+        self._checked.clear()
+        self._restoring = asyncio.ensure_future(self._restore(client))
+
+    async def _restore(self, client: EngineClient) -> None:
+        for name, folder in [*self._loaded.items()]:
+            try:
+                await client.load_adapter(name, str(folder))
+            except VLMServeError as error:
+                logger.error("adapter %s is lost: %s", name, error)
+                del self._loaded[name]
+
+    def _check_served(self, client: EngineClient, name: str) -> None:
+        if name not in client.adapters:
+            raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
+
+    def _in_folder(self, name: str) -> Path | None:
+        """An adapter's folder inside of `folder`; None if there is none of that name."""
+        if self.folder is None or not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
+            return None
+        try:
+            folder = (self.folder / name).resolve()
+            known = folder.is_relative_to(self.folder) and (folder / CONFIG).is_file()
+        except OSError:  # a name that is too long
+            return None
+        return folder if known else None
+
+
+def _signature(folder: Path) -> Signature:
+    """A value that changes with the files."""
+    found = []
+    for name in (CONFIG, WEIGHTS):
+        with contextlib.suppress(OSError):
+            status = (folder / name).stat()
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)

@@ -1,0 +1,46 @@
+"""``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from vlmserve.errors import AdapterError
+from vlmserve.server.errors import RefusedError
+from vlmserve.server.guard import account_of
+from vlmserve.server.routes.reading import read
+from vlmserve.server.schema.models import LoadAdapterRequest, UnloadAdapterRequest
+from vlmserve.server.service import Service
+
+
+async def load_adapter(request: Request) -> Response:
+    """Load a LoRA adapter out of the server's folder, or replace one."""
+    service: Service = request.app.state.service
+    _check_admin(request)
+    async with read(request, LoadAdapterRequest) as body:
+        name = body.lora_name
+        if service.is_own_name(name):
+            raise AdapterError(f"{name!r} is the name of the model itself", param="lora_name")
+        if name in service.client.adapters and not body.load_inplace:
+            raise AdapterError(f"there is an adapter {name!r} already; load_inplace replaces it", param="lora_name")
+        await service.adapters.load(service.client, name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(request: Request) -> Response:
+    """Serve a LoRA adapter no more. Requests that have begun with it go on with it."""
+    service: Service = request.app.state.service
+    _check_admin(request)
+    async with read(request, UnloadAdapterRequest) as body:
+        await service.adapters.unload(service.client, body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _check_admin(request: Request) -> None:
+    """Raises RefusedError (403) for a key that may not change the server."""
+    account = account_of(request)
+    if account is not None and not account.key.admin:
+        message = "This API key may not change the server; 'vlmserve keys add --admin' makes one that may"
+        raise RefusedError(HTTPStatus.FORBIDDEN, message, "admin_key_needed")

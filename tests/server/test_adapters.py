@@ -1,0 +1,172 @@
+"""Adapters over HTTP: named by requests, listed, loaded and unloaded by admins, and found in a folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.adapters.test_serving import write_adapter
+from tests.checkpoints import make_llama
+from tests.server.live import QUESTION, LiveServer, wait_until
+from vlmserve.server.keys import add_key
+
+ENGINE = {
+    "engine": "real", "dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "num_threads": 1,
+    "enable_lora": True, "max_lora_rank": 4,
+}  # fmt: skip
+
+
+class Served:
+    """A server with adapters. headers: of a key that may change them."""
+
+    def __init__(self, live: LiveServer, folder: Path, keys: dict[str, str]) -> None:
+        self.live, self.folder, self.keys = live, folder, keys
+
+    def post(self, path: str, key: str = "admin", **body) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.keys[key]}"}
+        return httpx.post(self.live.url + path, json=body, headers=headers, timeout=60)
+
+    def ask(self, model: str) -> str:
+        response = self.post(
+            "/v1/chat/completions", "user", model=model, messages=QUESTION, temperature=0, max_tokens=8, logprobs=True
+        )
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == model
+        return str([token["token"] for token in response.json()["choices"][0]["logprobs"]["content"]])
+
+    def models(self) -> dict[str, dict]:
+        headers = {"Authorization": f"Bearer {self.keys['user']}"}
+        return {card["id"]: card for card in httpx.get(f"{self.live.url}/v1/models", headers=headers).json()["data"]}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    base = tmp_path_factory.mktemp("served")
+    checkpoint = make_llama(base / "llama", max_position_embeddings=2048)
+    for number in range(3):
+        write_adapter(base / "allowed" / f"adapter-{number}", number)
+    write_adapter(base / "outside", 9)
+    write_adapter(base / "fixed", 8)
+    (base / "allowed" / "link").symlink_to(base / "outside")
+    (base / "allowed" / "broken").mkdir()
+    (base / "allowed" / "broken" / "adapter_config.json").write_text("{}")
+    keys = {name: add_key(base / "keys", name, admin=admin) for name, admin in (("user", False), ("admin", True))}
+    engine = {**ENGINE, "lora_modules": [f"fixed={base / 'fixed'}"]}
+    server = {"lora_folder": str(base / "allowed"), "api_keys_file": str(base / "keys")}
+    with LiveServer(checkpoint, engine=engine, server=server) as live:
+        yield Served(live, base / "allowed", keys)
+
+
+def test_a_model_names_an_adapter_of_the_settings_or_of_the_folder(served):
+    found = {model: served.ask(model) for model in ("tiny", "fixed", "adapter-0", "adapter-1")}
+    assert len(set(found.values())) == 4
+    assert served.ask("adapter-0") == found["adapter-0"]
+    cards = served.models()
+    assert {"tiny", "fixed", "adapter-0", "adapter-1", "adapter-2", "broken"} <= cards.keys()
+    assert "parent" not in cards["tiny"]
+    assert cards["adapter-0"]["parent"] == "tiny"
+    assert len(cards["adapter-0"]["root"]) == 64
+    assert "root" not in cards["adapter-2"], "it was never loaded"
+
+
+def test_admins_load_replace_and_unload(served):
+    before = served.ask("adapter-0")
+    assert served.post("/v1/load_lora_adapter", lora_name="mine", lora_path="adapter-0").status_code == 200
+    assert served.ask("mine") == before
+    again = {"lora_name": "mine", "lora_path": str(served.folder / "adapter-1")}
+    assert "already" in served.post("/v1/load_lora_adapter", **again).json()["error"]["message"]
+    assert served.post("/v1/load_lora_adapter", **again, load_inplace=True).status_code == 200
+    assert served.ask("mine") != before
+    assert served.post("/v1/unload_lora_adapter", lora_name="mine").status_code == 200
+    assert served.post("/v1/chat/completions", model="mine", messages=QUESTION).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"lora_name": "x", "lora_path": "../outside"}, 400, "not inside"),
+        ({"lora_name": "x", "lora_path": "/etc"}, 400, "not inside"),
+        ({"lora_name": "x", "lora_path": "link"}, 400, "not inside"),
+        ({"lora_name": "x", "lora_path": "."}, 400, "not inside"),
+        ({"lora_name": "x", "lora_path": "nothing"}, 400, "no folder"),
+        ({"lora_name": "x", "lora_path": "broken"}, 400, "it has no adapter_model.safetensors"),
+        ({"lora_name": "tiny", "lora_path": "adapter-0"}, 400, "the model itself"),
+        ({"lora_name": "", "lora_path": "adapter-0"}, 400, "printable"),
+        ({"lora_name": "x"}, 400, "missing"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_and_changes_nothing(served, body, status, message):
+    before = served.models().keys()
+    response = served.post("/v1/load_lora_adapter", **body)
+    assert response.status_code == status, response.text
+    assert message in response.json()["error"]["message"]
+    assert served.models().keys() == before
+
+
+def test_keys_that_are_no_admins_may_not_change_what_is_served(served):
+    for path, body in (("load", {"lora_name": "x", "lora_path": "adapter-0"}), ("unload", {"lora_name": "fixed"})):
+        response = served.post(f"/v1/{path}_lora_adapter", "user", **body)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "admin_key_needed")
+    assert served.post("/v1/unload_lora_adapter", lora_name="nothing").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["../outside", "..", ".", "link", "a/b", "adapter-0/", "x" * 5000, "nothing"])
+def test_names_reach_nothing_outside_of_the_folder(served, name):
+    response = served.post("/v1/chat/completions", model=name, messages=QUESTION)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_broken_adapter_in_the_folder_is_an_error_of_its_requests(served):
+    response = served.post("/v1/chat/completions", model="broken", messages=QUESTION)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_adapter")
+    assert served.ask("tiny")
+
+
+def test_the_folder_is_watched(served):
+    """New files under the name are another adapter, half of them change nothing, and without files it is gone."""
+    place = served.folder / "watched"
+    write_adapter(place, 20)
+    first = served.ask("watched")
+    write_adapter(place, 21)
+    wait_until(lambda: served.ask("watched") != first)
+    second = served.ask("watched")
+    (place / "adapter_model.safetensors").write_bytes(b"half")
+    time.sleep(1.1)  # longer than between two looks at the files
+    assert served.ask("watched") == second
+    shutil.rmtree(place)
+
+    def is_gone() -> bool:
+        return served.post("/v1/chat/completions", model="watched", messages=QUESTION).status_code == 404
+
+    wait_until(is_gone)
+
+
+def test_an_engine_that_takes_over_has_the_adapters(served):
+    served.post("/v1/load_lora_adapter", lora_name="kept", lora_path="adapter-2")
+    expected = served.ask("kept")
+    service = served.live.service
+
+    async def restore() -> None:
+        await service.client.unload_adapter("kept")
+        service.replace(service.client)
+
+    import asyncio
+
+    asyncio.run_coroutine_threadsafe(restore(), served.live._loop).result(60)
+    assert served.ask("kept") == expected
+
+
+def test_metrics_count_adapters(served):
+    served.ask("adapter-0")
+    metrics = httpx.get(f"{served.live.url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("vlmserve:lora"))
+    by_name = {key.partition("{")[0]: float(value) for key, value in values.items()}
+    assert by_name["vlmserve:lora_adapters_served"] >= 2
+    assert by_name["vlmserve:lora_loads_total"] >= 2
+    assert by_name["vlmserve:lora_memory_used_bytes"] > 0
+    assert os.path.exists(served.folder)
