@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from vlmserve.adapters.checkpoint import AdapterCheckpoint, Kind
 from vlmserve.errors import AdapterError
 from vlmserve.layers.adapters import Change, LowRank, PreparedChange, TableChange
 from vlmserve.layers.linear import Linear, Weight
-from vlmserve.models.adaptable import EMBEDDINGS, AdaptableModel, Place
+from vlmserve.models.adaptable import EMBEDDINGS, HEAD, AdaptableModel, Place
 
 LAYERS = "language_model.layers."
 
@@ -67,6 +67,29 @@ def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_ra
     adapter.num_bytes = sum(layer.num_bytes for layer in adapter.layers.values())
     adapter.num_bytes += sum(table.num_bytes for table in adapter.tables.values())
     return adapter
+
+
+def layer_changes(
+    checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int
+) -> Iterator[tuple[str, Change | TableChange]]:
+    """What an adapter changes, by the canonical names of the layers that checkpoints have, in their order of outputs.
+
+    Parts begin at 0. Changes of tied embeddings come a second time, as those of the output head that follow from them.
+    Raises as `read_adapter` does, and AdapterError for a bias where the layer has none.
+    """
+    reader = _Reader(checkpoint, model, max_rank)
+    for group in reader.groups():
+        name = group.place.name
+        if group.place.is_table:
+            table = reader.table(group)
+            yield name, table
+            if (head := reader.tied_head(group, table)) is not None:
+                yield HEAD, head
+            continue
+        change = reader.change(group)
+        if (change.shift is not None or change.bias is not None) and f"{name}.bias" not in model.checkpoint.names:
+            raise AdapterError(f"{group.name} would get a bias, which a layer of this architecture has not")
+        yield name, replace(change, parts=tuple(part._replace(start=0) for part in change.parts))
 
 
 class _Group(NamedTuple):

@@ -300,6 +300,32 @@ def models(
     )
 
 
+@app.command("merge-lora", cls=HelpfulCommand)
+@command()
+def merge_lora(
+    model: Annotated[str, typer.Argument(help="Local folder or Hugging Face id of the model.")],
+    adapter: Annotated[str, typer.Argument(help="Local folder or Hugging Face id of the adapter.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the merged checkpoint.")],
+) -> None:
+    """Write a checkpoint with a LoRA adapter merged into its weights."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from vlmserve.adapters.location import find_adapter
+    from vlmserve.adapters.merge import merge_adapter
+    from vlmserve.models.hub import resolve_model
+
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("Merging")
+        changed = merge_adapter(
+            resolve_model(model),
+            find_adapter(adapter),
+            out,
+            lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    Console().print(f"{changed} tensors changed. Try it: vlmserve serve {out}", highlight=False, soft_wrap=True)
+
+
 @evaluations.command("pixie", cls=SettingsCommand)
 @command((*LOCAL_FIELDS, *QUANTIZATION_DETAILS, "kernels"))
 def eval_pixie(

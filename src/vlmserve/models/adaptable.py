@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.config import QuantizationConfig
-from vlmserve.layers.linear import Embedding, Linear, MergedLinear, TiedEmbedding, Weight
+from vlmserve.layers.linear import Embedding, MergedLinear, TiedEmbedding, Weight
 from vlmserve.models.packed import read_weight
 from vlmserve.models.weights import Checkpoint, weight_names
 from vlmserve.quant.layout import Layout
@@ -87,14 +87,8 @@ class AdaptableModel:
         return rounded.dequantize()
 
     def base_bias(self, place: Place) -> Tensor:
-        """A layer's bias in the order of checkpoints, float32. Raises AttributeError for one without."""
-        module = self.weight_at(place.path)
-        bias = module.bias
-        assert isinstance(bias, Tensor)
-        bias = bias.detach().float().cpu()
-        if isinstance(module, Linear) and module.order is not None:
-            bias = torch.empty_like(bias).index_copy_(0, module.order.cpu(), bias)
-        return bias[place.start : place.start + place.size]
+        """A layer's bias in the order of checkpoints, float32."""
+        return self.checkpoint.read(f"{place.name}.bias").float()
 
     @property
     def is_tied(self) -> bool:

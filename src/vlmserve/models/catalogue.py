@@ -15,7 +15,7 @@ class Entry(NamedTuple):
     """A row, in the order of `HEADINGS`.
 
     models: well-known names of the family. takes: what a prompt may hold. options: how weights can be quantized at
-    load, and whether attention slides where a checkpoint asks for it.
+    load, whether there can be LoRA adapters, and whether attention slides where a checkpoint asks for it.
     """
 
     models: str
@@ -27,7 +27,9 @@ class Entry(NamedTuple):
 def catalogue() -> Iterator[Entry]:
     """All families: those that take images, then language models."""
     for family in VISION_FAMILIES.values():
-        yield Entry(family.models, family.architecture, _takes(family), _options(family.text_type))
+        # Those without a placeholder attend to their image by cross-attention.
+        options = _options(family.text_type, adapters=family.image_token_id is not None)
+        yield Entry(family.models, family.architecture, _takes(family), options)
     for name, language in FAMILIES.items():
         if language.models:
             yield Entry(language.models, language.architecture, "text", _options(name))
@@ -45,5 +47,6 @@ def _takes(family: VisionFamily) -> str:
     return "text, images, videos" if family.videos else "text, images"
 
 
-def _options(text_type: str) -> str:
-    return "int8, int4, sliding window" if "sliding_window" in FAMILIES[text_type].defaults else "int8, int4"
+def _options(text_type: str, *, adapters: bool = True) -> str:
+    options = ["int8", "int4"] + ["LoRA"] * adapters
+    return ", ".join(options + ["sliding window"] * ("sliding_window" in FAMILIES[text_type].defaults))
