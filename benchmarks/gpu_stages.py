@@ -88,7 +88,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _per_launch(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+def per_launch(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Seconds of one of many calls in a row, so that what the host needs for a launch is hidden where it can be."""
     calls = 20 if device.type == "cuda" else 1
     return seconds_of(lambda: [work() for _ in range(calls)], device, repeats) / calls
@@ -131,20 +131,23 @@ def _pixie_differs(device: torch.device) -> int:
     return sum(ours != theirs for ours, theirs in zip(*answers, strict=True))
 
 
-def products(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """The four products of a layer, by kind of weight and rows: microseconds and the share of bytes a second."""
-    on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
-    config = sizes.config
+def layer_products(config: dict[str, Any]) -> dict[str, tuple[int, int, Epilogue]]:
+    """Outputs, inputs and epilogue of the products of a layer."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv_size = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
-    shapes = {
+    return {
         "qkv": (hidden + 2 * kv_size, hidden, Epilogue()),
         "output": (hidden, hidden, Epilogue()),
         "gate and up": (2 * inner, hidden, Epilogue("silu", gated=True)),
         "down": (hidden, inner, Epilogue()),
     }
+
+
+def products(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
+    """The four products of a layer, by kind of weight and rows: microseconds and the share of bytes a second."""
+    on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
     report: dict[str, Any] = {"kernels": on.kernels}
-    for name, (outputs, inputs, epilogue) in shapes.items():
+    for name, (outputs, inputs, epilogue) in layer_products(sizes.config).items():
         weight = torch.randn(outputs, inputs, device=device, dtype=dtype) / inputs**0.5
         for kind in ("plain", "int8", "int4"):
             bits = {"int8": 8, "int4": 4}.get(kind)
@@ -153,7 +156,7 @@ def products(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]
             product = on.linear(few or weight, None, epilogue, dtype)
             for rows in sizes.rows:
                 x = torch.randn(rows, inputs, device=device, dtype=dtype)
-                taken = _per_launch(lambda product=product, x=x: product(x), device, sizes.repeats)  # type: ignore[misc]
+                taken = per_launch(lambda product=product, x=x: product(x), device, sizes.repeats)  # type: ignore[misc]
                 report[f"{name}, {kind}, {rows} rows"] = {
                     "microseconds": taken * 1e6,
                     "weight_gb_s": product.num_bytes / taken / 1e9,
@@ -186,7 +189,7 @@ def attention(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any
                 def work(q: Tensor = query, k: Tensor = key, v: Tensor = value, *rest: Any) -> Tensor:
                     return backend.attend(q, k, v, cache, spec, metadata, plan)  # noqa: B023
 
-                taken = _per_launch(work, device, sizes.repeats)
+                taken = per_launch(work, device, sizes.repeats)
                 size = 1 if quantized else dtype.itemsize
                 read = 2 * streams * context * spec.num_kv_heads * (head * size + (4 if quantized else 0))
                 report[f"{streams} x {context}{', 8 bits' if quantized else ''}"] = {

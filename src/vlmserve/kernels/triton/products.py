@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton.activations import ACTIVATIONS
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
+from vlmserve.kernels.triton.tuned import TUNED, Shape, Tiling
 from vlmserve.layers.adapters import LinearAdapters
 
 MOST_ROWS = 128
@@ -25,25 +26,26 @@ EXPANDED_ELEMENTS = 2**24
 """Weights of few bits that are expanded at a time, to be multiplied by many rows."""
 
 
-class Tiling(NamedTuple):
-    """How a product is divided. outputs, inputs: of a tile; tokens: its rows of x. splits: parts of the inputs."""
+def tokens_of_tile(bits: int, rows: int) -> int:
+    """Rows of x that a program multiplies."""
+    # More tokens beside weights of few bits do not fit into registers.
+    most = 64 if bits >= 16 else 32
+    return next(size for size in (8, 16, 32, 64) if rows <= size or size == most)
 
-    outputs: int
-    tokens: int
-    inputs: int
-    splits: int
-    warps: int
-    stages: int
+
+@cache
+def tuned_tilings(device: torch.device) -> dict[Shape, Tiling]:
+    """What was measured on GPUs of this kind."""
+    return TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
 def tiling(bits: int, group: int, out_features: int, in_features: int, rows: int) -> Tiling:
-    """The tiling for a product, a function of its shape alone. group: of inputs that share a scale, of 4 bits.
+    """The tiling for a product where none was measured, a function of its shape alone. group: of inputs that share a
+    scale, of 4 bits.
 
-    Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight); not measured on a GPU yet.
+    Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight).
     """
-    # More tokens beside weights of few bits do not fit into registers.
-    most = 64 if bits >= 16 else 32
-    tokens = next(size for size in (8, 16, 32, 64) if rows <= size or size == most)
+    tokens = tokens_of_tile(bits, rows)
     outputs, least = 128, 32 if tokens <= 16 else 64
     while outputs > least and out_features // outputs < PROGRAMS:
         outputs //= 2
@@ -180,16 +182,28 @@ class TritonProduct:
         if adapters is not None and adapters.active:
             result = self._many(flat, added, adapters)
         else:
-            result = self._few(flat, added) if len(flat) <= MOST_ROWS else self._many(flat, added)
+            result = self.few(flat, added) if len(flat) <= MOST_ROWS else self._many(flat, added)
         return result.view(*x.shape[:-1], self._width)
 
-    def _few(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def shape(self, rows: int) -> Shape:
+        """By which tilings for so many rows are looked up."""
+        stored = self._stored
+        tokens = tokens_of_tile(stored.bits, rows)
+        return Shape(stored.bits, stored.group, self._out_features, self._in_features, tokens)
+
+    def tiling(self, rows: int, device: torch.device) -> Tiling:
+        """How so many rows are divided there."""
+        shape = self.shape(rows)
+        return tuned_tilings(device).get(shape) or tiling(*shape[:4], rows)
+
+    def few(self, x: Tensor, residual: Tensor | None = None, tiles: Tiling | None = None) -> Tensor:
+        """The product of few rows ``[rows, in_features]``. tiles: another division than the one for this shape."""
         rows = len(x)
         out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
         if not rows:
             return out
         stored = self._stored
-        tiles = tiling(stored.bits, stored.group, self._out_features, self._in_features, rows)
+        tiles = tiles or self.tiling(rows, x.device)
         parts = out
         if tiles.splits > 1:
             parts = torch.empty((tiles.splits, rows, self._out_features), dtype=torch.float32, device=x.device)
