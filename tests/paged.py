@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata, LayerCache
-from vlmserve.layers.attention import CrossRows
+from vlmserve.kernels.attention import BatchMetadata, CrossRows, LayerCache
 from vlmserve.models.protocols import LanguageModel
 
 
@@ -90,7 +90,8 @@ class PagedRun:
             for (i, _, new), end in zip(chunks, ends, strict=True)
             if self.cross_states
         ]
-        hidden = self.model.forward(embeddings, positions, self.blocks.metadata(chunks), self.caches, cross)
+        metadata = replace(self.blocks.metadata(chunks), cross=cross)
+        hidden = self.model.forward(embeddings, positions, metadata, self.caches)
         for (i, _, new), rows in zip(chunks, hidden.split([new for _, _, new in chunks]), strict=True):
             self.logits[i].append(self.model.logits(rows))
             self.done[i] += new

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.paged import BlockTables
 from vlmserve.devices.graphs import MOST_GRAPHS, MOST_ROWS, GraphExecutor, captured_rows, repeat_by_calls
 from vlmserve.devices.staging import ALIGNMENT, Staging
-from vlmserve.kernels.attention import LayerCache
-from vlmserve.layers.attention import CrossRows, StepContext
+from vlmserve.kernels.attention import CrossRows, LayerCache
+from vlmserve.layers.attention import StepContext
 
 CPU = torch.device("cpu")
 CACHES = [LayerCache(torch.zeros(4), torch.zeros(4), 4)]
@@ -71,7 +71,8 @@ def test_other_steps_run_layer_by_layer(kind: str) -> None:
     scale = torch.ones(2, 1) if kind == "factors of queries" else None
     cross = [CrossRows(0, 2, torch.zeros(1))] if kind == "cross-attention" else []
     for _ in range(3):
-        context = step(plan, lengths, query_scale=scale, cross=cross)
+        context = step(plan, lengths, query_scale=scale)
+        context = replace(context, metadata=replace(context.metadata, cross=cross))
         assert executor.run(layers, torch.ones(rows, 3), CACHES, context).sum() == rows * 3
     assert executor.num_captured == 0
 

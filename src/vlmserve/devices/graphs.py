@@ -111,7 +111,7 @@ class GraphExecutor:
 
 def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable:
     plan_key = step.plan.capture_key if isinstance(step.plan, CapturablePlan) else None
-    if plan_key is None or step.query_scale is not None or step.cross or step.adapters or len(x) > MOST_ROWS:
+    if plan_key is None or step.query_scale is not None or step.metadata.cross or step.adapters or len(x) > MOST_ROWS:
         return None
     metadata = step.metadata
     tensors = [metadata.query_starts, metadata.context_lens, metadata.block_tables, metadata.slot_mapping]

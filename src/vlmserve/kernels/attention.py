@@ -27,6 +27,15 @@ class BidirectionalRows(NamedTuple):
     reach: int
 
 
+class CrossRows(NamedTuple):
+    """Rows ``first <= row < last`` of a batch attend to these keys and values of all layers, ``[layers, 2, kv_heads,
+    states, head_size]``, by cross-attention."""
+
+    first: int
+    last: int
+    states: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
     """Where each token of a flat batch belongs. Sequences with one new token (decodes) come first.
@@ -36,7 +45,7 @@ class BatchMetadata:
     model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody needs to
     synchronize with the device to know them. num_decodes: how many leading sequences have one query row. bidirectional:
     rows that attend to later ones, in order. num_positions: one more than the highest one, where positions do not count
-    tokens.
+    tokens. cross: what each sequence attends to, where the model has cross-attention.
     """
 
     query_starts: Tensor
@@ -48,6 +57,7 @@ class BatchMetadata:
     num_decodes: int
     bidirectional: Sequence[BidirectionalRows] = ()
     num_positions: int = 0
+    cross: Sequence[CrossRows] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotatingBackend
+from vlmserve.kernels.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    BatchMetadata,
+    CrossRows,
+    LayerCache,
+    RotatingBackend,
+)
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.rope import RopeTables, apply_rope
@@ -19,26 +25,16 @@ HeadNorm = Callable[[int], nn.Module]
 """From a number of heads to what norms ``[tokens, heads, head_size]``."""
 
 
-class CrossRows(NamedTuple):
-    """Rows ``first <= row < last`` of a batch attend to these keys and values of all layers, ``[layers, 2, kv_heads,
-    states, head_size]``."""
-
-    first: int
-    last: int
-    states: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What all layers of one step share. ropes: the rotations that layers use. plan: the backend's. query_scale:
-    ``[tokens, 1]``, what queries are multiplied with; None: all with 1. cross: what the batch's sequences attend to by
-    cross-attention, none of them left out. adapters: which rows have one; None: no row has."""
+    ``[tokens, 1]``, what queries are multiplied with; None: all with 1. adapters: which rows have one; None: no row
+    has."""
 
     metadata: BatchMetadata
     ropes: Sequence[RopeTables]
     plan: object
     query_scale: Tensor | None = None
-    cross: Sequence[CrossRows] = ()
     adapters: AdapterRows | None = None
 
 

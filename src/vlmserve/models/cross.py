@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
-from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.attention import BatchMetadata, CrossRows
 from vlmserve.kernels.full_attention import FullAttention
-from vlmserve.layers.attention import CrossRows
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.spec import ArchSpec
 from vlmserve.types import CrossInput
@@ -82,9 +81,9 @@ class CrossStateEncoder:
         device = text_encoder.device
         token_ids = torch.tensor([token_id for text in texts for token_id in text], device=device)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-        metadata = _without_cache(lengths, device)
+        metadata = replace(_without_cache(lengths, device), cross=cross)
         caches = text_encoder.allocate_cache(0, 1)
-        hidden = text_encoder.forward(text_encoder.embed(token_ids), positions, metadata, caches, cross)
+        hidden = text_encoder.forward(text_encoder.embed(token_ids), positions, metadata, caches)
         return [hidden[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
 from vlmserve.layers.adapters import AdapterRows
-from vlmserve.layers.attention import Attention, CrossAttention, CrossRows, HeadNorm, StepContext
+from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepContext
 from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
@@ -92,7 +92,7 @@ class DecoderLayer(nn.Module):
         x = self._added(x, attend, self.attention_output_norm)
         if self.cross_attn is not None:
             cross_input = x if self.cross_norm is None else self.cross_norm(x)
-            x = self._added(x, partial(self.cross_attn, cross_input, cross=step.cross), self.cross_output_norm)
+            x = self._added(x, partial(self.cross_attn, cross_input, cross=step.metadata.cross), self.cross_output_norm)
         if not self._parallel:
             normed = x if self.mlp_norm is None else self.mlp_norm(x)
         return self._added(x, partial(self.mlp, normed), self.mlp_output_norm)
@@ -286,12 +286,8 @@ class Decoder(nn.Module):
         positions: Tensor,
         metadata: BatchMetadata,
         caches: list[LayerCache],
-        cross: Sequence[CrossRows] = (),
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
-
-        cross: what each sequence attends to, where layers have cross-attention.
-        """
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         if self.embedding_norm is not None:
@@ -302,7 +298,6 @@ class Decoder(nn.Module):
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
             self.backend.prepare(metadata, caches[0].block_size, self.spec.attention, self.dtype),
             self._query_scale(metadata, longest),
-            cross,
             self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
         )
         return self._executor.run(self._through_layers, embeddings, caches, step)

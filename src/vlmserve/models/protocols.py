@@ -12,7 +12,6 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layers.adapters import AdapterRows
-from vlmserve.layers.attention import CrossRows
 from vlmserve.layers.stages import Stages
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.types import Bidirectional, CrossInput, TowerInputs
@@ -124,12 +123,10 @@ class LanguageModel(Protocol):
         positions: Tensor,
         metadata: BatchMetadata,
         caches: list[LayerCache],
-        cross: Sequence[CrossRows] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
         Positions of sequences of more than `max_short_len` tokens begin there, all others at `first_position`.
-        cross: what each sequence attends to, where the model has a `CrossEncoder`.
         """
         ...
 

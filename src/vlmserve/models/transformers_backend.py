@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.layers.adapters import AdapterRows
-from vlmserve.layers.attention import CrossRows
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.models.expert_choices import ExpertChoices
@@ -244,7 +243,6 @@ class TransformersModel:
         positions: Tensor,
         metadata: BatchMetadata,
         caches: list[LayerCache],
-        cross: Sequence[CrossRows] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states."""
         plan = self.backend.prepare(metadata, caches[0].block_size, self.attention, self._model.dtype)

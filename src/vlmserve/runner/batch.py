@@ -11,11 +11,12 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows
+from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.runner.requests import RequestState, ScheduledRequest
 
 _NOTHING_DRAWN: dict[str, int] = {}
+_NO_STATES: dict[bytes, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +30,13 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
-class CrossAttentionRows:
-    """Rows ``first <= row < last`` of a batch attend to the cross-attention states with this key."""
-
-    key: bytes
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """A step as tensors on the model's device.
 
     token_ids, positions: int64 ``[tokens]``; positions of long requests come after those of short ones; placeholders
     of images have token id 0, `image_rows` says to which images they belong. Where images have grids, positions are
     ``[3, tokens]``: frames, rows and columns. sampled_rows: int64, the rows whose next token may be sampled, in the
-    order of the requests. cross_rows: which rows attend to which states by cross attention. drawn_rows: int64
+    order of the requests. drawn_rows: int64
     ``[tokens]``: which of the tokens that the step before draws each row is; None: the tokens are known. further: what
     else was uploaded.
     """
@@ -54,7 +46,6 @@ class Batch:
     metadata: BatchMetadata
     image_rows: list[ImageRows]
     sampled_rows: Tensor
-    cross_rows: list[CrossAttentionRows]
     drawn_rows: Tensor | None = None
     further: Sequence[Tensor] = ()
 
@@ -79,8 +70,16 @@ class BatchBuilder:
     Block tables stay where they are from step to step: while a request keeps its row, only its new blocks are written.
     """
 
-    def __init__(self, block_size: int, device: BatchDevice, padding_block: int = 0) -> None:
-        """padding_block: which block rows that only pad a batch write to and read from."""
+    def __init__(
+        self,
+        block_size: int,
+        device: BatchDevice,
+        padding_block: int = 0,
+        cross_states: Mapping[bytes, Tensor] = _NO_STATES,
+    ) -> None:
+        """padding_block: which block rows that only pad a batch write to and read from. cross_states: by key, what is
+        in memory at each step."""
+        self._cross_states = cross_states
         self._block_size = block_size
         self._device = device
         self._padding_block = padding_block
@@ -148,6 +147,11 @@ class BatchBuilder:
             num_decodes=counts.count(1),
             bidirectional=_bidirectional_rows(scheduled, ends),
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
+            cross=[
+                CrossRows(int(end) - request.num_tokens, int(end), self._cross_states[request.state.cross_key])
+                for end, request in zip(ends, scheduled, strict=True)
+                if request.state.cross_key is not None
+            ],
         )
         return Batch(
             token_ids=tokens,
@@ -155,11 +159,6 @@ class BatchBuilder:
             metadata=metadata,
             image_rows=image_rows,
             sampled_rows=sampled_rows,
-            cross_rows=[
-                CrossAttentionRows(request.state.cross_key, int(end) - request.num_tokens, int(end))
-                for end, request in zip(ends, scheduled, strict=True)
-                if request.state.cross_key is not None
-            ],
             drawn_rows=uploaded[7] if pending else None,
             further=uploaded[len(arrays) :],
         )

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.layers.attention import CrossRows
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.batch import Batch, BatchBuilder
@@ -61,9 +60,9 @@ class ModelRunner:
         self._adapters = adapters
         self._requests = RequestStates(model.language_model, make_matcher)
         # The block behind all others belongs to rows that only pad a batch.
-        self._batches = BatchBuilder(block_size, model.device, padding_block=num_blocks)
-        self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         self._images = ImageEncoder(model, adapters)
+        self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings)
+        self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         # What the last step drew, and which request each is of.
         self._drawn = torch.empty(0, dtype=torch.int32)
         self._drawn_rows: dict[str, int] = {}
@@ -143,8 +142,7 @@ class ModelRunner:
         for rows in batch.image_rows:
             image = self._images.embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
             embeddings[rows.first : rows.last] = image
-        cross = [CrossRows(rows.first, rows.last, self._images.embeddings[rows.key]) for rows in batch.cross_rows]
-        return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, cross)
+        return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[rows, vocabulary]``."""
