@@ -146,10 +146,10 @@ class RequestFailure(msgspec.Struct, frozen=True):
     """Why a request has no next token.
 
     kind: "not_finite": its logits hold a NaN, or nothing but minus infinity. "grammar": no token fits its grammar, for
-    the reason in `message`.
+    the reason in `message`. "out_of_memory": the device had too little for it.
     """
 
-    kind: Literal["not_finite", "grammar"]
+    kind: Literal["not_finite", "grammar", "out_of_memory"]
     message: str = ""
 
 

@@ -133,7 +133,8 @@ class BatchBuilder:
         arrays += [slots, token_ids, in_grids, _sampled_rows(scheduled, ends)]
         pending = scheduled[0].pending
         if pending:
-            sources = [drawn[request.state.request_id] for request in scheduled]
+            # What failed in the step before has drawn nothing, and is computed in vain.
+            sources = [drawn.get(request.state.request_id, 0) for request in scheduled]
             arrays.append(np.asarray(sources + [0] * padding, np.int64))
         uploaded = self._device.upload([*arrays, *further])
         query_starts, contexts, tables, slot_mapping, tokens, places, sampled_rows = uploaded[:7]

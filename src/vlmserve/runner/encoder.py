@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.runner.adapters import RunnerAdapters
+from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import CrossStates, SchedulerOutput
 from vlmserve.types import ImageInput, TowerInputs
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_STAGES = 16
 
@@ -32,23 +38,39 @@ class ImageEncoder:
         """Evict and encode what a step says. Returns how many multiplications the tower made."""
         for key in step.embeddings_to_evict:
             if self._unfinished.pop(key, None) is None:
-                del self.embeddings[key]
+                self.embeddings.pop(key, None)  # Nothing is there if there was too little memory for it.
         products = self._encode(step.images_to_encode)
         for one in step.encodings:
             if one.image is not None:
-                pixels = self._pixels(one.image)
-                self._use_adapter(one.image.adapter)
-                begun = _Encoding(self._tower, pixels, one.image.tiling, self._limit, one.image.adapter)
-                self._unfinished[one.key] = begun
+                self._begin(one.image)
             # It may have been finished before the step in which the scheduler counts on it.
             if (encoding := self._unfinished.get(one.key)) is not None:
                 self._use_adapter(encoding.adapter)
-                products += encoding.advance(math.inf if one.products is None else one.products)
+                with _given_up(one.key) as given_up:
+                    products += encoding.advance(math.inf if one.products is None else one.products)
                 if encoding.result is not None:
                     self.embeddings[one.key] = encoding.result
+                if encoding.result is not None or given_up:
                     del self._unfinished[one.key]
         self._compute_cross_states(step.cross_states)
         return products
+
+    def _begin(self, image: ImageInput) -> None:
+        self._use_adapter(image.adapter)
+        with _given_up(image.key):
+            pixels = self._pixels(image)
+            begun = _Encoding(self._tower, pixels, image.tiling, self._limit, image.adapter)
+            self._unfinished[image.key] = begun
+
+    def lacks_any(self, request: ScheduledRequest) -> bool:
+        """Whether something that a request's tokens are computed from is not there, for want of memory."""
+        state, start, end = request.state, request.start, request.start + request.num_tokens
+        if state.cross_key is not None and state.cross_key not in self.embeddings:
+            return True
+        if not state.images or start >= state.num_prompt_tokens:
+            return False
+        images = state.images_between(start, end)
+        return any(image.key not in self.embeddings and any(image.runs(start, end)) for image in images)
 
     @torch.inference_mode()
     def warm_up(self) -> tuple[int, float]:
@@ -84,17 +106,25 @@ class ImageEncoder:
         for adapter in {image.adapter: None for image in images}:
             some = [image for image in images if image.adapter == adapter]
             self._use_adapter(adapter)
-            encoded = self._tower.encode([self._pixels(image) for image in some], [image.tiling for image in some])
-            for image, embeddings in zip(some, encoded, strict=True):
-                # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
-                self.embeddings[image.key] = embeddings.clone()
+            with _given_up(*(image.key for image in some)) as too_many:
+                self._encode_together(some)
+            for image in some if too_many and len(some) > 1 else ():
+                with _given_up(image.key):
+                    self._encode_together([image])
         return sum(self._tower.products(image.pixels.shape, image.tiling) for image in images)
+
+    def _encode_together(self, images: list[ImageInput]) -> None:
+        encoded = self._tower.encode([self._pixels(image) for image in images], [image.tiling for image in images])
+        for image, embeddings in zip(images, encoded, strict=True):
+            # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
+            self.embeddings[image.key] = embeddings.clone()
 
     def _use_adapter(self, digest: bytes) -> None:
         if self._adapters is not None:
             self._adapters.use_for_all(digest)
 
     def _compute_cross_states(self, wanted: list[CrossStates]) -> None:
+        wanted = [one for one in wanted if one.image_key in self.embeddings]
         if not wanted:
             return
         if self._model.cross is None:
@@ -103,6 +133,17 @@ class ImageEncoder:
         states = self._model.cross.encode(features, [one.token_ids for one in wanted])
         for one, rows in zip(wanted, states, strict=True):
             self.embeddings[one.key] = rows
+
+
+@contextmanager
+def _given_up(*keys: bytes) -> Iterator[list[bytes]]:
+    """Images whose encoding may take more memory than there is: then they are in the list, and their requests fail."""
+    given_up: list[bytes] = []
+    try:
+        yield given_up
+    except torch.OutOfMemoryError as error:
+        logger.warning("The vision tower ran out of memory, with %d images: %s", len(keys), error)
+        given_up += keys
 
 
 class _Encoding:

@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vlmserve.devices.device import Clock
+from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.runner.prompt_logprobs import score_prompts
-from vlmserve.runner.requests import MakeMatcher, RequestStates
+from vlmserve.runner.requests import MakeMatcher, RequestStates, ScheduledRequest
 from vlmserve.runner.sampling import append_drawn, can_draw_later, sample_tokens
 from vlmserve.sampling.sampler import changes_of, filters_of
-from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
+from vlmserve.steps import ModelRunnerOutput, RequestFailure, RunTimings, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class _Run(NamedTuple):
+    """What a step has computed. later: what draws its tokens without waiting for them, one for each of `sampled`."""
+
+    batch: Batch
+    hidden: Tensor
+    logits: Tensor
+    later: DrawLater | None
+    sampled: list[ScheduledRequest]
+
+
+def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
+    """What is given up first for want of memory: the request with the most tokens in a step, of several the last."""
+    return max(reversed(scheduled), key=lambda request: request.num_tokens)
+
+
+def _fail(
+    output: ModelRunnerOutput, scheduled: list[ScheduledRequest], failing: list[ScheduledRequest]
+) -> list[ScheduledRequest]:
+    """The requests without those that fail for want of memory, which are output as such."""
+    if not failing:
+        return scheduled
+    for request in failing:
+        output.token_ids[request.state.request_id] = []
+        output.failures[request.state.request_id] = RequestFailure("out_of_memory")
+    ended = set(output.failures)
+    return [request for request in scheduled if request.state.request_id not in ended]
 
 
 class RunningStep:
@@ -63,8 +96,8 @@ class ModelRunner:
         self._images = ImageEncoder(model, adapters)
         self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings)
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
-        # What the last step drew, and which request each is of.
-        self._drawn = torch.empty(0, dtype=torch.int32)
+        # What the last step drew, at least one token, and which request each is of.
+        self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
 
     def warm_up(self) -> tuple[int, float]:
@@ -91,12 +124,42 @@ class ModelRunner:
         clock.mark()
         products = self._images.run(step)
         clock.mark()
-        scheduled = self._requests.update(step)
         output = ModelRunnerOutput()
-        if not scheduled:
-            transfer, vision = clock.seconds()
+        scheduled = self._requests.update(step)
+        scheduled = _fail(output, scheduled, [request for request in scheduled if self._images.lacks_any(request)])
+        run = self._compute(scheduled, clock) if scheduled else None
+        while scheduled and run is None:
+            scheduled = _fail(output, scheduled, [_costliest(scheduled)])
+            run = self._compute(scheduled, None) if scheduled else None
+        if run is None:
+            transfer, vision, *_ = clock.seconds()
             output.timings = RunTimings(transfer=transfer, vision=vision, products=products)
             return lambda: output
+        clock.mark()
+        tokens: Callable[[], list[int]] | None = None
+        if run.later is None:
+            sample_tokens(run.logits, scheduled, output, device.draw)
+        else:
+            drawn = run.later.launch(run.logits, run.batch.further)
+            self._drawn = drawn if run.sampled else self._drawn
+            self._drawn_rows = {request.state.request_id: row for row, request in enumerate(run.sampled)}
+            tokens = device.download(drawn)
+        output.prompt_logprobs = score_prompts(scheduled, run.hidden, self.model.language_model, self._adapters)
+        clock.mark()
+
+        def finish() -> ModelRunnerOutput:
+            if tokens is not None:
+                append_drawn(tokens(), run.sampled, output)
+            transfer, vision, build, model, sampling = clock.seconds()
+            output.timings = RunTimings(transfer, build, vision, model, sampling, products)
+            return output
+
+        return finish
+
+    def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None) -> _Run | None:
+        """Hidden states and logits of a batch; None if they take more memory than there is. clock: is told when the
+        batch is built."""
+        device = self.model.device
         later = device.draw_later if can_draw_later(scheduled) else None
         sampled = [request for request in scheduled if request.num_sampled]
         further: list[np.ndarray] = []
@@ -104,32 +167,19 @@ class ModelRunner:
             rows = [request.state.sampling_row(int(request.pending)) for request in sampled]
             further = later.arrays(*filters_of(rows), changes_of(rows))
         batch = self._batches.build(scheduled, self._drawn_rows, further)
-        clock.mark()
+        if clock is not None:
+            clock.mark()
         if self._adapters is not None:
             self._adapters.use_for_batch(scheduled, len(batch.token_ids))
-        hidden = self._hidden(batch)
-        if self._adapters is not None:
-            self._adapters.use_for_samples(scheduled)
-        logits = self._logits(hidden[batch.sampled_rows])
-        clock.mark()
-        tokens: Callable[[], list[int]] | None = None
-        if later is None:
-            sample_tokens(logits, scheduled, output, device.draw)
-        else:
-            self._drawn = later.launch(logits, batch.further)
-            self._drawn_rows = {request.state.request_id: row for row, request in enumerate(sampled)}
-            tokens = device.download(self._drawn)
-        output.prompt_logprobs = score_prompts(scheduled, hidden, self.model.language_model, self._adapters)
-        clock.mark()
-
-        def finish() -> ModelRunnerOutput:
-            if tokens is not None:
-                append_drawn(tokens(), sampled, output)
-            transfer, vision, build, model, sampling = clock.seconds()
-            output.timings = RunTimings(transfer, build, vision, model, sampling, products)
-            return output
-
-        return finish
+        try:
+            hidden = self._hidden(batch)
+            if self._adapters is not None:
+                self._adapters.use_for_samples(scheduled)
+            logits = self._logits(hidden[batch.sampled_rows])
+        except torch.OutOfMemoryError as error:
+            logger.warning("A step of %d tokens ran out of memory: %s", len(batch.token_ids), error)
+            return None
+        return _Run(batch, hidden, logits, later, sampled)
 
     def _hidden(self, batch: Batch) -> Tensor:
         """``[tokens, hidden_size]``: the final hidden states."""

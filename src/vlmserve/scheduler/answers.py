@@ -47,5 +47,7 @@ def _error(request: Request, output: ModelRunnerOutput) -> tuple[str | None, str
         return None, None
     if failure.kind == "not_finite":
         return "the model's output is not a number; try another dtype (--dtype float32)", None
+    if failure.kind == "out_of_memory":
+        return "the device has too little memory for it; send fewer or smaller images, or a shorter prompt", None
     source = None if request.params.grammar is None else request.params.grammar.source
     return f"no token fits the grammar any more: {failure.message}", source

@@ -125,6 +125,15 @@ class ImageScheduler:
             for key in (request.cross_key, request.cross.image.key):
                 self._unpin(key, request)
 
+    def forget(self, request: Request) -> None:
+        """Give up what a request that was released was computed from, since memory ran out: some of it may not be
+        there. What others need stays."""
+        keys = [image.key for image in request.images_for(0, request.num_prompt_tokens)]
+        for key in dict.fromkeys(keys if request.cross_key is None else [*keys, request.cross_key]):
+            if key in self.cache and not self.cache.holders(key):
+                self.cache.remove(key)
+                self._dropped.append(key)
+
     @property
     def _may_begin(self) -> bool:
         return self._num_begun < self._max_encoded_images and self._budget >= 1

@@ -193,9 +193,12 @@ class Scheduler:
                 end -= len(drafts) - max(0, len(sampled) - 1)
             self._set_computed(request, end)
             if answer.finish_reason is not None:
-                if answer.finish_reason == "error" and output.failures[request.request_id].kind == "not_finite":
+                failure = output.failures.get(request.request_id)
+                if failure is not None and failure.kind != "grammar":
                     self._discard_contents(request)
                 self._remove(request)
+                if failure is not None and failure.kind == "out_of_memory":
+                    self.images.forget(request)
             elif request.max_short_len is not None and length <= request.max_short_len < len(request.token_ids):
                 self._recompute_as_long(request)
             outputs.append(answer)
@@ -466,7 +469,7 @@ class Scheduler:
         return num_tokens
 
     def _discard_contents(self, request: Request) -> None:
-        """Unregister a failed request's blocks and have them zeroed, because they may hold NaN.
+        """Unregister a failed request's blocks and have them zeroed, because they may hold NaN, or were not computed.
 
         A block is read as a whole, and a masked NaN still makes a sum NaN.
         """

@@ -14,6 +14,10 @@ from vlmserve.kernels.triton import products
 from vlmserve.kernels.triton.products import TritonProduct, tiling
 from vlmserve.kernels.triton.tuned import Tiling
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels are not interpreted where there is a GPU"
+)
+
 CPU = torch.device("cpu")
 
 

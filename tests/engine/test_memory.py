@@ -1,0 +1,123 @@
+"""A step that takes more memory than there is ends what caused it, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import make_llama
+from tests.engine.test_overlap import answers, request
+from tests.engine.test_parity import Oracle, engine_for, llava  # noqa: F401
+from tests.engine.test_structured import engine_of, run
+from vlmserve.engine.engine import Engine
+from vlmserve.runner.encoder import ImageEncoder
+from vlmserve.runner.runner import ModelRunner
+from vlmserve.types import EngineOutput, EngineRequest, ImageInput, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Steps of more tokens run out of memory."""
+    hidden = ModelRunner._hidden
+
+    def checked(self: ModelRunner, batch: Any) -> torch.Tensor:
+        if len(batch.token_ids) > most:
+            raise torch.OutOfMemoryError(f"{len(batch.token_ids)} tokens")
+        return hidden(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "_hidden", checked)
+
+
+def collect(engine: Engine, outputs: dict[str, list[EngineOutput]]) -> None:
+    """One step."""
+    for output in engine.step():
+        outputs[output.request_id].append(output)
+
+
+def test_a_long_prompt_fails_and_those_that_decode_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = [request("a"), request("bb", 9)], request("ccc", 100)
+    expected = answers(run(engine_of(folder), short))
+    engine = engine_of(folder)
+    limited(monkeypatch, 40)
+    outputs: dict[str, list[EngineOutput]] = {"a": [], "bb": [], "ccc": []}
+    for one in (*short, long):
+        engine.add(one)
+        collect(engine, outputs)
+    assert not outputs["a"][-1].finish_reason, "it decodes beside the prompt"
+    while engine.has_work():
+        collect(engine, outputs)
+    found = answers(outputs)
+    assert {name: found[name] for name in expected} == expected
+    assert "too little memory" in found["ccc"][3]
+    assert engine.stats().kv_blocks_used == 0
+
+
+def test_prompts_that_failed_leave_no_cached_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = request("a", 64)
+    expected = answers(run(engine_of(folder), [one]))
+    engine = engine_of(folder)
+    with monkeypatch.context() as patch:
+        limited(patch, 8)
+        assert "too little memory" in answers(run(engine, [one]))["a"][3]
+    assert answers(run(engine, [one])) == expected
+    assert engine.stats().prefix_cached_tokens == 0
+
+
+def test_the_newest_of_many_decodes_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request("x" * (1 + number), 5) for number in range(4)]
+    expected = answers(run(engine_of(folder), requests))
+    engine = engine_of(folder)
+    hidden = ModelRunner._hidden
+
+    def checked(self: ModelRunner, batch: Any) -> torch.Tensor:
+        if batch.metadata.num_decodes and len(batch.sampled_rows) == 4:
+            raise torch.OutOfMemoryError("four decodes")
+        return hidden(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "_hidden", checked)
+    found = answers(run(engine, requests))
+    assert "too little memory" in found["xxxx"][3]
+    assert {name: found[name] for name in ("x", "xx", "xxx")} == {name: expected[name] for name in ("x", "xx", "xxx")}
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_an_image_that_is_too_large_fails_alone(
+    llava: Oracle,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    in_steps: bool,
+) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    requests = [EngineRequest(str(seed), llava.prompt(seed, 4, "image", 3), greedy) for seed in range(3)]
+    expected = answers(run(engine_for(llava), requests))
+    engine = engine_for(llava)
+    outputs: dict[str, list[EngineOutput]] = {"decoding": [], "0": [], "1": [], "2": []}
+    if in_steps:
+        engine._scheduler.encoder_budget = lambda: 1000.0
+        decoding = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        engine.add(EngineRequest("decoding", llava.prompt(9, 5), decoding))
+        collect(engine, outputs)
+    large, pixels = requests[1].prompt.images[0].image.key, ImageEncoder._pixels
+
+    def checked(self: ImageEncoder, image: ImageInput) -> torch.Tensor:
+        if image.key == large:
+            raise torch.OutOfMemoryError("an image")
+        return pixels(self, image)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageEncoder, "_pixels", checked)
+        for one in requests:
+            engine.add(one)
+        while engine.has_work():
+            collect(engine, outputs)
+    found = answers({name: parts for name, parts in outputs.items() if parts})
+    assert "too little memory" in found["1"][3]
+    assert {name: found[name] for name in ("0", "2")} == {name: expected[name] for name in ("0", "2")}
+    # Once there is enough memory, nothing is left of what was missing.
+    assert answers(run(engine, requests)) == expected
