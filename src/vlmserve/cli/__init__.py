@@ -166,6 +166,59 @@ def chat(
 
 
 @app.command(cls=SettingsCommand)
+@command(LOCAL_FIELDS)
+def batch(
+    engine: EngineConfig,
+    media: MediaConfig,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="INPUT",
+            help="A folder of images, a quoted pattern like 'photos/*.jpg', a list of paths or URLs (.txt), or rows "
+            "with columns (.csv, .jsonl), of which image or images names each row's images.",
+        ),
+    ],
+    prompt: Annotated[str, typer.Option(help="What to ask of each row; {name} stands for the column of that name.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Results: .jsonl or .csv.")],
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSON schema that answers fit.", exists=True, dir_okay=False)
+    ] = None,
+    url: Url = None,
+    concurrency: Annotated[int, typer.Option(metavar="INT", min=1, help="Requests at a time, with --url.")] = 32,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int | None, typer.Option(metavar="INT", help="Makes answers repeatable at a temperature.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Ask rows again that failed in the last run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of results.")] = False,
+) -> None:
+    """Answer a question about each image of a folder, or each row of a file.
+
+    For example: vlmserve batch photos --prompt "Describe this image." --output captions.jsonl. A run that was
+    interrupted goes on where it was when the same command is given again. The exit status is 1 if a row failed.
+    """
+    from vlmserve.batch.rows import Question
+    from vlmserve.cli.batch import run
+
+    complete = run(
+        engine,
+        media,
+        source,
+        Question(prompt, system),
+        output,
+        schema=schema,
+        url=url,
+        served_model=engine.model if "model" in engine.model_fields_set else None,
+        concurrency=concurrency,
+        params={"temperature": temperature, "max_tokens": max_tokens, "seed": seed},
+        retry=retry,
+        overwrite=overwrite,
+    )
+    if not complete:
+        raise typer.Exit(1)
+
+
+@app.command(cls=SettingsCommand)
 @command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "kv_cache_dtype", "num_threads"))
 def bench(
     engine: EngineConfig,

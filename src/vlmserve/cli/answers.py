@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import mimetypes
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from typing import Any, Protocol
 
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import InvalidImageError, VLMServeError
+from vlmserve.frontend.wire import connection_problem, error_text, wire_message
 from vlmserve.types import SamplingParams
 
 URL_SCHEMES = ("http://", "https://", "data:")
@@ -84,7 +83,7 @@ class ServerAnswers:
 
         body = {
             "model": self._model,
-            "messages": [_wire_message(message) for message in messages],
+            "messages": [wire_message(message) for message in messages],
             "temperature": params.temperature,
             "stream": True,
         }
@@ -94,7 +93,7 @@ class ServerAnswers:
             with self._client.stream("POST", "/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise VLMServeError(_named(_error_text(response), _error_param(response), messages))
+                    raise VLMServeError(_named(error_text(response), _error_param(response), messages))
                 yield from _deltas(response.iter_lines())
         except httpx.HTTPError as error:
             raise VLMServeError(f"the server at {self._url} did not answer: {error}") from error
@@ -105,20 +104,10 @@ class ServerAnswers:
         try:
             response = self._client.request(method, path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise VLMServeError(f"there is no server at {self._url}: {_connection_problem(error)}") from error
+            raise VLMServeError(f"there is no server at {self._url}: {connection_problem(error)}") from error
         if response.status_code != 200:
-            raise VLMServeError(_error_text(response))
+            raise VLMServeError(error_text(response))
         return response.json()
-
-
-def _connection_problem(error: Exception) -> str:
-    """In words, what kept a request from reaching a server."""
-    import httpx
-
-    if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
-        return "write a URL like http://127.0.0.1:8000"
-    text = str(error)
-    return "connection refused; is it running?" if "refused" in text.lower() else text
 
 
 def _deltas(lines: Iterator[str]) -> Iterator[str]:
@@ -132,14 +121,6 @@ def _deltas(lines: Iterator[str]) -> Iterator[str]:
         for choice in event["choices"]:
             if text := choice["delta"].get("content"):
                 yield text
-
-
-def _error_text(response: Any) -> str:
-    """The message of an error in OpenAI's form, or the status line of another server's."""
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {response.status_code} {response.reason_phrase}"
 
 
 def _error_param(response: Any) -> str:
@@ -158,19 +139,3 @@ def _named(text: str, param: str, messages: list[dict[str, Any]]) -> str:
     content = messages[int(place[1])]["content"]
     part = content[int(place[2])] if int(place[2]) < len(content) else {}
     return f"{part['image']}: {text}" if "image" in part else text
-
-
-def _wire_message(message: dict[str, Any]) -> dict[str, Any]:
-    """The same message with images from files as data URLs, which is the only way they travel."""
-    if isinstance(message["content"], str):
-        return message
-    return {**message, "content": [_wire_part(part) for part in message["content"]]}
-
-
-def _wire_part(part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] != "image":
-        return part
-    path: Path = part["image"]
-    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    data = base64.b64encode(path.read_bytes()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}

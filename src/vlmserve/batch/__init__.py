@@ -1,0 +1,1 @@
+"""Answering many rows of a file or folder, with results that survive an interruption."""

@@ -1,0 +1,168 @@
+"""The rows of a batch: images of a folder, lines of a file."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import mimetypes
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from vlmserve.errors import ConfigurationError, InvalidImageError
+
+URL_SCHEMES = ("http://", "https://", "data:")
+IMAGE_COLUMNS = ("image", "images")
+"""Columns that name a row's images."""
+_FIELDS = Formatter()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question. id: what it is called in the results. images: paths or URLs. columns: what else the input says of
+    it, by name, which the prompt may use."""
+
+    id: str
+    images: tuple[str, ...] = ()
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def read_rows(source: str) -> list[Row]:
+    """The rows of a folder of images, a pattern like ``photos/*.jpg``, a list of paths or URLs (.txt), or a file with
+    columns (.csv, .jsonl). Paths in a file are relative to it.
+
+    A column "id" or "custom_id" is the row's id, which is its number otherwise, from 1; "image" or "images" names its
+    images. Raises ConfigurationError for a source that cannot be read, or in which two rows have the same id.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        rows = [Row(str(file.relative_to(path)), (str(file),)) for file in sorted(path.rglob("*")) if _is_image(file)]
+    elif path.is_file():
+        rows = _read_file(path)
+    else:
+        rows = [Row(name, (name,)) for name in sorted(glob.glob(source, recursive=True)) if Path(name).is_file()]
+        if not rows:
+            raise ConfigurationError(f"there is no file or folder {source!r}, and no file fits it as a pattern")
+    if not rows:
+        raise ConfigurationError(f"{source} has no rows: give a folder with images, or a file with a row on each line")
+    seen: set[str] = set()
+    for row in rows:
+        if row.id in seen:
+            raise ConfigurationError(f"{source}: two rows have the id {row.id!r:.100}")
+        seen.add(row.id)
+    return rows
+
+
+def _is_image(path: Path) -> bool:
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    return path.is_file() and kind.startswith("image/") and kind != "image/svg+xml" and not path.name.startswith(".")
+
+
+def _read_file(path: Path) -> list[Row]:
+    readers: dict[str, Callable[[Path], Iterable[dict[str, Any]]]] = {
+        ".txt": _read_lines, ".csv": _read_csv, ".jsonl": _read_jsonl,
+    }  # fmt: skip
+    if _is_image(path):
+        return [Row(path.name, (str(path),))]
+    if path.suffix.lower() not in readers:
+        raise ConfigurationError(f"{path}: give a folder, an image, or a file that ends in {', '.join(readers)}")
+    try:
+        return [_row(path, number, columns) for number, columns in enumerate(readers[path.suffix.lower()](path), 1)]
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{path}: the file is not UTF-8 text") from None
+    except csv.Error as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8-sig").splitlines():
+        if line.strip():
+            yield {"id": line.strip(), "image": line.strip()}
+
+
+def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, restkey="", strict=True)
+        for columns in reader:
+            if "" in columns:
+                raise ConfigurationError(f"{path}: line {reader.line_num} has more values than the heading")
+            yield {name: value or "" for name, value in columns.items()}
+
+
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            yield msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{path}: line {number}: {error}; write a JSON object") from None
+
+
+def _row(path: Path, number: int, columns: dict[str, Any]) -> Row:
+    id_ = next((columns[name] for name in ("id", "custom_id") if columns.get(name) not in (None, "")), number)
+    images: list[str] = []
+    for name in IMAGE_COLUMNS:
+        value = columns.get(name) or []
+        named = [value] if isinstance(value, str) else value
+        if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+            raise ConfigurationError(f"{path}: row {number}: {name!r} must be a path or URL, or a list of them")
+        images += [one if one.startswith(URL_SCHEMES) else str(path.parent / Path(one).expanduser()) for one in named]
+    return Row(str(id_), tuple(images), {name: columns[name] for name in columns if name not in ("id", "custom_id")})
+
+
+@dataclass(frozen=True)
+class Question:
+    """What all rows are asked. prompt: with the names of columns in braces. system: the system message, if any."""
+
+    prompt: str
+    system: str | None = None
+
+    def check(self, rows: Iterable[Row]) -> None:
+        """Raise ConfigurationError for a prompt that is no pattern, or that names a column that a row lacks."""
+        try:
+            names = {name for _, name, _, _ in _FIELDS.parse(self.prompt) if name is not None}
+        except ValueError as error:
+            raise ConfigurationError(f"--prompt: {error}; write {{{{ and }}}} for braces") from None
+        for row in rows:
+            if missing := names - row.columns.keys() - {"id"}:
+                raise ConfigurationError(
+                    f"--prompt names {{{min(missing)}}}, but row {row.id!r:.100} has no such column; for braces write "
+                    f"{{{{ and }}}}"
+                )
+
+    def messages(self, row: Row) -> list[dict[str, Any]]:
+        """The conversation of a row. Raises InvalidImageError for an image that is no file."""
+        text = _FIELDS.vformat(self.prompt, (), {"id": row.id, **row.columns})
+        content = [*map(_image_part, row.images), {"type": "text", "text": text}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": content}]
+
+
+def digest(row: Row, messages: list[dict[str, Any]], settings: bytes) -> bytes:
+    """Tells what is asked of a row from everything else: text, contents of images, and settings of the batch.
+
+    Raises OSError for an image that cannot be read.
+    """
+    whole = blake3(settings)
+    for image in row.images:
+        data = image.encode() if image.startswith(URL_SCHEMES) else Path(image).read_bytes()
+        whole.update(blake3(data).digest())
+    for message in messages:
+        content = message["content"]
+        whole.update(msgspec.json.encode(content if isinstance(content, str) else content[-1]))
+    return whole.digest()
+
+
+def _image_part(place: str) -> dict[str, Any]:
+    if place.startswith(URL_SCHEMES):
+        return {"type": "image_url", "image_url": {"url": place}}
+    path = Path(place)
+    if not path.is_file():
+        raise InvalidImageError(f"there is no image {place}")
+    return {"type": "image", "image": path}

@@ -1,0 +1,125 @@
+"""Answering all rows of a batch, each question once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from vlmserve.batch.answers import BatchAnswers
+from vlmserve.batch.journal import Journal, Result
+from vlmserve.batch.results import check_output, write_results
+from vlmserve.batch.rows import Question, Row, digest
+from vlmserve.errors import ConfigurationError, InvalidImageError
+from vlmserve.types import SamplingParams
+
+READERS = 4
+"""Threads that read images, to know what is asked already."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of a batch that has ended. rows: all of them. asked: questions that were answered now. resumed: rows that an
+    earlier run had answered. repeated: rows whose question another row asked. failed: rows without an answer."""
+
+    rows: int
+    asked: int
+    resumed: int
+    repeated: int
+    failed: int
+
+
+class Progress:
+    """Gets what a batch has done; the methods do nothing here."""
+
+    def begin(self, total: int, done: int) -> None:
+        """total: questions; done: those of them that an earlier run has answered."""
+
+    def advance(self, result: Result) -> None:
+        """One more question is answered."""
+
+
+def journal_path(output: Path) -> Path:
+    """Where the results of an unfinished batch are."""
+    return output.with_name(f"{output.name}.progress")
+
+
+def run_batch(
+    rows: Sequence[Row],
+    question: Question,
+    params: SamplingParams,
+    output: Path,
+    open_answers: Callable[[], BatchAnswers],
+    *,
+    retry: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Ask the question of each row, and write the results to `output` when all are there.
+
+    Until then they are in `journal_path`, from which the next run goes on, and where they stay if some have failed, for
+    a run with `retry`. Equal questions are asked once, unless answers are drawn at random.
+
+    Raises ConfigurationError for what cannot be run, and VLMServeError if answers stop coming.
+    """
+    progress = progress or Progress()
+    check_output(output, rows)
+    question.check(rows)
+    path = journal_path(output)
+    if output.exists() and not overwrite and not (retry and path.exists()):
+        reason = "no row in it has failed" if retry else "give --overwrite to replace it"
+        raise ConfigurationError(f"{output} exists already; {reason}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    answers = open_answers()
+    with Journal(path) as journal:
+        asked = _questions(rows, question, _settings(answers.name, params), draws=_draws(params))
+        failures = {key: result for _, key, result in asked if result is not None}
+        wanted = {key: row for row, (_, key, result) in zip(rows, asked, strict=True) if result is None}
+        done = {key for key in wanted if key in journal.results and not (retry and journal.results[key].error)}
+        missing = [key for key in wanted if key not in done]
+        progress.begin(len(wanted), len(done))
+        conversations = [question.messages(wanted[key]) for key in missing]
+        for number, result in answers.answer(conversations, params):
+            journal.add(missing[number], result)
+            progress.advance(result)
+        results = [failures[key] if key in failures else journal.results[key] for _, key, _ in asked]
+        write_results(output, rows, results, parsed=params.grammar is not None)
+        failed = sum(bool(result.error) for result in results)
+        if not failed:
+            journal.remove()
+    resumed = sum(key in done for _, key, _ in asked)
+    return Summary(len(rows), len(missing), resumed, len(rows) - len(wanted) - len(failures), failed)
+
+
+def _draws(params: SamplingParams) -> bool:
+    """Whether equal questions may have different answers."""
+    return params.temperature > 0 and params.seed is None
+
+
+def _settings(model: str, params: SamplingParams) -> bytes:
+    """What answers depend on beside the row."""
+    grammar = None if params.grammar is None else params.grammar.text
+    return msgspec.json.encode([model, params.temperature, params.max_tokens, params.seed, grammar])
+
+
+def _questions(
+    rows: Sequence[Row], question: Question, settings: bytes, *, draws: bool
+) -> Sequence[tuple[int, bytes, Result | None]]:
+    """For each row its number, the key of its question, and what is wrong with it, if it cannot be asked."""
+
+    def read(numbered: tuple[int, Row]) -> tuple[int, bytes, Result | None]:
+        number, row = numbered
+        try:
+            key = digest(row, question.messages(row), settings + (row.id.encode() if draws else b""))
+        except InvalidImageError as error:
+            return number, b"row %d" % number, Result(error=str(error))
+        except OSError as error:
+            return number, b"row %d" % number, Result(error=f"{error.filename}: {error.strerror}")
+        return number, key, None
+
+    numbered: Iterable[tuple[int, Row]] = enumerate(rows)
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(read, numbered))

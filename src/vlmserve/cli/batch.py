@@ -1,0 +1,100 @@
+"""`vlmserve batch`: what it shows on a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from vlmserve.batch.answers import BatchAnswers, LocalAnswers, ServerAnswers
+from vlmserve.batch.journal import Result
+from vlmserve.batch.rows import Question, read_rows
+from vlmserve.batch.run import Progress as BatchProgress
+from vlmserve.batch.run import journal_path, run_batch
+from vlmserve.cli.answers import status
+from vlmserve.cli.messages import note
+from vlmserve.config import EngineConfig, MediaConfig
+from vlmserve.errors import ConfigurationError
+from vlmserve.types import Grammar, SamplingParams
+
+
+class _Bar(BatchProgress):
+    """A bar with the rate of rows and the time left, on a terminal's error stream."""
+
+    def __init__(self) -> None:
+        self._rate = TextColumn("{task.fields[rate]}")
+        columns = (TextColumn("Answering"), BarColumn(), MofNCompleteColumn(), self._rate)
+        self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+        self._failed = 0
+
+    def begin(self, total: int, done: int) -> None:
+        """See `BatchProgress.begin`."""
+        if done:
+            note(f"continuing: {done:,} of {total:,} questions are answered already")
+        self._task = self._progress.add_task("", total=total, completed=done, rate="")
+        self._progress.start()
+
+    def advance(self, result: Result) -> None:
+        """See `BatchProgress.advance`."""
+        self._failed += bool(result.error)
+        self._progress.advance(self._task)
+        speed = self._progress.tasks[0].speed
+        rate = "" if speed is None else f"{speed:.1f}/s"
+        self._progress.update(self._task, rate=f"{rate} [red]{self._failed} failed" if self._failed else rate)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def run(
+    engine: EngineConfig,
+    media: MediaConfig,
+    source: str,
+    question: Question,
+    output: Path,
+    *,
+    schema: Path | None,
+    url: str | None,
+    served_model: str | None,
+    concurrency: int,
+    params: dict[str, Any],
+    retry: bool,
+    overwrite: bool,
+) -> bool:
+    """Answer all rows of `source`; False if some have no answer. Raises ConfigurationError, VLMServeError."""
+    rows = read_rows(source)
+    sampling = SamplingParams(**params, grammar=None if schema is None else _grammar(schema))
+
+    def open_answers() -> BatchAnswers:
+        if url is not None:
+            return ServerAnswers(url, served_model, concurrency)
+        with status(f"Loading {engine.model} ..."):
+            return LocalAnswers(engine, media)
+
+    with _Bar() as bar:
+        summary = run_batch(
+            rows, question, sampling, output, open_answers, retry=retry, overwrite=overwrite, progress=bar
+        )
+    details = [f"{summary.rows - summary.failed:,} of {summary.rows:,} rows have an answer"]
+    if summary.repeated:
+        details.append(f"{summary.repeated:,} asked what another row asked")
+    Console().print(f"{output}: {'; '.join(details)}.", highlight=False, soft_wrap=True)
+    if summary.failed:
+        note(
+            f"{summary.failed:,} rows failed; the column error says why. --retry asks them again. The answers of the "
+            f"others are in {journal_path(output)} until then."
+        )
+    return not summary.failed
+
+
+def _grammar(path: Path) -> Grammar:
+    try:
+        return Grammar.json(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--schema {path}: {error}; the file must hold a JSON schema") from None

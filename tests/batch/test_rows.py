@@ -1,0 +1,113 @@
+"""What becomes a row, and what is asked of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vlmserve.batch.rows import Question, Row, digest, read_rows
+from vlmserve.errors import ConfigurationError, InvalidImageError
+
+
+def save_image(path: Path, colour: str = "red") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), colour).save(path)
+    return path
+
+
+def test_a_folder_gives_its_images_with_those_in_folders_below(tmp_path: Path) -> None:
+    for name in ("b.png", "a.JPG", "deeper/c.webp", ".hidden.png"):
+        save_image(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no image")
+    (tmp_path / "drawing.svg").write_text("<svg/>")
+    rows = read_rows(str(tmp_path))
+    assert [row.id for row in rows] == ["a.JPG", "b.png", "deeper/c.webp"]
+    assert rows[2].images == (str(tmp_path / "deeper" / "c.webp"),)
+
+
+def test_a_pattern_gives_files(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.jpg"):
+        save_image(tmp_path / name)
+    assert [Path(row.id).name for row in read_rows(str(tmp_path / "*.png"))] == ["a.png", "b.png"]
+
+
+def test_a_list_gives_paths_and_urls(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("one.png\n\n https://example.com/two.png \n")
+    rows = read_rows(str(tmp_path / "list.txt"))
+    assert [row.id for row in rows] == ["one.png", "https://example.com/two.png"]
+    assert [row.images for row in rows] == [(str(tmp_path / "one.png"),), ("https://example.com/two.png",)]
+
+
+def test_tables_give_columns(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('id,image,product\nx,a.png,"cup, blue"\ny,,plate\n')
+    (tmp_path / "rows.jsonl").write_text('{"images": ["a.png", "b.png"], "size": 3}\n\n{"custom_id": "z", "size": 4}\n')
+    first, second = read_rows(str(tmp_path / "rows.csv"))
+    assert first == Row("x", (str(tmp_path / "a.png"),), {"image": "a.png", "product": "cup, blue"})
+    assert second == Row("y", (), {"image": "", "product": "plate"})
+    first, second = read_rows(str(tmp_path / "rows.jsonl"))
+    assert first.id == "1"
+    assert first.images == (str(tmp_path / "a.png"), str(tmp_path / "b.png"))
+    assert second == Row("z", (), {"size": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("rows.csv", "a,b\n1,2,3\n", "line 2"),
+        ("rows.jsonl", '{"a": 1}\n[2]\n', "line 2"),
+        ("rows.jsonl", '{"image": 3}\n', "path or URL"),
+        ("rows.csv", "id\nx\nx\n", "two rows have the id 'x'"),
+        ("rows.csv", "id,image\n", "no rows"),
+        ("rows.xlsx", "?", ".jsonl"),
+        ("rows.txt", b"\xff\xfe\xfa", "UTF-8"),
+        ("other", "?", ".csv"),
+    ],
+)
+def test_files_that_are_none_are_refused(tmp_path: Path, name: str, content: str | bytes, named: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigurationError, match=r".*" + named.replace(".", r"\.")):
+        read_rows(str(path))
+
+
+def test_nothing_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no file or folder"):
+        read_rows(str(tmp_path / "*.png"))
+    with pytest.raises(ConfigurationError, match="no rows"):
+        read_rows(str(tmp_path))
+
+
+def test_the_prompt_takes_columns(tmp_path: Path) -> None:
+    image = save_image(tmp_path / "a.png")
+    row = Row("1", (str(image), "https://example.com/b.png"), {"product": "cup", "size": 3})
+    system, user = Question("Is {product} {{{size}}} in {id}?", "Be brief.").messages(row)
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user["content"] == [
+        {"type": "image", "image": image},
+        {"type": "image_url", "image_url": {"url": "https://example.com/b.png"}},
+        {"type": "text", "text": "Is cup {3} in 1?"},
+    ]
+    with pytest.raises(InvalidImageError, match=r"gone\.png"):
+        Question("?").messages(Row("1", ("gone.png",)))
+
+
+@pytest.mark.parametrize(("prompt", "named"), [("{colour}", r"\{colour\}"), ("a { b", "braces"), ("{}", r"\{\}")])
+def test_prompts_that_fit_no_row_are_refused(prompt: str, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        Question(prompt).check([Row("1", (), {"product": "cup"})])
+
+
+def test_digests_tell_questions_apart(tmp_path: Path) -> None:
+    red, same, blue = (save_image(tmp_path / name, name[:-5]) for name in ("red1.png", "red2.png", "blue1.png"))
+    question = Question("{word}", "Be brief.")
+
+    def of(image: Path, word: str = "x", settings: bytes = b"s") -> bytes:
+        row = Row("1", (str(image),), {"word": word})
+        return digest(row, question.messages(row), settings)
+
+    assert of(red) == of(same)
+    assert len({of(red), of(blue), of(red, "y"), of(red, settings=b"t")}) == 4
+    row = Row("1", (str(red),), {"word": "x"})
+    assert digest(row, Question("{word}").messages(row), b"s") != of(red)

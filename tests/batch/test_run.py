@@ -1,0 +1,168 @@
+"""A batch from rows to the file of results: repeated, interrupted, failed and asked again."""
+
+from __future__ import annotations
+
+import csv
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.batch.answering import Shouting
+from vlmserve.batch.journal import Journal, Result
+from vlmserve.batch.rows import Question, Row
+from vlmserve.batch.run import Summary, journal_path, run_batch
+from vlmserve.errors import ConfigurationError
+from vlmserve.types import Grammar, SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+WORD = Question("say {word}")
+
+
+def rows_of(*words: str) -> list[Row]:
+    return [Row(str(number), (), {"word": word}) for number, word in enumerate(words)]
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def test_results_are_in_the_order_of_rows(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    summary = run_batch(rows_of("a", "b", "a"), WORD, GREEDY, output, Shouting)
+    assert summary == Summary(rows=3, asked=2, resumed=0, repeated=1, failed=0)
+    assert lines(output) == [
+        {"id": str(number), "word": word, "answer": f"SAY {word.upper()}", "finish_reason": "stop"}
+        for number, word in enumerate("aba")
+    ]
+    assert not journal_path(output).exists()
+
+
+def test_drawn_answers_are_asked_for_each_row(tmp_path: Path) -> None:
+    answers = Shouting()
+    run_batch(rows_of("a", "a"), WORD, SamplingParams(temperature=1), tmp_path / "out.jsonl", lambda: answers)
+    assert answers.asked == ["say a", "say a"]
+    seeded = Shouting()
+    run_batch(rows_of("a", "a"), WORD, SamplingParams(temperature=1, seed=3), tmp_path / "b.jsonl", lambda: seeded)
+    assert seeded.asked == ["say a"]
+
+
+def test_failed_rows_are_asked_again_and_no_others(tmp_path: Path) -> None:
+    output, rows = tmp_path / "out.jsonl", [*rows_of("a", "b", "c"), Row("gone", ("gone.png",), {"word": "d"})]
+    summary = run_batch(rows, WORD, GREEDY, output, lambda: Shouting(broken=["say b"]))
+    assert summary.failed == 2
+    assert [line.get("error") for line in lines(output)] == [None, "broken", None, "there is no image gone.png"]
+    with pytest.raises(ConfigurationError, match="--overwrite"):
+        run_batch(rows, WORD, GREEDY, output, Shouting)
+    again = Shouting()
+    summary = run_batch(rows[:3], WORD, GREEDY, output, lambda: again, retry=True)
+    assert again.asked == ["say b"]
+    assert summary == Summary(rows=3, asked=1, resumed=2, repeated=0, failed=0)
+    assert [line["answer"] for line in lines(output)] == ["SAY A", "SAY B", "SAY C"]
+    with pytest.raises(ConfigurationError, match="no row in it has failed"):
+        run_batch(rows[:3], WORD, GREEDY, output, Shouting, retry=True)
+
+
+def test_another_question_takes_no_earlier_answer(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with Journal(journal_path(output)) as journal:
+        journal.add(bytes(32), Result("of something else", "stop"))
+    summary = run_batch(rows_of("a"), WORD, GREEDY, output, Shouting)
+    assert summary.resumed == 0
+    assert lines(output)[0]["answer"] == "SAY A"
+
+
+class Objects(Shouting):
+    """Answers with JSON."""
+
+    def answer(self, conversations, params):  # type: ignore[no-untyped-def]
+        for number, _ in enumerate(conversations):
+            yield number, Result('{"colour": "red", "sizes": [1, 2]}', "stop" if number else "length")
+
+
+class Whole(Shouting):
+    """Answers with JSON that is never cut off."""
+
+    def answer(self, conversations, params):  # type: ignore[no-untyped-def]
+        for number, _ in enumerate(conversations):
+            yield number, Result('{"colour": "red"}', "stop")
+
+
+def test_answers_with_a_schema_are_objects_and_columns(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, grammar=Grammar.json({"type": "object"}))
+    run_batch(rows_of("a", "b"), WORD, params, tmp_path / "out.jsonl", Objects)
+    first, second = lines(tmp_path / "out.jsonl")
+    assert first["answer"] == '{"colour": "red", "sizes": [1, 2]}'  # cut off: it may be no JSON
+    assert second["answer"] == {"colour": "red", "sizes": [1, 2]}
+    run_batch(rows_of("a", "b"), WORD, params, tmp_path / "out.csv", Objects)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        cut, row = csv.DictReader(file)
+    assert cut["answer"] == '{"colour": "red", "sizes": [1, 2]}'
+    assert row["word"] == "b"
+    assert row["answer.colour"] == "red"
+    assert row["answer.sizes"] == "[1,2]"
+    rows = [*rows_of("a", "b")[1:], Row("gone", ("gone.png",), {"word": "c"})]
+    run_batch([rows_of("z")[0], *rows], WORD, params, tmp_path / "some.csv", Objects)
+    heading = (tmp_path / "some.csv").read_text().splitlines()[0]
+    assert heading == "id,word,answer,answer.colour,answer.sizes,finish_reason,error"
+    run_batch(rows, WORD, params, tmp_path / "one.csv", Whole)
+    heading = (tmp_path / "one.csv").read_text().splitlines()[0]
+    assert heading == "id,word,answer.colour,finish_reason,error"
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    def never() -> Shouting:
+        raise AssertionError
+
+    for output, rows, named in [
+        (tmp_path / "out.xlsx", rows_of("a"), ".jsonl or .csv"),
+        (tmp_path / "out.csv", [Row("1", (), {"word": "a", "answer": "b"})], "rename the column 'answer'"),
+    ]:
+        with pytest.raises(ConfigurationError, match=named):
+            run_batch(rows, WORD, GREEDY, output, never)
+
+
+def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
+        journal.add(b"a", Result("one", "stop"))
+        journal.add(b"b", Result("two", "stop"))
+    path.write_bytes(path.read_bytes()[:-5])
+    with Journal(path) as journal:
+        assert journal.results == {b"a": Result("one", "stop")}
+        journal.add(b"c", Result("three", "stop"))
+    with Journal(path) as journal:
+        assert journal.results == {b"a": Result("one", "stop"), b"c": Result("three", "stop")}
+        with pytest.raises(ConfigurationError, match="another process"):
+            Journal(path)
+    path.write_bytes(b"?\n" + path.read_bytes())
+    with pytest.raises(ConfigurationError, match="damaged"):
+        Journal(path)
+
+
+def test_killed_batches_go_on_where_they_were(tmp_path: Path) -> None:
+    source, output = tmp_path / "rows.csv", tmp_path / "out.jsonl"
+    source.write_text("word\n" + "".join(f"word{number % 450}\n" for number in range(500)))
+    command = [sys.executable, "-m", "tests.batch.interrupted", str(source)]
+    kept, moments = 0, random.Random(0)
+    for _ in range(10):
+        process = subprocess.Popen([*command, str(output)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(moments.uniform(0.01, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        with Journal(journal_path(output)) as journal:
+            assert len(journal.results) >= kept
+            kept = len(journal.results)
+        assert not output.exists()
+    assert kept > 0
+    subprocess.run([*command, str(output)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, str(tmp_path / "whole.jsonl")], check=True, stdout=subprocess.DEVNULL)
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert [line["id"] for line in lines(output)] == [str(number) for number in range(1, 501)]
