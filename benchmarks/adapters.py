@@ -2,10 +2,11 @@
 
     python -m benchmarks.adapters --model SmolLM2-135M-Instruct.Q4_1.gguf
 
-Two engines share the machine: one that serves no adapters and one with `--adapters` random ones of rank `--rank` on all
-linear layers of the decoder. Measured are decode steps of one stream and of `--streams`, and prompts, each of base
-requests in both engines and of adapted ones in the second. Every measurement is made in each turn, so that whatever
-else the machine does meets them all alike; ratios are medians of the turns' ratios.
+Measured are bursts of decode steps, and prompts, in turn, so that whatever else the machine does meets them all alike.
+Base requests and those with random adapters of rank `--rank` on all linear layers of the decoder take turns in one
+engine, over the same weights in memory. An engine without adapters takes its turns beside it, and so does a second one
+like that: how much these two differ is how much it matters where in memory a copy of the weights is. Reported are
+medians of the turns, and the median of the ratios of each turn.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from vlmserve.config import EngineConfig
-from vlmserve.engine.engine import Engine, load
+from vlmserve.engine.engine import Engine
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.hub import resolve_model
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
@@ -44,31 +46,62 @@ def write_adapter(model: AdaptableModel, folder: Path, *, rank: int, seed: int) 
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
 
 
-def decode(engine: Engine, adapters: Sequence[str], *, prompt: int, steps: int) -> float:
-    """Median seconds of a step with a stream for each of these adapters; "" is the model itself."""
-    params = SamplingParams(temperature=0, max_tokens=steps + 2, ignore_eos=True)
-    for number, adapter in enumerate(adapters):
-        tokens = [(7 * number + 3 * place) % 1000 + 10 for place in range(prompt)]
-        engine.add(EngineRequest(str(number), Prompt(tokens), params, adapter=adapter))
-    while any(not request.num_tokens > prompt for request in engine.inspect().requests):
-        engine.step()
-    taken = []
-    while engine.has_work():
+class Streams:
+    """Requests of an engine that decode, one for each of these adapters; "" is the model itself."""
+
+    def __init__(self, engine: Engine, adapters: Sequence[str], steps: int) -> None:
+        self._engine, self._adapters, self._steps = engine, adapters, steps
+        self.turn()
+
+    def turn(self) -> float:
+        """Median seconds of a step."""
+        params = SamplingParams(temperature=0, max_tokens=self._steps + 8, ignore_eos=True)
+        for number, adapter in enumerate(self._adapters):
+            tokens = [(7 * number + 3 * place) % 1000 + 10 for place in range(16)]
+            self._engine.add(EngineRequest(str(number), Prompt(tokens), params, adapter=adapter))
+        for _ in range(4):
+            self._engine.step()
+        taken = []
+        for _ in range(self._steps):
+            started = time.perf_counter()
+            self._engine.step()
+            taken.append(time.perf_counter() - started)
+        self._engine.abort([str(number) for number in range(len(self._adapters))])
+        return statistics.median(taken)
+
+
+class Prompts:
+    """Prompts of an engine, one after another, with an adapter."""
+
+    def __init__(self, engine: Engine, adapter: str, length: int) -> None:
+        self._engine, self._adapter, self._length = engine, adapter, length
+        self.turn()
+
+    def turn(self) -> float:
+        """Seconds until the first token behind a prompt."""
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        tokens = torch.randint(10, 1000, (self._length,)).tolist()
+        self._engine.add(EngineRequest("prompt", Prompt(tokens), params, adapter=self._adapter))
         started = time.perf_counter()
-        engine.step()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[:steps])
+        while self._engine.has_work():
+            self._engine.step()
+        return time.perf_counter() - started
 
 
-def prefill(engine: Engine, adapter: str, *, prompt: int) -> float:
-    """Seconds until the first token of a new prompt."""
-    tokens = torch.randint(10, 1000, (prompt,)).tolist()
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    engine.add(EngineRequest("prompt", Prompt(tokens), params, adapter=adapter))
-    started = time.perf_counter()
-    while engine.has_work():
-        engine.step()
-    return time.perf_counter() - started
+def compare(
+    work: str, runs: dict[str, Streams | Prompts], references: dict[str, str], turns: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each run that has a reference, which it is compared with."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns):
+        order = list(runs)
+        # Nobody is always the one behind the same other.
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            taken[name].append(runs[name].turn())
+    for name, base in references.items():
+        ratio = statistics.median(a / b for a, b in zip(taken[base], taken[name], strict=True))
+        seconds, reference = (1e3 * statistics.median(taken[one]) for one in (name, base))
+        yield {"work": work, "what": name, "of": base, "ms": seconds, "base_ms": reference, "speed": ratio}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,55 +111,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompts that are measured")
-    parser.add_argument("--steps", type=int, default=30, help="decode steps of each measurement")
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=15, help="decode steps of a turn")
+    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     settings = {
-        "model": options.model, "kv_cache_memory": "256MiB", "enable_prefix_caching": False, "dtype": options.dtype,
+        "model": options.model, "kv_cache_memory": "128MiB", "enable_prefix_caching": False, "dtype": options.dtype,
         "num_threads": options.threads,
     }  # fmt: skip
     folder = resolve_model(options.model)
-    plain = Engine(EngineConfig(**settings), folder)
     config = EngineConfig(**settings, enable_lora=True, max_loras=options.adapters, max_lora_rank=options.rank)
-    adapted = Engine.from_model(config, load(config, folder))
+    plain, copy = (Engine(EngineConfig(**settings), folder) for _ in range(2))
+    adapted = Engine(config, folder)
     names = [f"adapter-{number}" for number in range(options.adapters)]
     with tempfile.TemporaryDirectory() as place:
         for seed, name in enumerate(names):
             write_adapter(adapted.adapter_store.model, Path(place) / name, rank=options.rank, seed=seed)
             adapted.adapter_store.load(name, Path(place) / name)
-    mixed = [names[number % len(names)] for number in range(options.streams)]
-    work = {"prompt": 16, "steps": options.steps}
-    measurements = {
-        "one stream": (lambda: decode(plain, [""], **work), {
-            "base, adapters enabled": lambda: decode(adapted, [""], **work),
-            "adapter": lambda: decode(adapted, names[:1], **work),
-        }),
-        f"{options.streams} streams": (lambda: decode(plain, [""] * options.streams, **work), {
-            "base, adapters enabled": lambda: decode(adapted, [""] * options.streams, **work),
-            f"{len(names)} adapters": lambda: decode(adapted, mixed, **work),
-        }),
-        f"prompt of {options.prompt}": (lambda: prefill(plain, "", prompt=options.prompt), {
-            "base, adapters enabled": lambda: prefill(adapted, "", prompt=options.prompt),
-            "adapter": lambda: prefill(adapted, names[0], prompt=options.prompt),
-        }),
-    }  # fmt: skip
-    rows = []
-    for work_name, (base, others) in measurements.items():
-        for measure in (base, *others.values()):
-            measure()
-        turns = [[base(), *(measure() for measure in others.values()), base()] for _ in range(options.turns)]
-        for number, name in enumerate(others, 1):
-            ratio = statistics.median((turn[0] + turn[-1]) / 2 / turn[number] for turn in turns)
-            seconds = statistics.median(turn[number] for turn in turns)
-            reference = statistics.median((turn[0] + turn[-1]) / 2 for turn in turns)
-            row = {"work": work_name, "what": name, "ms": 1e3 * seconds, "base_ms": 1e3 * reference, "speed": ratio}
-            rows.append(row)
-            print("{work:15} {what:24} {ms:8.2f} ms, base {base_ms:8.2f} ms: {speed:.3f} of base".format(**row))
+    rows: list[dict[str, Any]] = []
+    several = f"{min(len(names), options.streams)} adapters"
+    for work, make, different in (
+        ("1 stream", lambda engine, names: Streams(engine, names[:1], options.steps), "1 adapter"),
+        (f"{options.streams} streams", lambda engine, names: Streams(engine, names, options.steps), several),
+        (f"prompt of {options.prompt}", lambda engine, names: Prompts(engine, names[0], options.prompt), "1 adapter"),
+    ):
+        base, mixed = [""] * options.streams, [names[number % len(names)] for number in range(options.streams)]
+        runs: dict[str, Streams | Prompts] = {
+            "base": make(plain, base),
+            "base, another copy": make(copy, base),
+            "base, adapters enabled": make(adapted, base),
+            different: make(adapted, mixed),
+        }
+        references = {
+            "base, another copy": "base",
+            "base, adapters enabled": "base",
+            different: "base, adapters enabled",
+        }
+        rows += compare(work, runs, references, options.turns)
+    for row in rows:
+        print("{work:14} {what:24} {ms:8.2f} ms, {base_ms:8.2f} ms: {speed:.3f} of {of}".format(**row))
     if options.json is not None:
-        options.json.write_text(json.dumps({"settings": vars(options) | {"json": None}, "rows": rows}, indent=2))
+        options.json.write_text(json.dumps({"rows": rows}, indent=2))
 
 
 if __name__ == "__main__":
