@@ -43,12 +43,12 @@ class LocalAnswers:
     def __init__(self, engine: EngineConfig, media: MediaConfig) -> None:
         from vlmserve.llm import LLM
 
-        self._llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
-        self.name = self._llm.config.model
+        self.llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
+        self.name = self.llm.config.model
 
     def answer(self, conversations: Sequence[Conversation], params: SamplingParams) -> Iterator[tuple[int, Result]]:
         """See `BatchAnswers.answer`."""
-        outcomes = self._llm.chat(iter(conversations), params, use_tqdm=False, stream=True, on_error="return")
+        outcomes = self.llm.chat(iter(conversations), params, use_tqdm=False, stream=True, on_error="return")
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, InvalidRequestError):
                 yield number, Result(error=str(outcome).removeprefix(f"conversations[{number}], "))
