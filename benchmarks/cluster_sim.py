@@ -28,8 +28,8 @@ from benchmarks.simulated_cluster import Outcome, Setup, SimulatedRequest, Speed
 from benchmarks.simulated_workloads import WORKLOADS, requests
 from vlmserve.scaleout.keys import request_key
 from vlmserve.scaleout.messages import Feedback, Load, WorkerInfo
-from vlmserve.scaleout.policy import PolicyName
 from vlmserve.scaleout.router import Router
+from vlmserve.scaleout.settings import PolicyName
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from vlmserve.scaleout import policy
 from vlmserve.scaleout.keys import RequestKey
 from vlmserve.scaleout.messages import Feedback, Load, WorkerInfo
-from vlmserve.scaleout.policy import PolicyName
 from vlmserve.scaleout.router import Route, Router
+from vlmserve.scaleout.settings import PolicyName
 
 CAPACITY = 64
 """Requests that a worker runs at once, as gateways know it. Nothing is held back here beyond it."""
@@ -266,7 +266,8 @@ class Simulation:
         worker.count(-1, self.now)
         if route is not None:
             feedback = Feedback(worker.load(self.now))
-            self._at(self.now + self.setup.staleness, lambda: route.finish(feedback))
+            route.finish()
+            self._at(self.now + self.setup.staleness, lambda: route.hear_end(feedback))
 
     def _oracle(self, key: RequestKey) -> SimulatedWorker:
         """The worker where a request costs least, by what every worker has cached at this moment."""
@@ -281,7 +282,7 @@ class Simulation:
         for number in candidates:
             worker = self.workers[number]
             tokens, images = worker.cached(key)
-            if worker.running > policy.MOST_OVER_MEAN * mean + 1 and (tokens or images):
+            if worker.running > max(policy.MOST_OVER_MEAN * mean, mean + 1) and (tokens or images):
                 continue
             seconds = speed.token_seconds * (key.tokens - tokens)
             seconds += speed.image_seconds * (len(key.images) - images)

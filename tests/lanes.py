@@ -23,6 +23,7 @@ _SLOW = {
     "media": "processor",
     "models": "blip families gguf llava published_quantization tiles",
     "sampling": "sampler",
+    "scaleout": "faults gateway pixie ray",
     "server": """attacks bad_input caching crash debug fuzz guard limits load messages_tools metrics openapi
         response_tools responses run sampling structured supervision tools tracing""",
     "storage": "store",

@@ -34,7 +34,9 @@ def test_sampling_parameters_come_without_torch():
     assert "torch" not in loaded("from vlmserve import SamplingParams; SamplingParams()")
 
 
-@pytest.mark.parametrize("module", ["vlmserve.llm", "vlmserve.frontend.requests", "vlmserve.frontend.client"])
+@pytest.mark.parametrize(
+    "module", ["vlmserve.llm", "vlmserve.frontend.requests", "vlmserve.frontend.client", "vlmserve.scaleout.app"]
+)
 def test_the_frontend_does_not_load_torch(module):
     assert "torch" not in loaded(f"import {module}")
 

@@ -86,7 +86,8 @@ def test_the_best_worker_is_the_one_with_the_longest_beginning(prompts):
     lengths = {worker: common(known) for worker, known in enumerate(prompts[1:])}
     assert all(index.cached_tokens(worker, wanted) == length for worker, length in lengths.items())
     best = index.best(wanted, 1, random.Random(0))
-    assert max(lengths.values(), default=0) == max((lengths[worker] for worker in best), default=0)
+    assert max(lengths.values(), default=0) == max(best.values(), default=0)
+    assert all(lengths[worker] == tokens for worker, tokens in best.items())
 
 
 def test_the_end_of_a_prompt_is_evicted_before_its_beginning():

@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vlmserve.scaleout.fleet import tag_of
 from vlmserve.scaleout.keys import RequestKey, request_key
 from vlmserve.scaleout.messages import Feedback, Load, WorkerInfo
-from vlmserve.scaleout.policy import POLICIES, PolicyName
+from vlmserve.scaleout.policy import POLICIES
 from vlmserve.scaleout.router import Route, Router
+from vlmserve.scaleout.settings import PolicyName
 
 SLOW = Load(epoch="1", token_seconds=0.001, image_seconds=0.5)
 
@@ -46,7 +47,8 @@ def answer(route: Route | None, key: RequestKey, cached: float = 0.0, load: Load
     assert route is not None
     feedback = Feedback(load, 1000, int(1000 * cached))
     route.begin(feedback)
-    route.finish(Feedback(load, 1000, int(1000 * cached), **more))  # type: ignore[arg-type]
+    route.finish()
+    route.hear_end(Feedback(load, 1000, int(1000 * cached), **more))  # type: ignore[arg-type]
     return route.worker.info.id
 
 
@@ -119,7 +121,7 @@ def test_a_fresh_worker_gets_requests():
 def test_gateways_that_never_talk_find_the_same_home():
     keys = [key(f"conversation {n} {LONG}", "answer", "next question") for n in range(30)]
     gateways = [router(20, seed=seed) for seed in range(4)]
-    homes = [[there.route(one).worker.info.id for there in gateways] for one in keys]  # type: ignore[union-attr]
+    homes = [[answer(there.route(one), one, 0.5) for there in gateways] for one in keys]
     assert sum(len(set(places)) == 1 for places in homes) >= 25
     assert len({places[0] for places in homes}) > 5
 
@@ -127,11 +129,11 @@ def test_gateways_that_never_talk_find_the_same_home():
 def test_few_homes_move_when_a_worker_goes():
     numbers = [request_key({"prompt": str(n)}, model="m").homes[-1].number for n in range(500)]
     there = router(20)
-    before = [there.fleet.at(int(there.fleet.homes(n)[:20].argmax())) for n in numbers]
+    before = [there.fleet.at(int(there.fleet.homes([n])[0, :20].argmax())) for n in numbers]
     gone = there.fleet.get("id-7")
     there.set_workers(worker(n) for n in range(20) if n != 7)
     usable = there.fleet.waits(100.0) < 1e9
-    after = [there.fleet.at(int((there.fleet.homes(n) * usable).argmax())) for n in numbers]
+    after = [there.fleet.at(int((there.fleet.homes([n])[0] * usable).argmax())) for n in numbers]
     assert all(a is b for a, b in zip(before, after, strict=True) if a is not gone)
     assert 5 <= sum(a is gone for a in before) <= 60
 
@@ -241,7 +243,8 @@ class RouterMachine(RuleBasedStateMachine):
             route.begin(Feedback(Load(epoch, running=3), 100, 50))
         match how:
             case "finish":
-                route.finish(Feedback(Load(epoch), 100, 50, response_id="resp_1"))
+                route.finish()
+                route.hear_end(Feedback(Load(epoch), 100, 50, response_id="resp_1"))
             case "left":
                 route.abandon()
             case _:

@@ -13,10 +13,12 @@ from typing import Any
 
 import httpx
 import openai
+from starlette.types import ASGIApp
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.server.app import create_app
 from vlmserve.server.run import bind, default_sampling
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
@@ -27,7 +29,16 @@ QUESTION = [{"role": "user", "content": "What is in the picture?"}]
 class LiveServer:
     """Use as a context manager. Call nothing of `service` that needs its event loop."""
 
-    def __init__(self, folder: Path, *, engine: Any = None, media: Any = None, server: Any = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        engine: Any = None,
+        media: Any = None,
+        server: Any = None,
+        wrap: Callable[[ASGIApp, Service], ASGIApp] = lambda app, service: app,
+    ) -> None:
+        self._wrap = wrap
         self._folder = folder
         self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
         self._media = MediaConfig(**(media or {}))
@@ -52,7 +63,7 @@ class LiveServer:
         self._stop = asyncio.Event()
         try:
             self.service = Service(self._engine, self._media, self._server)
-            web = WebServer(self.service, bind(self._server))
+            web = WebServer(self._wrap(create_app(self.service), self.service), self._server, bind(self._server))
             self.url = web.url
             web.start()
             self.client = await EngineClient.start(self._engine, self._folder)

@@ -135,6 +135,6 @@ def test_default_sampling_comes_from_the_checkpoint(tmp_path, settings, expected
 async def test_the_address_that_is_shown_can_be_opened(host, shown):
     config = ServerConfig(host=host, port=0)
     listener = bind(config)
-    web = WebServer(Service(EngineConfig(), MediaConfig(), config), listener)
+    web = WebServer(create_app(Service(EngineConfig(), MediaConfig(), config)), config, listener)
     assert web.url == f"http://{shown}:{listener.getsockname()[1]}"
     listener.close()

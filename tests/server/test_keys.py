@@ -16,7 +16,7 @@ from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.server.accounts import Account, Bucket, KeyRing, duration
 from vlmserve.server.errors import RefusedError
-from vlmserve.server.keys import add_key, read_keys, remove_key, store
+from vlmserve.server.keys import add_key, read_keys, remove_key, salted, store
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_file_has_the_hash_of_a_key_and_not_the_key(tmp_path):
 def test_equal_keys_have_different_hashes_and_cache_salts():
     first, second = store("the same", "a"), store("the same", "b")
     assert first.hash != second.hash
-    assert first.salted("") != second.salted("")
+    assert salted(first.tenant, "") != salted(second.tenant, "")
 
 
 def test_comments_and_other_keys_survive_changes(tmp_path):
@@ -256,11 +256,11 @@ def test_durations_look_like_openais(seconds, text):
 
 def test_salts_depend_on_the_key_and_on_what_the_request_says():
     alice, bob = store("a", "alice"), store("b", "bob")
-    salts = {key.salted(own) for key in (alice, bob) for own in ("", "x", "y")}
+    salts = {salted(key.tenant, own) for key in (alice, bob) for own in ("", "x", "y")}
     assert len(salts) == 6
-    assert alice.salted("x") == alice.salted("x")
-    team = [store(key, key, cache_salt="team").salted("x") for key in "ab"]
-    assert team[0] == team[1] != alice.salted("x")
+    assert salted(alice.tenant, "x") == salted(alice.tenant, "x")
+    team = [salted(store(key, key, cache_salt="team").tenant, "x") for key in "ab"]
+    assert team[0] == team[1] != salted(alice.tenant, "x")
 
 
 def test_the_file_is_lines_of_json(tmp_path):

@@ -332,7 +332,7 @@ def test_a_history_that_is_too_long_is_refused_or_cut_as_asked(keeping):
     assert refused(keeping, 400, input="red " * 2000, truncation="auto")["code"] == "context_length_exceeded"
 
 
-def test_owners_see_only_their_own(keeping, monkeypatch):
+def test_owners_see_only_their_own(keeping):
     """Whoever sets the owner, as a check of API keys does, decides."""
 
     class AsSomebody:
@@ -346,11 +346,8 @@ def test_owners_see_only_their_own(keeping, monkeypatch):
     def client(owner: str) -> httpx.Client:
         return httpx.Client(base_url=f"{server.url}/v1", headers={"x-owner": owner}, timeout=60)
 
-    from vlmserve.server import web
-
-    create_app = web.create_app
-    monkeypatch.setattr(web, "create_app", lambda service: AsSomebody(create_app(service)))
-    with LiveServer(keeping._folder, server={"storage_url": keeping._server.storage_url}) as server:
+    storage = {"storage_url": keeping._server.storage_url}
+    with LiveServer(keeping._folder, server=storage, wrap=lambda app, service: AsSomebody(app)) as server:
         ann, bob = client("ann"), client("bob")
         with ann, bob:
             png = base64.b64decode(data_url("red").partition(",")[2])

@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from vlmserve.cli.cluster import cluster, gateway, worker
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
 from vlmserve.cli.messages import note
@@ -21,6 +22,9 @@ app = group(help="Serve vision-language models over an OpenAI-compatible API.")
 evaluations = group(help="Measure how well a model answers.")
 app.add_typer(evaluations, name="eval")
 app.add_typer(keys, name="keys")
+app.add_typer(cluster, name="cluster")
+app.command(cls=SettingsCommand)(worker)
+app.command(cls=SettingsCommand)(gateway)
 
 LOCAL_FIELDS = (
     "model", "revision", "engine", "device", "dtype", "model_impl", "chat_template", "quantize", "max_model_len",

@@ -5,7 +5,7 @@ Arrays with one number for each worker let a decision look at all of a thousand 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -189,16 +189,16 @@ class Fleet:
         """Requests that a worker runs, as far as is known."""
         return float(self._sent[worker.slot] + self._others[worker.slot])
 
-    def homes(self, key: int) -> npt.NDArray[np.uint64]:
-        """Weights of rendezvous hashing: all gateways find the same worker to have the highest one for a key, and
-        few keys move when a worker comes or goes.
+    def homes(self, keys: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """Weights of rendezvous hashing, ``[keys, size]``: all gateways find the same worker to have the highest one
+        for a key, and few keys move when a worker comes or goes.
 
         Thaler and Ravishankar 1998; the mixing is splitmix64's (Steele, Lea and Flood 2014).
         """
-        mixed = self._hashes ^ np.uint64(key)
+        mixed = self._hashes ^ np.array(keys, np.uint64)[:, None]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return mixed ^ (mixed >> np.uint64(31))
+        return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
     def _grow(self) -> None:
         size = len(self._slots)

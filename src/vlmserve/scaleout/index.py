@@ -116,13 +116,14 @@ class CacheIndex:
                 return segments[place].tokens
         return 0
 
-    def best(self, segments: Sequence[Segment], most: int, source: random.Random) -> Collection[int]:
-        """The workers that have the longest beginnings of a prompt, less than twice `most`."""
-        found: set[int] = set()
+    def best(self, segments: Sequence[Segment], most: int, source: random.Random) -> dict[int, int]:
+        """The workers that have the longest beginnings of a prompt, less than twice `most`, with their tokens of it."""
+        found: dict[int, int] = {}
         holders = self._holders
-        for segment in reversed(segments):
-            if segment.digest in holders:
-                found.update(self.some_holders(segment.digest, most, source))
+        for digest, tokens in reversed(segments):
+            if digest in holders:
+                for worker in self.some_holders(digest, most, source):
+                    found.setdefault(worker, tokens)
                 if len(found) >= most:
                     break
         return found

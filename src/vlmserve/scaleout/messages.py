@@ -50,3 +50,53 @@ class Feedback(msgspec.Struct, frozen=True):
     images_encoded: int = 0
     completion_tokens: int = 0
     response_id: str | None = None
+
+
+FEED_PATH = "/cluster/feed"
+"""Where a gateway listens to a worker: an answer that never ends, with a message on each line."""
+LOAD_PATH = "/cluster/load"
+"""How busy a worker is, for whoever decides how many there should be."""
+TOKEN_HEADER = "x-vlmserve-cluster"
+"""What the members of a cluster know each other by."""
+ROUTE_HEADER = "x-vlmserve-route"
+"""The gateway's id and its number of a request, with a dot between."""
+OWNER_HEADER, TENANT_HEADER, SEED_HEADER = "x-vlmserve-owner", "x-vlmserve-tenant", "x-vlmserve-seed"
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """Of a worker's model, for lists of models. names: the first is the model's own. adapters: those it serves."""
+
+    names: tuple[str, ...]
+    created: int
+    max_model_len: int | None
+    adapters: tuple[str, ...] = ()
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a feed, and another one whenever something of it changes."""
+
+    info: WorkerInfo
+    facts: ModelFacts
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """That the worker is alive, and how busy it is."""
+
+    load: Load
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The first item of a request's answer was sent. route: the gateway's number of the request."""
+
+    route: int
+    feedback: Feedback
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The last item of a request's answer was sent."""
+
+    route: int
+    feedback: Feedback
+
+
+FeedMessage = Hello | Beat | Begun | Ended

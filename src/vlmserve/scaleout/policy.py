@@ -10,25 +10,27 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vlmserve.scaleout.fleet import Fleet, Floats, Worker
 from vlmserve.scaleout.index import CacheIndex
 from vlmserve.scaleout.keys import Home, RequestKey
+from vlmserve.scaleout.settings import PolicyName
 
-PolicyName = Literal["affinity", "least-loaded", "round-robin"]
+Flags = npt.NDArray[np.bool_]
 
 BALANCE = 2.0
 """What a worker that is full costs, in mean requests' prefill seconds."""
-MOST_OVER_MEAN = 1.25
-"""A worker that has this many times the mean of running requests, and one more, gets none for what it has cached."""
-_MATCHES = 8
+MOST_OVER_MEAN = 1.2
+"""A worker that runs more than this many times the mean, and more than one above it, gets none for what it has
+cached."""
+_MATCHES = 4
 """Workers whose caches are compared."""
 _HOME_SHARE = 1.0
 """Of what requests save by caches on average, what it is worth to send one where other gateways send such as it."""
-_NOBODY = np.uint64(0)
 _NEWS = 0.02
 """Weight of the latest request in averages."""
 
@@ -57,12 +59,15 @@ class Policy(ABC):
     def learn(self, key: RequestKey, seconds: float, cached: float) -> None:  # noqa: B027  not every policy has to
         """A request that takes so many seconds of prefill without a cache had that share cached."""
 
-    def _choice(self, slot: int, key: RequestKey) -> Choice:
-        """A worker, with what the request takes there by what is believed to be cached."""
+    def _choice(self, slot: int, key: RequestKey, cached: int | None = None) -> Choice:
+        """A worker, with what the request takes there. cached: tokens that are believed to be; None: look it up."""
         fleet, index = self.fleet, self.index
-        cached = min(key.tokens, index.cached_tokens(slot, key.segments))
-        images = sum(not index.has(slot, image) for image in key.images)
-        seconds = fleet.token_seconds[slot] * (key.tokens - cached) + fleet.image_seconds[slot] * images
+        if cached is None:
+            cached = index.cached_tokens(slot, key.segments)
+        cached = min(key.tokens, cached)
+        seconds = fleet.token_seconds[slot] * (key.tokens - cached)
+        if key.images:
+            seconds += fleet.image_seconds[slot] * sum(not index.has(slot, image) for image in key.images)
         return Choice(fleet.at(slot), float(seconds), cached / max(1, key.tokens))
 
     def _waits(self, now: float, excluded: Collection[str]) -> Floats:
@@ -91,7 +96,8 @@ class RoundRobin(Policy):
 class LeastLoaded(Policy):
     """The worker that begins first; of several, the one that runs the least."""
 
-    _mean_seconds = 0.0
+    _mean_seconds = 0.1
+    """Of prefill that a request takes without a cache; until requests are answered, a guess."""
 
     def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
         waits = self._waits(now, excluded)
@@ -133,17 +139,18 @@ class Affinity(LeastLoaded):
         if least is None:
             return None
         usable = np.isfinite(waits)
-        most = MOST_OVER_MEAN * float(usage[usable].mean())
-        homes = {int(np.argmax(np.where(usable, fleet.homes(home.number), _NOBODY))): home for home in key.homes}
-        choices = {slot: self._choice(slot, key) for slot in self._matches(key)}
-        known = max((choice.cached for choice in choices.values()), default=0.0)
+        mean = float(usage[usable].mean())
+        homes = self._homes(key, usable)
+        matches = self.index.best(key.segments, _MATCHES, self.random)
+        known = max(matches.values(), default=0)
         best = self._choice(least, key)
         least_cost = best.seconds + loads[least]
-        for slot in {*homes, *choices, *self._random(usable)}:
-            if usage[slot] > most + fleet.per_request[slot] or not usable[slot]:
+        most = max(MOST_OVER_MEAN * mean, mean + float(fleet.per_request[least]))
+        for slot in {*homes, *matches, *self._with_images(key), *self._random(usable)}:
+            if not usable[slot] or usage[slot] > most:
                 continue
-            choice = choices.get(slot) or self._choice(slot, key)
-            bonus = self._bonus(slot, homes[slot], known * key.tokens) if slot in homes else 0.0
+            choice = self._choice(slot, key, matches.get(slot))
+            bonus = self._bonus(slot, homes[slot], known) if slot in homes else 0.0
             if (cost := choice.seconds + loads[slot] - bonus) < least_cost:
                 best, least_cost = choice, cost
         return best
@@ -154,7 +161,7 @@ class Affinity(LeastLoaded):
         self._saved += _NEWS * (cached * seconds - self._saved)
         self._reuse += _NEWS * (cached - self._reuse)
 
-    def _bonus(self, slot: int, home: Home, known: float) -> float:
+    def _bonus(self, slot: int, home: Home, known: int) -> float:
         """Seconds that a home is worth: what this request may find there that other gateways have sent, and what later
         ones may find because it went there. Nothing for what this gateway knows to be cached somewhere, and nothing
         once requests turn out to have nothing in common. known: tokens of the prompt that some worker has cached."""
@@ -164,14 +171,21 @@ class Affinity(LeastLoaded):
         unknown = home.tokens - known
         return later + self._reuse * float(self.fleet.token_seconds[slot]) * unknown if unknown > 0 else 0.0
 
-    def _matches(self, key: RequestKey) -> Collection[int]:
-        """Workers that have the longest beginnings of the prompt, or its images, wherever those are."""
-        found = set(self.index.best(key.segments, _MATCHES, self.random))
+    def _homes(self, key: RequestKey, usable: Flags) -> dict[int, Home]:
+        """The workers that are homes of the request's parts."""
+        if not key.homes:
+            return {}
+        weights = self.fleet.homes([home.number for home in key.homes])
+        return dict(zip(np.argmax(weights * usable, axis=1).tolist(), key.homes, strict=True))
+
+    def _with_images(self, key: RequestKey) -> Collection[int]:
+        """Workers that have the request's images, wherever those were in other prompts."""
+        found: set[int] = set()
         for image in key.images[:_MATCHES]:
             found.update(self.index.some_holders(image, 2, self.random))
         return found
 
-    def _random(self, usable: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Collection[int]:
+    def _random(self, usable: Flags) -> Collection[int]:
         """Two workers by chance: a new one gets requests for what others have cached as well."""
         slots = [self.random.randrange(len(usable)) for _ in range(2)]
         return [slot for slot in slots if usable[slot]]

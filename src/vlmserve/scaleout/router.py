@@ -10,7 +10,8 @@ from vlmserve.scaleout.fleet import Fleet, Worker
 from vlmserve.scaleout.index import CacheIndex
 from vlmserve.scaleout.keys import RequestKey
 from vlmserve.scaleout.messages import Feedback, Load, WorkerInfo
-from vlmserve.scaleout.policy import POLICIES, PolicyName
+from vlmserve.scaleout.policy import POLICIES
+from vlmserve.scaleout.settings import PolicyName
 
 _UNKNOWN_HISTORY = 2048
 """Tokens of a history whose length is not known."""
@@ -107,7 +108,7 @@ class Route:
     def begin(self, feedback: Feedback) -> None:
         """The worker has begun to answer: what it had cached is known."""
         router, worker = self._router, self.worker
-        self._begun()
+        self.started()
         router.fleet.heal(worker)
         router._hear(worker, feedback.load)
         if not feedback.prompt_tokens:
@@ -118,14 +119,20 @@ class Route:
         whole = feedback.load.token_seconds * self._key.tokens + feedback.load.image_seconds * len(self._key.images)
         router.policy.learn(self._key, whole, actual)
 
-    def finish(self, feedback: Feedback | None = None) -> None:
-        """The whole answer is there. feedback: the last one; None for an answer that says nothing of itself, such as an
-        error of the client's."""
+    def started(self) -> None:
+        """Something of the answer has come: the request no longer waits for prefill."""
+        if self._waits:
+            self._waits = False
+            self._router.fleet.prefilled(self.worker, self._seconds)
+
+    def finish(self) -> None:
+        """The whole answer is there."""
         self._end()
+        self._router.fleet.heal(self.worker)
+
+    def hear_end(self, feedback: Feedback) -> None:
+        """What the worker says of the whole answer, which may come later than its end."""
         router, worker = self._router, self.worker
-        router.fleet.heal(worker)
-        if feedback is None:
-            return
         router._hear(worker, feedback.load)
         if feedback.response_id is not None and router.fleet.has(worker):
             length, added = feedback.prompt_tokens + feedback.completion_tokens, feedback.completion_tokens
@@ -143,13 +150,8 @@ class Route:
         self._end()
         self.worker.breaker.abandon()
 
-    def _begun(self) -> None:
-        if self._waits:
-            self._waits = False
-            self._router.fleet.prefilled(self.worker, self._seconds)
-
     def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._begun()
+            self.started()
             self._router.fleet.end(self.worker)

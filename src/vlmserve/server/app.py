@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vlmserve.config import ServerConfig
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.accounts import RATE_LIMIT_HEADERS
 from vlmserve.server.connection import RequestLog, note_error
@@ -27,6 +28,7 @@ from vlmserve.server.errors import (
     json_response,
     retry_after,
 )
+from vlmserve.server.front import Front
 from vlmserve.server.guard import Guard
 from vlmserve.server.live import LiveStats, LiveView
 from vlmserve.server.openapi import Operation, document, routes
@@ -46,7 +48,7 @@ from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokeni
 from vlmserve.server.service import Phase, Service
 
 
-def operations(service: Service) -> list[Operation]:
+def operations(config: ServerConfig) -> list[Operation]:
     """All operations of a server, without the web page."""
     caches = Operation("GET", "/debug/cache", show_caches, answer=dict[str, Any])
     return [
@@ -72,41 +74,49 @@ def operations(service: Service) -> list[Operation]:
         Operation("GET", "/version", show_version, answer=dict[str, str]),
         Operation("GET", "/metrics", show_metrics, answer="text/plain"),
         Operation("GET", "/live", show_live, answer=LiveStats),
-        *([caches] if service.config.enable_debug else []),
+        *([caches] if config.enable_debug else []),
     ]  # fmt: skip
 
 
 def create_app(service: Service) -> Starlette:
     """The application around a service, which may still be loading."""
-    offered = operations(service)
+    app = assemble(service, routes(operations(service.config)))
+    app.state.service = service
+    app.state.live = LiveView(service)
+    return app
+
+
+def assemble(front: Front, served: Sequence[Route]) -> Starlette:
+    """An application with these routes, and with what all have in common: the page, the OpenAPI document, keys, the
+    access log and errors."""
+    config = front.config
 
     @functools.cache
     def described() -> bytes:
-        return msgspec.json.encode(document(version(), offered))
+        return msgspec.json.encode(document(version(), operations(config)))
 
     async def show_document(request: Request) -> Response:
         return Response(described(), media_type="application/json")
 
-    pages = page_routes() if service.config.enable_page else []
-    middleware = [Middleware(RequestLog, service=service), Middleware(Guard, service=service)]
-    if service.config.cors_origins:
+    pages = page_routes() if config.enable_page else []
+    middleware = [Middleware(RequestLog, service=front), Middleware(Guard, service=front)]
+    if config.cors_origins:
         # Outside of all others: a browser's preflight has no key, and it shows a page no error without these headers.
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=service.config.cors_origins,
+            allow_origins=config.cors_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", *RATE_LIMIT_HEADERS),
         )
         middleware.insert(0, cors)
     app = Starlette(
-        routes=[*routes(offered), Route("/openapi.json", show_document), *pages],
+        routes=[*served, Route("/openapi.json", show_document), *pages],
         middleware=middleware,
         exception_handlers={VLMServeError: count_and_handle_error, HTTPException: handle_http_exception},
     )
     app.router.redirect_slashes = False
-    app.state.service = service
-    app.state.live = LiveView(service)
+    app.state.front = front
     return app
 
 
@@ -201,8 +211,8 @@ async def show_live(request: Request) -> Response:
 async def count_and_handle_error(request: Request, error: Exception) -> Response:
     """Exception handler for `VLMServeError`."""
     assert isinstance(error, VLMServeError)
-    service: Service = request.app.state.service
+    front: Front = request.app.state.front
     code = error_code(error)
-    service.metrics.count_error(code)
+    front.metrics.count_error(code)
     note_error(request.scope, code)
     return await handle_vlmserve_error(request, error)

@@ -21,7 +21,7 @@ from vlmserve.server.errors import internal_error_response
 from vlmserve.server.spans import TRACE
 
 if TYPE_CHECKING:
-    from vlmserve.server.service import Service
+    from vlmserve.server.front import Front
     from vlmserve.server.tracing import Trace
 
 access_log = logging.getLogger("vlmserve.access")
@@ -154,7 +154,7 @@ class RequestLog:
     """Middleware: gives every request an id and, if anybody wants them, what asks for something a trace; logs a line
     when it is over, and keeps tracebacks from the client."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app = app
         self._metrics = service.metrics
         self._tracing = service.tracing

@@ -14,10 +14,11 @@ from vlmserve.server.accounts import Account
 from vlmserve.server.body import drop_body
 from vlmserve.server.connection import add_note, note_error
 from vlmserve.server.errors import RefusedError, error_code, error_response, head_too_large
+from vlmserve.server.front import Front
 from vlmserve.server.history import OWNER
+from vlmserve.server.keys import salted
 from vlmserve.server.origins import Origins
 from vlmserve.server.page import ASSETS
-from vlmserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 """Paths that need no key: those that load balancers poll, and the page, which asks for a key itself."""
@@ -26,6 +27,8 @@ METRICS_PATHS = frozenset({"/metrics", "/live"})
 _PROBES = frozenset({"/health", "/ready", "/version"})
 """Paths that answer under any host name, for load balancers."""
 _VERSIONS = ("1.0", "1.1")
+TENANT = "vlmserve.tenant"
+"""The key in a request's ASGI scope of whose cache it may use: `StoredKey.tenant`."""
 _ACCOUNT = "vlmserve.account"
 
 
@@ -33,7 +36,7 @@ class Guard:
     """Middleware. A refusal is a response in OpenAI's form; nothing is held back or changed of other responses but
     their headers."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app = app
         self._service = service
         self._keys = service.keys
@@ -100,6 +103,7 @@ class Guard:
             raise RefusedError(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key", headers=headers)
         scope[_ACCOUNT] = account
         scope[OWNER] = account.owner
+        scope[TENANT] = account.key.tenant
         add_note(scope, f"key {account.name}", key=account.name)
         return account
 
@@ -120,8 +124,8 @@ def account_of(request: Request) -> Account | None:
 
 def salt_of(request: Request, cache_salt: str | None) -> str:
     """The cache salt: a request's own together with that of its key; "" for neither."""
-    account = account_of(request)
-    return cache_salt or "" if account is None else account.key.salted(cache_salt or "")
+    tenant: bytes | None = request.scope.get(TENANT)
+    return cache_salt or "" if tenant is None else salted(tenant, cache_salt or "")
 
 
 def _presented(headers: Headers) -> str | None:

@@ -51,14 +51,19 @@ class StoredKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Whether `key` matches, in constant time."""
         return hmac.compare_digest(hash_key(key, bytes.fromhex(self.salt)), bytes.fromhex(self.hash))
 
-    def salted(self, cache_salt: str) -> str:
-        """The salt, 64 hex digits, of all that is cached for a request of this key that has itself `cache_salt`.
+    @property
+    def tenant(self) -> bytes:
+        """32 bytes that stand for all whose caches are shared.
 
         It depends on the stored hash, so that nobody reaches another's cache by a salt that is chosen well.
         """
         own = bytes.fromhex(self.hash) if self.cache_salt is None else self.cache_salt.encode()
-        tenant = hashlib.blake2b(own, digest_size=32, person=b"cache tenant").digest()
-        return hashlib.blake2b(cache_salt.encode(), key=tenant, digest_size=32, person=b"cache salt").hexdigest()
+        return hashlib.blake2b(own, digest_size=32, person=b"cache tenant").digest()
+
+
+def salted(tenant: bytes, cache_salt: str) -> str:
+    """The salt, 64 hex digits, of all that is cached for a tenant's request that has itself `cache_salt`."""
+    return hashlib.blake2b(cache_salt.encode(), key=tenant, digest_size=32, person=b"cache salt").hexdigest()
 
 
 def hash_key(key: str, salt: bytes) -> bytes:

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ from vlmserve.server.activity import activity_log
 from vlmserve.types import ModelInfo
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from vlmserve.frontend.client import EngineClient
     from vlmserve.frontend.requests import RequestPreparer
     from vlmserve.server.service import Preparer, Service
@@ -36,39 +39,65 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_FILES = 65536
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 SIGNAL_ECHO = 0.3
 """Seconds after a signal in which another one is the same: make passes on what its whole process group got."""
 
 
-def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig) -> None:
+@dataclass(frozen=True)
+class Membership:
+    """How a server takes part in a cluster. wrap: puts something in front of its application. announce: is told its URL
+    once its model is loaded, instead of who reads its output."""
+
+    wrap: Callable[[ASGIApp, Service], ASGIApp]
+    announce: Callable[[str], None]
+
+
+def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, membership: Membership | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish; a second signal ends everything at once.
 
-    The port opens before the model is loaded, with a `/health` that says so.
+    The port opens before the model is loaded, with a `/health` that says so. membership: None for a server of its own.
     Raises ConfigurationError if the address cannot be had, ModelLoadError if the model cannot be loaded.
     """
     set_up_logging(server.log_format)
     for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    _raise_file_limit()
+    raise_file_limit()
     listener = bind(server)
     folder = resolve_model(engine.model, engine.revision)
     with contextlib.closing(_Launcher(engine, folder)) as launcher:
         if engine.load == "eager":
             launcher.launch()
+        from vlmserve.server.app import create_app
         from vlmserve.server.service import Service
         from vlmserve.server.web import WebServer
 
         service = Service(engine, media, server)
-        if service.keys is None and server.host not in _LOOPBACK:
+        app: ASGIApp = create_app(service)
+        if membership is not None:
+            app = membership.wrap(app, service)
+        elif service.keys is None and server.host not in LOOPBACK:
             logger.warning("Everybody who reaches %s may use this server; --api-key requires a key", server.host)
-        web = WebServer(service, listener)
-        with asyncio.Runner(loop_factory=_event_loop_factory()) as runner:
-            runner.run(_serve(service, web, launcher, media))
+        web = WebServer(app, server, listener)
+        announce = _announcer(service) if membership is None else membership.announce
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            runner.run(_serve(service, web, launcher, media, announce))
 
 
-def _event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def _announcer(service: Service) -> Callable[[str], None]:
+    def announce(url: str) -> None:
+        if service.phase == "asleep":
+            _announce(
+                f"vlmserve listens on {url}; the first request loads {service.model_name}", url, service.model_name
+            )
+        elif service.info is not None:
+            _announce(ready_line(url, service.model_name, service.info), url, service.model_name)
+
+    return announce
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Of the faster event loop, where there is one; None: asyncio's own."""
     try:
         import uvloop
@@ -126,13 +155,14 @@ def bind(server: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _serve(service: Service, web: WebServer, launcher: _Launcher, media: MediaConfig) -> None:
-    stop = _stop_on_signals(launcher.close)
+async def _serve(
+    service: Service, web: WebServer, launcher: _Launcher, media: MediaConfig, announce: Callable[[str], None]
+) -> None:
+    stop = stop_on_signals(launcher.close)
     web.start()
     try:
         if service.phase == "asleep":
-            waiting = f"vlmserve listens on {web.url}; the first request loads {service.model_name}"
-            _announce(waiting, web.url, service.model_name)
+            announce(web.url)
         loading = asyncio.ensure_future(_load(service.wanted, launcher, media))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +174,7 @@ async def _serve(service: Service, web: WebServer, launcher: _Launcher, media: M
         client, preparer, load_time = loading.result()
         service.open(client, preparer, default_sampling(launcher.folder))
         freeze_loaded_objects()
-        _announce(ready_line(web.url, service.model_name, client.info), web.url, service.model_name)
+        announce(web.url)
         async with activity_log(service.engine_stats, service.config.stats_interval):
             await _supervise(service, client, launcher, load_time, stopping)
     finally:
@@ -212,7 +242,7 @@ async def _drain(service: Service) -> None:
         logger.warning("%d answers are not finished and fail now", service.num_answers)
 
 
-def _stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
+def stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
     """An event that the first signal sets. The second one kills the engine and ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -232,7 +262,7 @@ def _stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
     return stop
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """Each connection is an open file, of which a shell's usual limit allows 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)

@@ -232,6 +232,17 @@ class Service:
         return self._client
 
     @property
+    def engine_identity(self) -> object:
+        """Another object for each engine that was started; None until there is one."""
+        return self._client
+
+    @property
+    def known_names(self) -> tuple[str, ...]:
+        """All names under which requests reach the model or its adapters, its own one first."""
+        adapters = (name for name, _ in self.adapter_infos())
+        return tuple(dict.fromkeys((*self.model_names, *sorted(self._aliases), *adapters)))
+
+    @property
     def info(self) -> ModelInfo | None:
         """The model; None while it is loading."""
         return None if self._client is None else self._client.info

@@ -11,11 +11,11 @@ from http import HTTPStatus
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from vlmserve.server.app import create_app
+from vlmserve.config import ServerConfig
 from vlmserve.server.errors import RefusedError, error_response, head_too_large
-from vlmserve.server.service import Service
 
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open; longer than what usual load balancers keep theirs."""
@@ -29,19 +29,19 @@ _OLD_GRACE = 1.0
 
 
 class WebServer:
-    """Serves `service` over HTTP on a bound socket."""
+    """Serves an application over HTTP on a bound socket."""
 
-    def __init__(self, service: Service, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, limits: ServerConfig, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         self.url = f"http://{shown}:{port}"
         self._listener = listener
         self._task: asyncio.Task[None] | None = None
         config = uvicorn.Config(
-            create_app(service),
+            app,
             # uvicorn takes any callable that makes a protocol.
             http=functools.partial(  # type: ignore[arg-type]
-                _Protocol, head_timeout=service.config.head_timeout, max_head=service.config.max_header_bytes
+                _Protocol, head_timeout=limits.head_timeout, max_head=limits.max_header_bytes
             ),
             ws="none",
             log_config=None,

@@ -1,0 +1,1 @@
+"""Ray finds machines for workers and gateways, and starts them again; requests do not pass through it."""

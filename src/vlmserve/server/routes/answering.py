@@ -22,6 +22,7 @@ from vlmserve.server.connection import EventStream, note, unless_disconnected
 from vlmserve.server.errors import json_response
 from vlmserve.server.generation import Generation, GenerationRequest, start_generation
 from vlmserve.server.guard import account_of, salt_of
+from vlmserve.server.hop import Hop, hop_of
 from vlmserve.server.prompt_log import log_prompt
 from vlmserve.server.routes.reading import read_parsed
 from vlmserve.server.schema.sampling import SamplingRequest
@@ -82,14 +83,17 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     service.check_serving()
     account = account_of(request)
     trace = trace_of(request)
+    hop = hop_of(request.scope)
     with contextlib.ExitStack() as stack:
         stack.callback(dialect.close)
         with service.bodies.share() as share:
             body = await read_parsed(request, dialect.kind, share)
             if service.config.log_prompts:
                 log_prompt(request, body)
-            if account is not None:
-                body = body.model_copy(update={"cache_salt": salt_of(request, body.cache_salt)})
+            if (salt := salt_of(request, body.cache_salt)) != (body.cache_salt or ""):
+                body = body.model_copy(update={"cache_salt": salt})
+            if hop is not None and body.seed is None:
+                body = body.model_copy(update={"seed": hop.seed})
             _check_stop(body, service.config)
             service.check_model(body.model)
             arrived = time.monotonic()
@@ -98,11 +102,14 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
             client = service.client
             stack.enter_context(service.admit(dialect.num_answers(body)))
             async with limit_preparation(service.config.max_wait):
-                beginning = _start_generation(service, client, dialect, body, arrived, trace)
+                generation_id = _generation_id(dialect, hop)
+                beginning = _start_generation(service, client, dialect, body, generation_id, arrived, trace)
                 generation = await unless_disconnected(request, beginning)
             body = body.without_content()  # its images are prepared, and an answer may take long
         stack.callback(_report, request, dialect, generation, trace)
         stack.callback(generation.close)
+        if hop is not None:
+            hop.begun(generation)
         if account is not None:
             account.charge(generation.usage.prompt_tokens)
             stack.callback(lambda: account.charge(generation.usage.completion_tokens))
@@ -112,8 +119,19 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
         return json_response(await unless_disconnected(request, dialect.complete(body, generation)))
 
 
+def _generation_id(dialect: Dialect[Body], hop: Hop | None) -> str:
+    tag = "" if hop is None else hop.tag
+    return f"{dialect.id_prefix}{tag}{secrets.token_hex(16)[len(tag) :]}"
+
+
 async def _start_generation(
-    service: Service, client: EngineClient, dialect: Dialect[Body], body: Body, arrived: float, trace: Trace | None
+    service: Service,
+    client: EngineClient,
+    dialect: Dialect[Body],
+    body: Body,
+    generation_id: str,
+    arrived: float,
+    trace: Trace | None,
 ) -> Generation:
     started = time.monotonic()
     try:
@@ -124,7 +142,6 @@ async def _start_generation(
             if trace is not None:
                 record_preparation(trace, time.monotonic() - started)
         service.metrics.media.observe(time.monotonic() - started)
-        generation_id = f"{dialect.id_prefix}{secrets.token_hex(16)}"
         adapter = await service.adapter(client, body.model)
         return await start_generation(service, client, request, generation_id, arrived, adapter)
     except InvalidRequestError as error:

@@ -1,0 +1,84 @@
+"""``vlmserve cluster``, ``worker`` and ``gateway``: several engines behind one address."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from vlmserve.cli.help import group
+from vlmserve.cli.options import command
+from vlmserve.cli.spellings import SettingsCommand
+from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
+from vlmserve.errors import ConfigurationError
+from vlmserve.scaleout.settings import GatewayConfig
+
+cluster = group(help="Run several engines behind one address.")
+
+COMMON_GATEWAY_FIELDS = (
+    "host", "port", "api_key", "api_keys_file", "policy", "max_in_flight", "max_attempts", "shutdown_grace",
+)  # fmt: skip
+COMMON_WORKER_FIELDS = (
+    "served_model_name", "device", "dtype", "quantize", "max_model_len", "max_num_seqs", "kv_cache_memory",
+    "kv_cache_dtype", "memory_fraction", "storage_url", "shutdown_grace",
+)  # fmt: skip
+
+Model = Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))]
+Address = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="The Ray cluster to join; auto: that of this machine's `ray start`.")
+]
+
+
+def _commands() -> ModuleType:
+    try:
+        from vlmserve.scaleout.ray import cluster
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise ConfigurationError("clusters need Ray; run: pip install 'vlmserve[ray]'") from None
+    return cluster
+
+
+@cluster.command("up", cls=SettingsCommand)
+@command(common=("host", "port", "api_key", "api_keys_file", "policy", *COMMON_WORKER_FIELDS))
+def up(
+    engine: EngineConfig,
+    media: MediaConfig,
+    server: ServerConfig,
+    gateway: GatewayConfig,
+    model: Model = BUILT_IN_MODEL,
+    workers: Annotated[int, typer.Option(min=1, metavar="INT", help="Number of engines.")] = 2,
+    gpus: Annotated[float, typer.Option(min=0, metavar="FLOAT", help="GPUs for each engine.")] = 0.0,
+) -> None:
+    """Run several engines and a gateway on this machine; Ctrl-C ends all.
+
+    For example: vlmserve cluster up --workers 2 --port 8000. The gateway has the API of `vlmserve serve`.
+    """
+    _commands().up(engine, media, server, gateway, workers=workers, gpus=gpus)
+
+
+@command(common=COMMON_WORKER_FIELDS)
+def worker(
+    engine: EngineConfig,
+    media: MediaConfig,
+    server: ServerConfig,
+    model: Model = BUILT_IN_MODEL,
+    name: Annotated[str, typer.Option(help="Name of the worker, kept over restarts; default: by the machine.")] = "",
+    address: Address = "auto",
+) -> None:
+    """Run an engine that joins a cluster; Ctrl-C has it finish its answers and leave.
+
+    The machine must belong to a Ray cluster (`ray start`). `--config FILE --worker NAME` takes the settings from the
+    section [worker.NAME].
+    """
+    _commands().join_as_worker(engine, media, server, name=name, address=address)
+
+
+@command(common=COMMON_GATEWAY_FIELDS)
+def gateway(server: ServerConfig, gateway: GatewayConfig, address: Address = "auto") -> None:
+    """Run a gateway to the workers of a cluster; several may run.
+
+    The machine must belong to a Ray cluster (`ray start`).
+    """
+    _commands().join_as_gateway(server, gateway, address=address)

@@ -1,0 +1,104 @@
+"""A gateway's application: every path of a server, most of which a worker answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vlmserve.errors import UnknownModelError
+from vlmserve.scaleout.gateway import Gateway
+from vlmserve.scaleout.live import ClusterView
+from vlmserve.scaleout.metrics import exposition
+from vlmserve.scaleout.proxy import forward
+from vlmserve.server.app import assemble, operations, show_version
+from vlmserve.server.errors import RefusedError, json_response, retry_after
+from vlmserve.server.schema.models import Health, ModelCard, ModelList
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(gateway: Gateway) -> Starlette:
+    """The application of a gateway. Its workers may come later."""
+    own: dict[str, Endpoint] = {
+        "/v1/models": list_models,
+        "/v1/models/{name:path}": show_model,
+        "/health": health,
+        "/ready": ready,
+        "/version": show_version,
+        "/metrics": show_metrics,
+        "/live": show_live,
+        "/v1/load_lora_adapter": refuse_adapters,
+        "/v1/unload_lora_adapter": refuse_adapters,
+    }
+    served = [Route(one.path, own.get(one.path, forward), methods=[one.method]) for one in operations(gateway.config)]
+    app = assemble(gateway, served)
+    app.state.gateway = gateway
+    app.state.view = ClusterView(gateway)
+    return app
+
+
+def _cards(gateway: Gateway) -> list[ModelCard]:
+    cards = []
+    for model in gateway.models.values():
+        facts = model.facts
+        cards += [ModelCard(name, facts.created, facts.max_model_len) for name in facts.names]
+        for name in facts.adapters:
+            card = ModelCard(name, facts.created, facts.max_model_len)
+            card.parent = facts.names[0]
+            cards.append(card)
+    return cards
+
+
+async def list_models(request: Request) -> Response:
+    """The models of all workers, under each of their names."""
+    return json_response(ModelList(_cards(request.app.state.gateway)))
+
+
+async def show_model(request: Request) -> Response:
+    """One model by name."""
+    gateway: Gateway = request.app.state.gateway
+    name = request.path_params["name"]
+    own, _ = gateway.model(name)
+    card = next((card for card in _cards(gateway) if card.id in (name, own)), None)
+    if card is None:
+        raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
+    return json_response(card)
+
+
+async def refuse_adapters(request: Request) -> Response:
+    """Adapters are loaded by each worker's settings, so that all workers of a model have the same."""
+    message = "A gateway loads no adapters; give them to the workers, with --lora-modules or a folder that they watch"
+    raise RefusedError(HTTPStatus.NOT_IMPLEMENTED, message, "not_here")
+
+
+async def health(request: Request) -> Response:
+    """Whether the gateway should keep running: it should, whatever its workers do."""
+    return json_response(Health("ok"))
+
+
+async def ready(request: Request) -> Response:
+    """200 when some worker answers requests, else 503 with the reason."""
+    gateway: Gateway = request.app.state.gateway
+    problem = gateway.problem()
+    if problem is None:
+        return json_response(Health("ok"))
+    state = Health("closing" if gateway.phase == "closing" else "loading", str(problem))
+    return json_response(state, 503, {"Retry-After": retry_after(problem)})
+
+
+async def show_metrics(request: Request) -> Response:
+    """The gateway's metrics, and those of all workers with their names."""
+    gateway: Gateway = request.app.state.gateway
+    page = await exposition(gateway.metrics, gateway.heard)
+    return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def show_live(request: Request) -> Response:
+    """What all engines do together, and what each of them does."""
+    view: ClusterView = request.app.state.view
+    return json_response(await view.stats())

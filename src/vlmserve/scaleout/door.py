@@ -1,0 +1,234 @@
+"""What stands in front of a worker's server: only gateways come in, and they hear of every answer how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlmserve.scaleout.fleet import tag_of
+from vlmserve.scaleout.messages import (
+    FEED_PATH,
+    LOAD_PATH,
+    OWNER_HEADER,
+    ROUTE_HEADER,
+    SEED_HEADER,
+    TENANT_HEADER,
+    TOKEN_HEADER,
+    Beat,
+    Begun,
+    Ended,
+    Feedback,
+    FeedMessage,
+    Hello,
+    Load,
+    ModelFacts,
+    WorkerInfo,
+)
+from vlmserve.scaleout.pace import Pace
+from vlmserve.server.errors import RefusedError, error_response, json_response
+from vlmserve.server.generation import Generation
+from vlmserve.server.guard import TENANT
+from vlmserve.server.history import OWNER
+from vlmserve.server.hop import Hop, set_hop
+from vlmserve.server.service import Service
+
+BEAT = 0.5
+"""Seconds between two messages of a worker that has nothing else to say."""
+_LOOK = 0.05
+"""Seconds between looks at whether the worker still takes requests."""
+_MOST_MESSAGES = 10_000
+"""That wait for a gateway which does not read them; what is too much is left out."""
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+"""Probes and metrics, for whoever watches the worker itself."""
+
+
+class Door:
+    """Middleware. name: of the worker, kept over restarts. token: that gateways show."""
+
+    def __init__(
+        self, app: ASGIApp, service: Service, *, name: str, token: str, capacity: int, block_size: int
+    ) -> None:
+        self._app = app
+        self._service = service
+        self._name = name
+        self._token = token.encode()
+        self._capacity = capacity
+        self._block_size = block_size
+        self._id = secrets.token_hex(8)
+        self._tag = tag_of(name)
+        self._feeds: dict[str, asyncio.Queue[FeedMessage]] = {}
+        self._pace = Pace()
+        self._engine: object = None
+        self._epoch = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        if not hmac.compare_digest(headers.get(TOKEN_HEADER, "").encode(), self._token):
+            if scope["path"] in _OPEN_PATHS:
+                await self._app(scope, receive, send)
+            else:
+                message = "This is a worker of a cluster; send requests to its gateway"
+                refusal = RefusedError(HTTPStatus.FORBIDDEN, message, "not_a_gateway")
+                await error_response(refusal, scope["path"])(scope, receive, send)
+        elif scope["path"] == FEED_PATH:
+            feed = self._feed(headers.get(ROUTE_HEADER, ""))
+            await StreamingResponse(feed, media_type="application/x-ndjson")(scope, receive, send)
+        elif scope["path"] == LOAD_PATH:
+            await json_response(self.load())(scope, receive, send)
+        else:
+            await self._pass(scope, receive, send, headers)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        """A request, as if it came from the client itself."""
+        scope[OWNER] = headers.get(OWNER_HEADER, "")
+        if tenant := headers.get(TENANT_HEADER):
+            scope[TENANT] = bytes.fromhex(tenant)
+        gateway, _, number = headers.get(ROUTE_HEADER, "").partition(".")
+        watch = _Watch(self, gateway, int(number or 0))
+        set_hop(scope, Hop(int(headers.get(SEED_HEADER, "0")), self._tag, watch.start))
+
+        held: list[Message] = []
+
+        async def send_watched(message: Message) -> None:
+            # What a stream says before its first token is held back: until then another worker may answer.
+            held.append(message)
+            if watch.see() or not message.get("more_body", message["type"] == "http.response.start"):
+                for one in held:
+                    await send(one)
+                held.clear()
+
+        try:
+            await self._app(scope, receive, send_watched)
+        finally:
+            watch.end()
+
+    @property
+    def epoch(self) -> str:
+        """Another one for each engine that has been started."""
+        engine = self._service.engine_identity
+        if engine is not None and engine is not self._engine:
+            self._engine, self._epoch = engine, secrets.token_hex(4)
+        return self._epoch
+
+    def load(self) -> Load:
+        """How busy the worker is."""
+        pace = self._pace
+        return Load(self.epoch, self._service.num_answers, pace.queued_seconds, pace.token_seconds, pace.image_seconds)
+
+    def tell(self, gateway: str, message: FeedMessage) -> None:
+        """Send a message to a gateway that listens."""
+        if (feed := self._feeds.get(gateway)) is not None and not feed.full():
+            feed.put_nowait(message)
+
+    def _hello(self) -> Hello:
+        service = self._service
+        stats, info = service.engine_stats(), service.info
+        phase = service.phase
+        worker = WorkerInfo(
+            self._id,
+            self._name,
+            "",
+            service.known_names,
+            self.epoch,
+            self._capacity,
+            (stats.kv_blocks_total if stats else 0) * self._block_size,
+            draining=phase == "closing" or (phase != "asleep" and stats is None),
+        )
+        adapters = tuple(name for name, _ in service.adapter_infos())
+        longest = info.max_model_len if info else None
+        return Hello(worker, ModelFacts(service.model_names, service.created, longest, adapters))
+
+    async def _feed(self, gateway: str) -> AsyncGenerator[bytes, None]:
+        queue = self._feeds[gateway] = asyncio.Queue(_MOST_MESSAGES)
+        encode = msgspec.json.Encoder().encode
+        told: Hello | None = None
+        news: list[FeedMessage] = []
+        try:
+            while True:
+                if (hello := self._hello()) != told:
+                    news.insert(0, hello)
+                    told = hello
+                news.append(Beat(self.load()))
+                yield b"".join(encode(line) + b"\n" for line in news)
+                if self._service.phase == "closing" and not self._service.num_answers and queue.empty():
+                    return
+                news = await self._news(queue)
+        finally:
+            if self._feeds.get(gateway) is queue:
+                del self._feeds[gateway]
+
+    async def _news(self, queue: asyncio.Queue[FeedMessage]) -> list[FeedMessage]:
+        """What there is to say, as soon as there is something; at the latest when gateways want to hear that the worker
+        is there."""
+        loop = asyncio.get_running_loop()
+        until, before = loop.time() + BEAT, self._service.phase
+        news: list[FeedMessage] = []
+        while not news and loop.time() < until and self._service.phase == before:
+            with contextlib.suppress(TimeoutError):
+                news.append(await asyncio.wait_for(queue.get(), _LOOK))
+        while not queue.empty():
+            news.append(queue.get_nowait())
+        return news
+
+
+class _Watch:
+    """One request, until its answer has ended."""
+
+    def __init__(self, door: Door, gateway: str, route: int) -> None:
+        self._door = door
+        self._gateway = gateway
+        self._route = route
+        self._generation: Generation | None = None
+        self._has_begun = False
+
+    def start(self, generation: Generation) -> None:
+        self._generation = generation
+        self._door._pace.wait(self, generation)
+
+    def see(self) -> bool:
+        """Something of the answer is about to be sent. Returns whether there is a token in it."""
+        if self._generation is None:
+            return True
+        if not self._has_begun and any(answer.ttft is not None for answer in self._generation.answers):
+            self._begin(self._generation)
+        return self._has_begun
+
+    def end(self) -> None:
+        """All of the answer was sent, or nobody reads the rest."""
+        if self._generation is None:
+            return
+        self.see()
+        self._door._pace.leave(self)
+        self._door.tell(self._gateway, Ended(self._route, self._feedback(self._generation)))
+        self._generation = None
+
+    def _begin(self, generation: Generation) -> None:
+        self._has_begun = True
+        self._door._pace.begin(self, generation)
+        self._door.tell(self._gateway, Begun(self._route, self._feedback(generation)))
+
+    def _feedback(self, generation: Generation) -> Feedback:
+        usage = generation.usage
+        details = usage.prompt_tokens_details
+        stored = generation.id if generation.id.startswith("resp_") else None
+        return Feedback(
+            self._door.load(),
+            usage.prompt_tokens,
+            details.cached_tokens,
+            details.images,
+            details.images_encoded,
+            usage.completion_tokens,
+            stored,
+        )

@@ -1,0 +1,295 @@
+"""A gateway's state: the workers that it knows, what it has heard of them, and the requests under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from vlmserve.config import ServerConfig
+from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
+from vlmserve.scaleout.keys import RequestKey
+from vlmserve.scaleout.messages import (
+    FEED_PATH,
+    ROUTE_HEADER,
+    TOKEN_HEADER,
+    Beat,
+    Begun,
+    Ended,
+    FeedMessage,
+    Hello,
+    ModelFacts,
+    WorkerInfo,
+)
+from vlmserve.scaleout.metrics import GatewayMetrics
+from vlmserve.scaleout.router import Route, Router
+from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.scaleout.upstream import Upstream, UpstreamError
+from vlmserve.server.accounts import Account, KeyRing
+from vlmserve.server.body import BodyMemory
+from vlmserve.server.service import open_tracing
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY, _LAST_RETRY = 0.1, 1.0
+"""Seconds between attempts to listen to a worker that does not answer."""
+_SILENCE = 3.0
+"""Seconds after which a worker that says nothing counts as dead."""
+_MOST_SETTLING = 100_000
+"""Requests of which workers may still say something."""
+
+
+@dataclass
+class Member:
+    """A worker that a gateway listens to. hello: None until it has answered."""
+
+    url: str
+    upstream: Upstream
+    listening: asyncio.Task[None] | None = None
+    hello: Hello | None = None
+    is_heard: bool = False
+
+
+@dataclass
+class Model:
+    """One that workers have."""
+
+    router: Router
+    facts: ModelFacts
+
+
+@dataclass
+class Sent:
+    """A request that a worker has. account: whose tokens it costs."""
+
+    route: Route
+    account: Account | None
+    charged: int = 0
+
+
+class Gateway:
+    """To be used from one thread. token: that workers know their gateways by."""
+
+    def __init__(self, server: ServerConfig, config: GatewayConfig, token: str) -> None:
+        self.config = server
+        self.settings = config
+        self.keys = KeyRing.of(server)
+        self.tracing = open_tracing(server.otlp_traces_endpoint)
+        self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
+        self.bodies = BodyMemory(server.body_memory)
+        self.metrics = GatewayMetrics(
+            lambda: [model.router.fleet for model in self.models.values()], lambda: self.num_in_flight
+        )
+        self.id = secrets.token_hex(8)
+        self.members: dict[str, Member] = {}
+        self.models: dict[str, Model] = {}
+        self.num_in_flight = 0
+        self._names: dict[str, str] = {}
+        self._token = token
+        self._numbers = itertools.count(1)
+        self._sent: OrderedDict[int, Sent] = OrderedDict()
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def phase(self) -> str:
+        """ "closing" while requests are refused."""
+        return "closing" if self._closing else "serving"
+
+    def problem(self) -> VLMServeError | None:
+        """Why no request can be answered now."""
+        if self._closing:
+            return UnavailableError("The gateway is shutting down")
+        if not any(len(model.router.fleet) for model in self.models.values()):
+            return UnavailableError("No worker is ready yet; try again soon", retry_after=2.0)
+        return None
+
+    @property
+    def heard(self) -> list[tuple[str, Upstream]]:
+        """The names of the workers that answer, and the connections to them."""
+        return [
+            (member.hello.info.name, member.upstream)
+            for member in self.members.values()
+            if member.hello is not None and member.is_heard
+        ]
+
+    def set_workers(self, urls: Collection[str]) -> None:
+        """The addresses of the workers that there are now."""
+        for url in set(urls) - self.members.keys():
+            member = self.members[url] = Member(url, Upstream(url, {TOKEN_HEADER: self._token}))
+            member.listening = asyncio.ensure_future(self._listen(member))
+        for url in self.members.keys() - set(urls):
+            member = self.members.pop(url)
+            if member.listening is not None:
+                member.listening.cancel()
+            member.upstream.close()
+            self._update_models()
+
+    def model(self, name: object) -> tuple[str, Router]:
+        """The model of that name and its router; without a name the only one. Raises UnavailableError,
+        UnknownModelError or InvalidRequestError."""
+        if not self.models:
+            raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
+        own = self._names.get(name) if isinstance(name, str) else None
+        if own is None and not isinstance(name, str) and len(self.models) == 1:
+            own = next(iter(self.models))  # what is no name is refused by the worker
+        known = ", ".join(map(repr, sorted(self.models)))
+        if own is None and not isinstance(name, str):
+            raise InvalidRequestError(f"There are several models; name one of {known}", param="model")
+        if own is None:
+            raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
+        return own, self.models[own].router
+
+    def any_model(self) -> tuple[str, Router]:
+        """A model and its router, for what every worker can do. Raises UnavailableError."""
+        for name, model in self.models.items():
+            if len(model.router.fleet):
+                return name, model.router
+        raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
+
+    def upstream_of(self, info: WorkerInfo) -> Upstream:
+        """The connections to a worker."""
+        return self.members[info.url].upstream
+
+    def send(
+        self, router: Router, key: RequestKey, excluded: Collection[str], account: Account | None
+    ) -> tuple[int, Route] | None:
+        """Choose a worker, and expect to hear of the request under the returned number; None if there is no worker."""
+        route = router.route(key, excluded)
+        if route is None:
+            return None
+        number = next(self._numbers)
+        self._sent[number] = Sent(route, account)
+        if len(self._sent) > _MOST_SETTLING:
+            self._sent.popitem(last=False)
+        return number, route
+
+    def forget(self, number: int) -> None:
+        """Nothing more is expected of a request."""
+        self._sent.pop(number, None)
+
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count a request while it is under way."""
+        self.num_in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if not self.num_in_flight:
+                self._idle.set()
+
+    async def drain(self, grace: float) -> bool:
+        """Refuse new requests, and wait for those under way; whether they ended within `grace` seconds."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        return self._idle.is_set()
+
+    def close(self) -> None:
+        """Listen to nobody any more."""
+        self.set_workers(())
+        if self.tracing is not None:
+            self.tracing.close()
+
+    async def _listen(self, member: Member) -> None:
+        """Hear what a worker says for as long as it is a member."""
+        pause = _FIRST_RETRY
+        while True:
+            try:
+                await self._hear_all(member)
+                pause = _FIRST_RETRY
+            except (UpstreamError, TimeoutError, msgspec.MsgspecError) as error:
+                if member.is_heard:
+                    logger.warning("The worker at %s is not heard any more: %s", member.url, error)
+            self._lose(member)
+            await asyncio.sleep(pause)
+            pause = min(_LAST_RETRY, 2 * pause)
+
+    async def _hear_all(self, member: Member) -> None:
+        decode = msgspec.json.Decoder(FeedMessage).decode
+        async with member.upstream.request("GET", FEED_PATH, [(ROUTE_HEADER, self.id)]) as answer:
+            if answer.status != 200:
+                raise UpstreamError(f"it answers {answer.status}; do all members have the same token?")
+            rest = b""
+            while True:
+                async with asyncio.timeout(_SILENCE):
+                    data = await answer.read()
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._hear(member, decode(line))
+
+    def _hear(self, member: Member, message: FeedMessage) -> None:
+        match message:
+            case Hello(info, facts):
+                member.hello = Hello(msgspec.structs.replace(info, url=member.url), facts)
+                self._update_models()
+                if not member.is_heard:
+                    member.is_heard = True
+                    logger.info("The worker %s at %s answers", info.name, member.url)
+                self._heal(member)
+            case Beat(load):
+                if member.hello is not None and (model := self.models.get(member.hello.facts.names[0])) is not None:
+                    model.router.report(member.hello.info.id, load)
+            case Begun(number, feedback):
+                if (sent := self._sent.get(number)) is not None:
+                    sent.route.begin(feedback)
+                    self._charge(sent, feedback.prompt_tokens)
+                    self.metrics.count_tokens(feedback)
+            case Ended(number, feedback):
+                if (sent := self._sent.pop(number, None)) is not None:
+                    sent.route.hear_end(feedback)
+                    self._charge(sent, feedback.prompt_tokens + feedback.completion_tokens)
+
+    def _charge(self, sent: Sent, tokens: int) -> None:
+        if sent.account is not None:
+            sent.account.charge(tokens - sent.charged)
+        sent.charged = tokens
+
+    def _heal(self, member: Member) -> None:
+        assert member.hello is not None
+        router = self.models[member.hello.facts.names[0]].router
+        if (worker := router.fleet.get(member.hello.info.id)) is not None:
+            router.fleet.heal(worker)
+
+    def _lose(self, member: Member) -> None:
+        """A worker does not answer: it gets nothing until it does."""
+        if member.hello is None or not member.is_heard:
+            return
+        member.is_heard = False
+        router = self.models[member.hello.facts.names[0]].router
+        if (worker := router.fleet.get(member.hello.info.id)) is not None:
+            router.fleet.trip(worker, time.monotonic(), connection=True)
+
+    def _update_models(self) -> None:
+        """Have each model's router know its workers."""
+        workers: dict[str, list[WorkerInfo]] = {}
+        for member in self.members.values():
+            if member.hello is not None:
+                facts = member.hello.facts
+                workers.setdefault(facts.names[0], []).append(member.hello.info)
+                if facts.names[0] not in self.models:
+                    router = Router(self.settings.policy, max_entries=self.settings.max_digests)
+                    self.models[facts.names[0]] = Model(router, facts)
+                self.models[facts.names[0]].facts = facts
+        for name in self.models.keys() - workers.keys():
+            self.models[name].router.set_workers(())
+            del self.models[name]
+        self._names = {}
+        for name, infos in workers.items():
+            self.models[name].router.set_workers(infos)
+            for info in infos:
+                self._names |= {alias: name for alias in info.models if alias not in self._names}
+        self._names |= {name: name for name in self.models}

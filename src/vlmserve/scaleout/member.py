@@ -1,0 +1,170 @@
+"""A worker or a gateway as a process of its own, which knows nothing of what has started it.
+
+It reads its settings from the first line of standard input and writes its URL, or what is wrong, as a line of standard
+output. A gateway reads the addresses of the workers from the lines that follow. SIGTERM has it finish what is under
+way; when standard input closes, its parent is gone, and it ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.errors import VLMServeError
+from vlmserve.logs import LogFormat, set_up_logging
+from vlmserve.scaleout.settings import GatewayConfig
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from vlmserve.scaleout.gateway import Gateway
+    from vlmserve.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
+    """Settings of a worker, each section as JSON. name: kept over restarts. token: the same in all of a cluster."""
+
+    name: str
+    token: str
+    engine: str
+    media: str
+    server: str
+    log_format: LogFormat = "text"
+
+
+class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
+    """Settings of a gateway."""
+
+    token: str
+    server: str
+    gateway: str
+    log_format: LogFormat = "text"
+
+
+class Up(msgspec.Struct, frozen=True, tag="up"):
+    """The member answers at this URL."""
+
+    url: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The member does not start. kind: the error's class."""
+
+    message: str
+    kind: str
+
+
+Launch = WorkerLaunch | GatewayLaunch
+News = Up | Failed
+
+
+def main() -> int:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to whole process groups; the parent says when to stop
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    set_up_logging(launch.log_format, "worker" if isinstance(launch, WorkerLaunch) else "gateway")
+    try:
+        if isinstance(launch, WorkerLaunch):
+            threading.Thread(target=_exit_with_parent, daemon=True).start()
+            run_worker(launch, _say_url)
+        else:
+            run_gateway(launch, _say_url)
+    except VLMServeError as error:
+        _say(Failed(str(error), type(error).__name__))
+        return 1
+    return 0
+
+
+def run_worker(launch: WorkerLaunch, announce: Callable[[str], None]) -> None:
+    """Serve one engine until SIGTERM. Raises VLMServeError."""
+    from vlmserve.scaleout.door import Door
+    from vlmserve.server.run import Membership, serve
+
+    engine = EngineConfig.model_validate_json(launch.engine)
+
+    def wrap(app: ASGIApp, service: Service) -> ASGIApp:
+        return Door(
+            app,
+            service,
+            name=launch.name,
+            token=launch.token,
+            capacity=engine.max_num_seqs,
+            block_size=engine.block_size,
+        )
+
+    media, server = MediaConfig.model_validate_json(launch.media), ServerConfig.model_validate_json(launch.server)
+    serve(engine, media, server, Membership(wrap, announce))
+
+
+def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> None:
+    """Serve as a gateway until SIGTERM. Raises VLMServeError."""
+    from vlmserve.scaleout.app import create_app
+    from vlmserve.scaleout.gateway import Gateway
+    from vlmserve.server.run import bind, event_loop_factory, raise_file_limit
+    from vlmserve.server.web import WebServer
+
+    raise_file_limit()
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    server = ServerConfig.model_validate_json(launch.server)
+    if not server.access_log:
+        logging.getLogger("vlmserve.access").setLevel(logging.WARNING)
+    gateway = Gateway(server, GatewayConfig.model_validate_json(launch.gateway), launch.token)
+    web = WebServer(create_app(gateway), server, bind(server))
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(_serve(gateway, web.start, web.stop, lambda: announce(web.url)))
+
+
+async def _serve(
+    gateway: Gateway, start: Callable[[], None], stop: Callable[[], object], announce: Callable[[], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    threading.Thread(target=_read_workers, args=(gateway, loop), daemon=True).start()
+    start()
+    announce()
+    await stopped.wait()
+    if not await gateway.drain(gateway.config.shutdown_grace):
+        logger.warning("%d requests are not finished and fail now", gateway.num_in_flight)
+    await stop()  # type: ignore[misc]
+    gateway.close()
+
+
+def _read_workers(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:
+    """Tell a gateway of its workers, a line of JSON at a time, until the parent is gone."""
+    decode = msgspec.json.Decoder(list[str]).decode
+    for line in sys.stdin.buffer:
+        loop.call_soon_threadsafe(gateway.set_workers, decode(line))
+    os._exit(0)
+
+
+def _exit_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    os._exit(0)
+
+
+def _say_url(url: str) -> None:
+    _say(Up(url))
+
+
+def _say(news: News) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(news) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a thread reads standard input, for which an orderly exit would wait

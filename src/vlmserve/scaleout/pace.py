@@ -1,0 +1,54 @@
+"""How long a worker takes for what it has not cached, and for how long requests wait there."""
+
+from __future__ import annotations
+
+from vlmserve.server.generation import Generation
+
+_NEWS = 0.05
+"""Weight of the latest request in averages."""
+
+
+class Pace:
+    """Of one engine, measured by the requests that it has answered. Requests are told apart by any object."""
+
+    def __init__(self) -> None:
+        self.token_seconds = 1e-4
+        self.image_seconds = 0.02
+        self._cached = 0.0
+        """The share of prompts that was cached, on average."""
+        self._images_cached = 0.0
+        self._waiting: dict[object, tuple[int, int]] = {}
+        """Tokens and images of the requests that have no first token yet."""
+
+    @property
+    def queued_seconds(self) -> float:
+        """Of prefill, for which requests wait, by what has been cached of others."""
+        tokens = sum(tokens for tokens, _ in self._waiting.values()) * (1 - self._cached)
+        images = sum(images for _, images in self._waiting.values()) * (1 - self._images_cached)
+        return tokens * self.token_seconds + images * self.image_seconds
+
+    def wait(self, request: object, generation: Generation) -> None:
+        """A request waits for its first token."""
+        usage = generation.usage
+        self._waiting[request] = usage.prompt_tokens, usage.prompt_tokens_details.images
+
+    def leave(self, request: object) -> None:
+        """A request is over."""
+        self._waiting.pop(request, None)
+
+    def begin(self, request: object, generation: Generation) -> None:
+        """A request has its first token."""
+        self.leave(request)
+        usage, timings = generation.usage, generation.answers[0].timings
+        details = usage.prompt_tokens_details
+        computed = usage.prompt_tokens - details.cached_tokens
+        self._cached += _NEWS * (details.cached_tokens / max(1, usage.prompt_tokens) - self._cached)
+        if details.images:
+            self._images_cached += _NEWS * (1 - details.images_encoded / details.images - self._images_cached)
+        if timings is None:
+            return
+        if details.images_encoded:
+            self.image_seconds += _NEWS * (timings.vision / details.images_encoded - self.image_seconds)
+        if computed > 0:
+            seconds = max(0.0, timings.prefill - timings.vision) / computed
+            self.token_seconds += _NEWS * (seconds - self.token_seconds)

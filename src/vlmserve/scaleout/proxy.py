@@ -1,0 +1,326 @@
+"""A request's way through a gateway: to a worker, to another one if that fails before anything has come, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from vlmserve.errors import OverloadedError, UnavailableError
+from vlmserve.scaleout.gateway import Gateway
+from vlmserve.scaleout.keys import RequestKey, request_key
+from vlmserve.scaleout.messages import OWNER_HEADER, ROUTE_HEADER, SEED_HEADER, TENANT_HEADER
+from vlmserve.scaleout.router import Route, Router
+from vlmserve.scaleout.upstream import Answer, UpstreamError
+from vlmserve.server.body import content_type, read_body
+from vlmserve.server.connection import add_note, note_error, request_id_of
+from vlmserve.server.errors import error_body, messages_error_body
+from vlmserve.server.guard import TENANT, account_of
+from vlmserve.server.history import owner_of
+from vlmserve.server.routes.events import event, named_event
+
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+"""Paths of requests that an engine answers."""
+_OF_A_MODEL = GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+_LARGE = 2 * 1024**2
+"""Bytes of a body that is read by another thread."""
+_PASSED_ON = ("content-type", "accept", "traceparent", "tracestate", "idempotency-key", "range")
+_OTHER_KEY = RequestKey((), (), 0, (), b"")
+_MOST_WHOLE = 4 * 1024**2
+"""Bytes of an answer that is no stream of events, and is held until it is whole, so that another worker may give it."""
+_EVENTS = b"text/event-stream"
+
+
+class _Failed(Exception):
+    """An attempt that another worker may make good. answer: what the worker said, if it said something."""
+
+    def __init__(self, reason: str, answer: _Whole | None = None) -> None:
+        super().__init__(reason)
+        self.answer = answer
+
+
+class _Whole:
+    """An answer that is there."""
+
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+
+class Proxy:
+    """One request. path: as the client wrote it, with its query."""
+
+    def __init__(self, gateway: Gateway, request: Request) -> None:
+        self.gateway = gateway
+        self._request = request
+        self._path: str = request.scope["path"]
+        raw: bytes = request.scope["raw_path"]
+        query: bytes = request.scope["query_string"]
+        self._target = (raw + (b"?" + query if query else b"")).decode("latin-1")
+        self._seed = secrets.randbits(62)
+        self._body = bytearray()
+        self._router: Router
+        self._key = _OTHER_KEY
+
+    async def read(self, share: Any) -> None:
+        """Read the body and find the model. Raises VLMServeError."""
+        gateway, request = self.gateway, self._request
+        if request.method == "POST":
+            most = gateway.max_body_bytes
+            if self._path == "/v1/files":
+                most = min(gateway.config.max_file_bytes + 64 * 1024, gateway.config.body_memory)
+            self._body = await read_body(request, most, share, gateway.config.body_timeout)
+        began = time.perf_counter()
+        fields = await self._fields()
+        if fields is not None and self._path in _OF_A_MODEL:
+            name, self._router = gateway.model(fields.get("model"))
+        else:
+            name, self._router = gateway.any_model()
+        if self._path in GENERATING and fields is not None:
+            tenant = request.scope.get(TENANT, b"").hex()
+            salt = f"{tenant} {fields.get('cache_salt') or ''}"
+            adapter = str(fields.get("model"))
+            self._key = request_key(fields, model=name, salt=salt, adapter=adapter)
+        gateway.metrics.routing.observe(time.perf_counter() - began)
+
+    async def _fields(self) -> dict[str, Any] | None:
+        """The body's fields if it is an object; else a worker says what is wrong with it."""
+        if not self._body or content_type(self._request).startswith("multipart/"):
+            return None
+        try:
+            if len(self._body) > _LARGE:
+                fields = await asyncio.to_thread(msgspec.json.decode, self._body)
+            else:
+                fields = msgspec.json.decode(self._body)
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        return fields if isinstance(fields, dict) else None
+
+    async def answer(self) -> Response:
+        """The answer of a worker. Raises VLMServeError if there is none."""
+        excluded: set[str] = set()
+        last: _Failed | None = None
+        for attempt in range(self.gateway.settings.max_attempts):
+            sent = self.gateway.send(self._router, self._key, excluded, account_of(self._request))
+            if sent is None:
+                break
+            number, route = sent
+            if attempt:
+                self.gateway.metrics.retries.inc()
+            self.gateway.metrics.requests.labels(route.worker.info.name).inc()
+            try:
+                return await self._try(number, route)
+            except _Failed as failure:
+                excluded.add(route.worker.info.id)
+                last = failure
+        if last is not None and last.answer is not None:
+            return _response(last.answer)
+        raise UnavailableError("No worker can answer now; try again soon")
+
+    async def _try(self, number: int, route: Route) -> Response:
+        """One attempt. Raises _Failed."""
+        stack = contextlib.AsyncExitStack()
+        try:
+            async with contextlib.AsyncExitStack() as opening:
+                upstream = self.gateway.upstream_of(route.worker.info)
+                asking = upstream.request(self._request.method, self._target, self._headers(number), self._body)
+                answer = await opening.enter_async_context(asking)
+                first = await answer.read()
+                if _is_stream(answer):
+                    stack = opening.pop_all()
+                    route.started()
+                    add_note(self._request.scope, f"worker {route.worker.info.name}", worker=route.worker.info.name)
+                    return _Stream(self, route, number, answer, first, stack)
+                whole = await _rest(answer, first)
+        except (UpstreamError, KeyError) as error:
+            self.gateway.forget(number)
+            route.fail(connection=True)
+            raise _Failed(str(error)) from None
+        except BaseException:
+            self.gateway.forget(number)
+            route.abandon()
+            raise
+        self._judge(number, route, whole)
+        return _response(whole)
+
+    def _judge(self, number: int, route: Route, whole: _Whole) -> None:
+        """What an answer says of its worker. Raises _Failed if another one is to be asked."""
+        if whole.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            # It is full, or it ends: nobody's fault.
+            self.gateway.forget(number)
+            route.abandon()
+            raise _Failed("it takes no more requests", whole)
+        if whole.status >= HTTPStatus.INTERNAL_SERVER_ERROR and whole.status != HTTPStatus.INSUFFICIENT_STORAGE:
+            self.gateway.forget(number)
+            route.fail(connection=False)
+            if self._path in GENERATING:
+                raise _Failed("it failed", whole)
+            return
+        route.finish()
+        if self._path not in GENERATING or whole.status >= HTTPStatus.BAD_REQUEST:
+            self.gateway.forget(number)
+
+    def _headers(self, number: int) -> list[tuple[str, str]]:
+        given = self._request.headers
+        headers = [(name, given[name]) for name in _PASSED_ON if name in given]
+        headers += [("x-request-id", request_id_of(self._request)), (ROUTE_HEADER, f"{self.gateway.id}.{number}")]
+        headers += [(SEED_HEADER, str(self._seed)), (OWNER_HEADER, owner_of(self._request))]
+        if tenant := self._request.scope.get(TENANT):
+            headers.append((TENANT_HEADER, tenant.hex()))
+        return headers
+
+    def broken(self, first: bytes, reason: str) -> bytes:
+        """The last event of a stream whose worker has ended it."""
+        self.gateway.metrics.broken.inc()
+        error = UnavailableError(f"The worker that was answering is gone ({reason}); send the request again")
+        note_error(self._request.scope, "worker_lost")
+        if self._path == "/v1/messages":
+            return named_event(messages_error_body(error))
+        if self._path == "/v1/responses":
+            return _failed_response(first, str(error))
+        return event(error_body(error))
+
+
+class _Stream(Response):
+    """A stream, passed on as it comes."""
+
+    def __init__(
+        self, proxy: Proxy, route: Route, number: int, answer: Answer, first: bytes, stack: contextlib.AsyncExitStack
+    ) -> None:
+        super().__init__(None, answer.status)
+        self.raw_headers = answer.passed_on()
+        self._proxy, self._route, self._number = proxy, route, number
+        self._answer, self._first, self._stack = answer, first, stack
+        self._is_cut = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.ensure_future(self._send_all(send))
+        watcher = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not sender.done():
+                self._route.abandon()
+                raise ClientDisconnect
+            sender.result()
+        finally:
+            sender.cancel()
+            watcher.cancel()
+            await asyncio.gather(sender, watcher, return_exceptions=True)
+            self._route.abandon()
+            await self._stack.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._data():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        if not self._is_cut:  # else the connection is closed, which is how a client sees it
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _data(self) -> AsyncGenerator[bytes, None]:
+        data = self._first
+        try:
+            while data:
+                yield data
+                data = await self._answer.read()
+        except UpstreamError as error:
+            self._proxy.gateway.forget(self._number)
+            self._route.fail(connection=True)
+            last = self._proxy.broken(self._first, str(error))
+            if _is_events(self._answer):
+                yield last
+            else:
+                self._is_cut = True
+        else:
+            self._route.finish()
+
+
+async def forward(request: Request) -> Response:
+    """Every path that a gateway does not answer itself."""
+    gateway: Gateway = request.app.state.gateway
+    if gateway.num_in_flight >= gateway.settings.max_in_flight:
+        raise OverloadedError(f"{gateway.num_in_flight} requests are under way already; try again later")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(gateway.admit())
+        proxy = Proxy(gateway, request)
+        with gateway.bodies.share() as share:
+            await proxy.read(share)
+            response = await _unless_disconnected(request, proxy)
+        return _Held(response, stack.pop_all())
+
+
+class _Held(Response):
+    """A response, with what is let go of once it is sent."""
+
+    def __init__(self, response: Response, stack: contextlib.ExitStack) -> None:
+        self._response = response
+        self._stack = stack
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._stack:
+            await self._response(scope, receive, send)
+
+
+async def _unless_disconnected(request: Request, proxy: Proxy) -> Response:
+    """The answer; raises ClientDisconnect as soon as the client has left."""
+    asking = asyncio.ensure_future(proxy.answer())
+    watcher = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((asking, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            raise ClientDisconnect
+        return asking.result()
+    finally:
+        watcher.cancel()
+        if not asking.done():
+            asking.cancel()
+        await asyncio.gather(asking, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _is_events(answer: Answer) -> bool:
+    return dict(answer.headers).get(b"content-type", b"").startswith(_EVENTS)
+
+
+def _is_stream(answer: Answer) -> bool:
+    """Whether an answer is passed on before it is whole."""
+    return _is_events(answer) or int(dict(answer.headers).get(b"content-length", b"0")) > _MOST_WHOLE
+
+
+async def _rest(answer: Answer, first: bytes) -> _Whole:
+    """A whole answer. Raises UpstreamError."""
+    body = bytearray(first)
+    while data := await answer.read():
+        body += data
+    return _Whole(answer.status, answer.passed_on(), bytes(body))
+
+
+def _response(whole: _Whole) -> Response:
+    response = Response(whole.body, whole.status)
+    response.raw_headers = [header for header in whole.headers if header[0] != b"content-length"]
+    response.raw_headers.append((b"content-length", str(len(whole.body)).encode()))
+    return response
+
+
+def _failed_response(first: bytes, reason: str) -> bytes:
+    """The event ``response.failed`` for a response whose stream began with `first`."""
+    response: dict[str, Any] = {}
+    line = first.partition(b"data: ")[2].partition(b"\n")[0]
+    with contextlib.suppress(msgspec.DecodeError):
+        response = dict(msgspec.json.decode(line).get("response") or {})
+    response |= {"status": "failed", "error": {"code": "server_error", "message": reason}}
+    return named_event({"type": "response.failed", "sequence_number": 2**31 - 1, "response": response})

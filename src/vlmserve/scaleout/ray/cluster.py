@@ -1,0 +1,154 @@
+"""A cluster's parts as commands: all on one machine, or a worker or gateway that joins one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import ray
+from ray import serve
+
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.cores import usable_cores
+from vlmserve.errors import ConfigurationError
+from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
+from vlmserve.scaleout.ray.deployments import gateway_application, worker_application, worker_launch
+from vlmserve.scaleout.ray.directory import NAMESPACE
+from vlmserve.scaleout.ray.membership import Membership
+from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.scaleout.storage import check_local, check_shared
+
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_METRICS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_OBJECT_STORE = 100 * 1024**2
+"""Bytes; nothing of a request is put there."""
+_EXTRA_GRACE = 10.0
+
+
+def up(
+    engine: EngineConfig, media: MediaConfig, server: ServerConfig, gateway: GatewayConfig, *, workers: int, gpus: float
+) -> None:
+    """Run a cluster on this machine until SIGINT or SIGTERM. gpus: for each worker.
+
+    Raises ConfigurationError if the port is taken, ModelLoadError if the model cannot be loaded.
+    """
+    check_port(server)
+    cores = usable_cores()
+    if engine.num_threads is None and not gpus:
+        engine = engine.model_copy(update={"num_threads": max(1, cores // workers)})
+    share = {"num_cpus": 0.01, **({"num_gpus": gpus} if gpus else {})}  # engines share the cores by their threads
+    with _stopped() as stopped, _local_ray(cores):
+        application = worker_application(
+            "worker", engine, media, check_local(server, workers), count=workers, resources=share
+        )
+        with _serve():
+            serve.run(application, name="workers", route_prefix=None)
+            front = gateway_application(server, gateway, resources={"num_cpus": 0.01})
+            handle = serve.run(front, name="gateway", route_prefix=None)
+            url = handle.remote().result()
+            print(f"vlmserve is ready: {url} ({workers} workers with {engine.model})", flush=True)
+            stopped.wait()
+
+
+def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfig, *, name: str, address: str) -> None:
+    """Run a worker on this machine, as part of a cluster, until SIGINT or SIGTERM. Raises VLMServeError."""
+    server = check_shared(server)
+    settings = engine.model_dump_json(), media.model_dump_json(), server.model_dump_json()
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+
+    def launch(token: str) -> WorkerLaunch:
+        return worker_launch(name, token, *settings)
+
+    with _stopped() as stopped, _joined(address), Membership("worker", launch) as member:
+        print(f"vlmserve worker {name} is ready: {member.url} ({engine.model})", flush=True)
+        _wait(member, stopped, server.shutdown_grace)
+
+
+def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: str) -> None:
+    """Run a gateway on this machine, for a cluster, until SIGINT or SIGTERM. Raises VLMServeError."""
+    check_port(server)
+
+    def launch(token: str) -> GatewayLaunch:
+        return GatewayLaunch(token, server.model_dump_json(), gateway.model_dump_json())
+
+    with _stopped() as stopped, _joined(address), Membership("gateway", launch) as member:
+        print(f"vlmserve gateway is ready: {member.url}", flush=True)
+        _wait(member, stopped, server.shutdown_grace)
+
+
+def check_port(server: ServerConfig) -> None:
+    """Raises ConfigurationError if the address cannot be had."""
+    from vlmserve.server.run import bind
+
+    bind(server).close()
+
+
+def _wait(member: Membership, stopped: threading.Event, grace: float) -> None:
+    while not stopped.wait(0.5):
+        if not member.is_alive:
+            raise ConfigurationError(f"the process at {member.url} has ended; its log says why")
+    member.drain(grace + _EXTRA_GRACE)
+
+
+@contextlib.contextmanager
+def _stopped() -> Iterator[threading.Event]:
+    """An event that SIGINT or SIGTERM sets; a second one ends the process."""
+    event = threading.Event()
+
+    def stop(*_: object) -> None:
+        if event.is_set():
+            os._exit(1)
+        event.set()
+
+    before: dict[int, Callable[..., object] | int | None] = {
+        number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _local_ray(cores: int) -> Iterator[None]:
+    """A Ray of its own, on this machine alone."""
+    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+    ray.init(
+        address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=_OBJECT_STORE,
+        namespace=NAMESPACE, logging_level="WARNING",
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _joined(address: str) -> Iterator[None]:
+    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+    try:
+        ray.init(address=address, namespace=NAMESPACE, logging_level="WARNING")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"there is no Ray to join at {address}: {reason}. Start one with: ray start --head, and on other machines "
+            "ray start --address HOST:6379"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _serve() -> Iterator[None]:
+    """Ray Serve without an HTTP server of its own."""
+    serve.start(proxy_location="Disabled")
+    try:
+        yield
+    finally:
+        serve.shutdown()

@@ -1,0 +1,183 @@
+"""Workers and gateways as deployments of Ray Serve, which places them, watches them and starts them again.
+
+`serve deploy` finds `workers` and `gateways` by their import paths; `deploy/ray/serve.yaml` shows how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, Settings, check_names, read_settings
+from vlmserve.errors import VLMServeError
+from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
+from vlmserve.scaleout.messages import LOAD_PATH, TOKEN_HEADER, Load
+from vlmserve.scaleout.ray.membership import Membership
+from vlmserve.scaleout.scaling import workers_wanted
+from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.scaleout.storage import check_shared
+
+_EXTRA_GRACE = 10.0
+"""Seconds that a process gets to end after its requests have."""
+_WATCHED: Mapping[str, Any] = {
+    "max_ongoing_requests": 100,
+    "health_check_period_s": 1.0,
+    "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+}
+"""Calls through Ray are Serve's own: requests do not come through it."""
+_QUEUED, _USAGE = "queued_seconds", "usage"
+
+
+def worker_launch(name: str, token: str, engine: str, media: str, server: str) -> WorkerLaunch:
+    """The settings of a worker on this machine, from sections as JSON. Who may ask, and how much, is for gateways to
+    say; they reach it at its machine's address."""
+    own = {"host": str(ray.util.get_node_ip_address()), "port": 0, "enable_page": False, "access_log": False}
+    inner = ServerConfig.model_validate_json(server).model_copy(update={**own, "api_key": (), "api_keys_file": None})
+    return WorkerLaunch(name, token, engine, media, inner.model_dump_json())
+
+
+class _Replica:
+    """What Serve starts, watches and ends. Requests go to the process's own address."""
+
+    def __init__(self, membership: Membership, grace: float) -> None:
+        self.membership = membership
+        self._grace = grace
+
+    def check_health(self) -> None:
+        if not self.membership.is_alive:
+            raise VLMServeError(f"the process at {self.membership.url} has ended")
+
+    async def __call__(self) -> str:
+        """Its address."""
+        return self.membership.url
+
+    async def __del__(self) -> None:
+        await asyncio.to_thread(self.membership.drain, self._grace)
+
+
+class WorkerReplica(_Replica):
+    """One engine. settings: sections as JSON; name: of the deployment's workers."""
+
+    def __init__(self, name: str, engine: str, media: str, server: str, grace: float) -> None:
+        rank = serve.get_replica_context().rank.rank
+        self._capacity = EngineConfig.model_validate_json(engine).max_num_seqs
+        self._token = ""
+
+        def launch(token: str) -> WorkerLaunch:
+            self._token = token
+            return worker_launch(f"{name}-{rank}", token, engine, media, server)
+
+        super().__init__(Membership("worker", launch), grace)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the number of workers depends on."""
+        load = await asyncio.to_thread(self._load)
+        return {_QUEUED: load.queued_seconds, _USAGE: load.running / self._capacity}
+
+    def _load(self) -> Load:
+        request = urllib.request.Request(self.membership.url + LOAD_PATH, headers={TOKEN_HEADER: self._token})
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return msgspec.json.decode(answer.read(), type=Load)
+
+
+class GatewayReplica(_Replica):
+    """One gateway, on a port of its machine."""
+
+    def __init__(self, server: str, gateway: str, grace: float) -> None:
+        super().__init__(Membership("gateway", lambda token: GatewayLaunch(token, server, gateway)), grace)
+
+
+def scale(context: AutoscalingContext, most_seconds: float = 2.0) -> tuple[int, dict[str, Any]]:
+    """A policy of Serve's: as many workers as keep requests from waiting."""
+    metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+    queued, usage = metrics.get(_QUEUED, {}), metrics.get(_USAGE, {})
+    wanted = workers_wanted(list(queued.values()), list(usage.values()), most_seconds) if queued else (
+        context.target_num_replicas
+    )  # fmt: skip
+    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return max(least, min(most, wanted)), {}
+
+
+def worker_application(
+    name: str,
+    engine: EngineConfig,
+    media: MediaConfig,
+    server: ServerConfig,
+    *,
+    count: int = 1,
+    most: int | None = None,
+    resources: Mapping[str, float] | None = None,
+) -> serve.Application:
+    """`count` workers with the same settings, or up to `most` if more requests wait.
+
+    resources: what Ray sets aside for each, like ``{"num_cpus": 4, "num_gpus": 1}``.
+    """
+    grace = server.shutdown_grace + _EXTRA_GRACE
+    options: dict[str, Any] = {
+        "ray_actor_options": _set_aside(resources),
+        "graceful_shutdown_timeout_s": grace + _EXTRA_GRACE,
+    }
+    if most is None:
+        options["num_replicas"] = count
+    else:
+        policy = AutoscalingPolicy(policy_function="vlmserve.scaleout.ray.deployments:scale")
+        options["autoscaling_config"] = AutoscalingConfig(min_replicas=count, max_replicas=most, policy=policy)
+    worker: Any = serve.deployment(WorkerReplica, name="worker", **_WATCHED, **options)
+    return worker.bind(name, engine.model_dump_json(), media.model_dump_json(), server.model_dump_json(), grace)
+
+
+def gateway_application(
+    server: ServerConfig, gateway: GatewayConfig, *, count: int = 1, resources: Mapping[str, float] | None = None
+) -> serve.Application:
+    """`count` gateways, each on a machine of its own."""
+    grace = server.shutdown_grace + _EXTRA_GRACE
+    replica: Any = serve.deployment(
+        GatewayReplica,
+        name="gateway",
+        **_WATCHED,
+        num_replicas=count,
+        max_replicas_per_node=1 if server.port else None,
+        ray_actor_options=_set_aside(resources),
+        graceful_shutdown_timeout_s=grace + _EXTRA_GRACE,
+    )
+    return replica.bind(server.model_dump_json(), gateway.model_dump_json(), grace)
+
+
+def workers(args: dict[str, Any]) -> serve.Application:
+    """For `serve deploy`. args: `name`, `count`, `most` and `resources`, and settings of a server by their names."""
+    own = {name: args.pop(name) for name in ("name", "count", "most", "resources") if name in args}
+    kinds = (EngineConfig, MediaConfig, ServerConfig)
+    check_names(args, kinds)
+    engine, media, server = (_of(kind, args) for kind in kinds)
+    assert isinstance(engine, EngineConfig)
+    assert isinstance(media, MediaConfig)
+    assert isinstance(server, ServerConfig)
+    return worker_application(own.pop("name", "worker"), engine, media, check_shared(server), **own)
+
+
+def gateways(args: dict[str, Any]) -> serve.Application:
+    """For `serve deploy`. args: `count` and `resources`, and settings of a server and a gateway by their names."""
+    own = {name: args.pop(name) for name in ("count", "resources") if name in args}
+    check_names(args, (ServerConfig, GatewayConfig))
+    server, gateway = _of(ServerConfig, args), _of(GatewayConfig, args)
+    assert isinstance(server, ServerConfig)
+    assert isinstance(gateway, GatewayConfig)
+    return gateway_application(server, gateway, **own)
+
+
+def _set_aside(resources: Mapping[str, float] | None) -> dict[str, Any]:
+    """What Ray sets aside for a replica: processors, GPUs, and whatever else machines say that they have."""
+    wanted = {"num_cpus": 1.0, **(resources or {})}
+    own: dict[str, Any] = {name: wanted.pop(name) for name in ("num_cpus", "num_gpus", "memory") if name in wanted}
+    return {**own, "resources": wanted}
+
+
+def _of(kind: type[Settings], args: Mapping[str, Any]) -> Settings:
+    return read_settings(kind, {name: value for name, value in args.items() if name in kind.model_fields})

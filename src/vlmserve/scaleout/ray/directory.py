@@ -1,0 +1,76 @@
+"""Who belongs to a cluster: an actor that workers and gateways tell that they are there.
+
+A member that has not said so for `MEMORY` seconds is gone. The actor keeps nothing else, and may be started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Any, Literal
+
+import ray
+
+NAMESPACE = "vlmserve"
+BEAT = 0.5
+"""Seconds between two words of a member."""
+MEMORY = 5.0
+_WAIT = 1.0
+"""Seconds after which a gateway that waits for a change is answered without one."""
+_NAME = "directory"
+
+Kind = Literal["worker", "gateway"]
+
+
+class Directory:
+    """The actor. All times are those of its own clock."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._members: dict[str, tuple[Kind, str, float]] = {}
+        self._changed = asyncio.Condition()
+
+    async def token(self) -> str:
+        """What the members of the cluster know each other by."""
+        return self._token
+
+    async def beat(self, id: str, kind: Kind, url: str) -> None:
+        """A member is there."""
+        is_new = id not in self._members
+        self._members[id] = kind, url, time.monotonic()
+        if is_new:
+            await self._tell()
+
+    async def leave(self, id: str) -> None:
+        """A member is no longer there."""
+        if self._members.pop(id, None) is not None:
+            await self._tell()
+
+    async def urls(self, kind: Kind) -> list[str]:
+        """Where the members of a kind are."""
+        oldest = time.monotonic() - MEMORY
+        self._members = {id: member for id, member in self._members.items() if member[2] >= oldest}
+        return sorted(url for own, url, _ in self._members.values() if own == kind)
+
+    async def next_urls(self, kind: Kind, known: list[str]) -> list[str]:
+        """The same, as soon as it is not what is known; at the latest after a second."""
+        deadline = time.monotonic() + _WAIT
+        while (urls := await self.urls(kind)) == known and (left := deadline - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left), self._changed:
+                    await self._changed.wait()
+            except TimeoutError:
+                break
+        return urls
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def open_directory() -> Any:
+    """The cluster's directory, which the first who asks makes."""
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=10_000)(Directory)
+    options = {"name": _NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+    return actor.options(**options).remote(secrets.token_hex(16))

@@ -1,0 +1,38 @@
+"""Where a cluster keeps responses, conversations and files: in one database that all of its workers reach."""
+
+from __future__ import annotations
+
+import logging
+
+from vlmserve.config import ServerConfig
+from vlmserve.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_SERVERS = ("postgresql://", "postgresql+", "postgres://")
+
+
+def check_shared(server: ServerConfig) -> ServerConfig:
+    """The settings of a worker that may be on any machine; without a database it keeps no history.
+
+    Raises ConfigurationError for a database that is a file or in memory.
+    """
+    if server.storage_url is None and server.storage_path is None:
+        logger.info("The cluster keeps no responses, conversations and files; --storage-url postgresql://... does")
+        return server.model_copy(update={"storage_url": "none"})
+    if server.storage_url != "none" and not (server.storage_url or "").startswith(_SERVERS):
+        raise ConfigurationError(
+            "a cluster's workers and gateways share one history, and an SQLite file or memory belongs to one machine; "
+            "give --storage-url postgresql://user:password@host/name, or --storage-url none"
+        )
+    return server
+
+
+def check_local(server: ServerConfig, workers: int) -> ServerConfig:
+    """The settings of workers on one machine, which may share a file. Raises ConfigurationError for memory, which
+    several processes do not share."""
+    if server.storage_url == "memory" and workers > 1:
+        raise ConfigurationError(
+            "--storage-url memory belongs to one process; leave it out, and the workers share an SQLite file"
+        )
+    return server

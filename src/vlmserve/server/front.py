@@ -1,0 +1,36 @@
+"""What the middleware in front of all routes needs, of a server and of a gateway alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from vlmserve.config import ServerConfig
+from vlmserve.errors import VLMServeError
+from vlmserve.server.accounts import KeyRing
+
+if TYPE_CHECKING:
+    from vlmserve.server.tracing import Tracing
+
+
+class ErrorCounter(Protocol):
+    """Counts requests that were answered with an error."""
+
+    def count_error(self, code: str) -> None: ...
+
+
+class Front(Protocol):
+    """keys: who may ask; None: everybody. phase: "closing" while requests are refused. tracing: None if it is off."""
+
+    config: ServerConfig
+    keys: KeyRing | None
+    tracing: Tracing | None
+    max_body_bytes: int
+
+    @property
+    def metrics(self) -> ErrorCounter: ...
+
+    @property
+    def phase(self) -> str: ...
+
+    def problem(self) -> VLMServeError | None:
+        """Why no request can be answered now."""

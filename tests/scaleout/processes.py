@@ -1,0 +1,94 @@
+"""Workers and a gateway as processes, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.scaleout.launch import MemberProcess
+from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
+from vlmserve.scaleout.settings import GatewayConfig
+
+TOKEN = "a token of the test"
+
+
+class Cluster:
+    """A gateway and workers with mock engines. Use as a context manager."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        workers: int = 2,
+        *,
+        engine: Any = None,
+        server: Any = None,
+        gateway: Any = None,
+        front: Any = None,
+    ) -> None:
+        self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
+        self._server = ServerConfig(
+            **{"port": 0, "served_model_name": "tiny", "storage_url": "none", "stats_interval": 0, **(server or {})}
+        )
+        self._front = ServerConfig(port=0, **(front or {}))
+        self._gateway = GatewayConfig(**(gateway or {}))
+        self._count = workers
+        self._stack = contextlib.ExitStack()
+        self.workers: dict[str, tuple[MemberProcess, str]] = {}
+
+    def __enter__(self) -> Cluster:
+        with contextlib.ExitStack() as stack:
+            launch = GatewayLaunch(TOKEN, self._front.model_dump_json(), self._gateway.model_dump_json())
+            self.gateway = self.start(launch, stack)
+            started = [(f"worker-{n}", self.start_worker(f"worker-{n}", stack)) for n in range(self._count)]
+            self.url = self.gateway.wait_until_up()
+            for name, process in started:
+                self.workers[name] = process, process.wait_until_up()
+            self.tell()
+            self.wait_for(self._count)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, launch: Any, stack: contextlib.ExitStack) -> MemberProcess:
+        process = MemberProcess(launch)
+        stack.callback(process.close)
+        return process
+
+    def start_worker(self, name: str, stack: contextlib.ExitStack | None = None, **engine: Any) -> MemberProcess:
+        config = self._engine.model_copy(update=engine)
+        launch = WorkerLaunch(
+            name, TOKEN, config.model_dump_json(), MediaConfig().model_dump_json(), self._server.model_dump_json()
+        )
+        return self.start(launch, stack or self._stack)
+
+    def add(self, name: str) -> None:
+        """Another worker, once it answers."""
+        process = self.start_worker(name)
+        self.workers[name] = process, process.wait_until_up()
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell the gateway who is there."""
+        self.gateway.set_workers([url for _, url in self.workers.values()])
+
+    def wait_for(self, count: int) -> None:
+        """Until the gateway hears so many workers."""
+        for _ in range(600):
+            if len(self.up()) == count:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{self.up()} instead of {count} workers")
+
+    def up(self) -> list[str]:
+        """The names of the workers that get requests."""
+        page = httpx.get(f"{self.url}/metrics", timeout=20).text
+        prefix = 'vlmserve:gateway_worker_up{worker="'
+        up = [line for line in page.splitlines() if line.startswith(prefix) and line.endswith(" 1.0")]
+        return [line[len(prefix) :].split('"')[0] for line in up]

@@ -1,0 +1,194 @@
+"""A gateway answers as one server does."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections import Counter
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from tests.scaleout.processes import Cluster
+
+QUESTION = [{"role": "user", "content": "What is in the picture?"}]
+
+
+def image_url(color: str) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (28, 28), color).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def cluster(folder, tmp_path_factory):
+    history = tmp_path_factory.mktemp("history") / "history.db"
+    keys = {"api_key": ["alice-key", "bob-key"], "max_body_bytes": 200_000}
+    with Cluster(folder, 2, server={"storage_url": None, "storage_path": str(history)}, front=keys) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alice(cluster):
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="alice-key", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(cluster):
+    with httpx.Client(base_url=cluster.url, headers={"authorization": "Bearer alice-key"}) as client:
+        yield client
+
+
+def test_answers_come_whole_and_in_pieces(alice):
+    whole = alice.chat.completions.create(model="tiny", temperature=0, messages=QUESTION)
+    pieces = list(alice.chat.completions.create(model="tiny", temperature=0, messages=QUESTION, stream=True))
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert text == whole.choices[0].message.content
+    assert whole.usage.prompt_tokens > 0
+
+
+def test_every_api_is_there(http):
+    assert (
+        http.post("/v1/completions", json={"prompt": "one", "max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
+    )
+    message = {"model": "tiny", "max_tokens": 3, "messages": QUESTION}
+    assert http.post("/v1/messages", json=message).json()["type"] == "message"
+    assert (
+        http.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": QUESTION}).json()["input_tokens"] > 1
+    )
+    tokens = http.post("/tokenize", json={"prompt": "one two"}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "one two"
+    assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert http.get("/v1/models/tiny").json()["max_model_len"] == 512
+    assert http.get("/ready").status_code == http.get("/health").status_code == 200
+    assert "/v1/responses" in http.get("/openapi.json").json()["paths"]
+    assert http.get("/").status_code == 200
+
+
+def test_a_response_is_continued_and_another_key_does_not_see_it(cluster, alice):
+    first = alice.responses.create(model="tiny", input="one")
+    second = alice.responses.create(model="tiny", input="two", previous_response_id=first.id)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert alice.responses.retrieve(first.id).output_text == first.output_text
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="bob-key", max_retries=0) as bob:
+        with pytest.raises(openai.NotFoundError):
+            bob.responses.retrieve(first.id)
+        with pytest.raises(openai.NotFoundError):
+            bob.responses.create(model="tiny", input="two", previous_response_id=first.id)
+
+
+def test_files_and_conversations_are_the_same_on_all_workers(alice):
+    file = alice.files.create(file=("a.png", base64.b64decode(image_url("red").partition(",")[2])), purpose="vision")
+    conversation = alice.conversations.create()
+    content = [{"type": "input_image", "file_id": file.id, "detail": "auto"}, {"type": "input_text", "text": "What?"}]
+    for _ in range(4):
+        alice.responses.create(model="tiny", input=[{"role": "user", "content": content}], conversation=conversation.id)
+    assert len(alice.conversations.items.list(conversation.id, limit=20).data) == 8
+    assert alice.files.content(file.id).read().startswith(b"\x89PNG")
+
+
+def test_the_same_image_goes_to_the_same_worker(cluster, http):
+    """Two images in turn, with other questions: each has one worker, unless chance has given both the same."""
+
+    def requests() -> Counter[str]:
+        lines = http.get("/metrics").text.splitlines()
+        prefix = "vlmserve:gateway_requests_total{worker="
+        return Counter({line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith(prefix)})
+
+    before = requests()
+    for number in range(10):
+        content = [
+            {"type": "text", "text": f"{number}?"},
+            {"type": "image_url", "image_url": {"url": image_url("blue")}},
+        ]
+        body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": content}]}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+    added = requests() - before
+    assert max(added.values()) >= 9
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"model": "other", "messages": QUESTION}, 404, "model_not_found"),
+        ({"messages": QUESTION, "temperature": -1}, 400, "invalid_request"),
+        ({"messages": QUESTION, "nonsense": 1}, 400, "invalid_request"),
+        ({"messages": [{"role": "user", "content": "x" * 300_000}]}, 413, "body_too_large"),
+        ({"messages": [{"role": "user", "content": "red " * 2000}]}, 400, "context_length_exceeded"),
+        ([], 400, "invalid_request"),
+    ],
+)
+def test_errors_are_those_of_a_server(http, body, status, code):
+    answer = http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_requests_need_a_key(cluster):
+    assert httpx.post(f"{cluster.url}/v1/chat/completions", json={"messages": QUESTION}).status_code == 401
+    assert httpx.get(f"{cluster.url}/v1/nothing", headers={"x-api-key": "alice-key"}).status_code == 404
+    assert httpx.get(f"{cluster.url}/v1/completions", headers={"x-api-key": "alice-key"}).status_code == 405
+
+
+def test_workers_answer_gateways_alone(cluster):
+    for _, url in cluster.workers.values():
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": QUESTION})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_a_gateway")
+        wrong = {"x-vlmserve-cluster": "guess", "x-vlmserve-owner": "key api-key-1"}
+        assert httpx.get(f"{url}/v1/files", headers=wrong).status_code == 403
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_metrics_have_the_workers_names(cluster, http):
+    page = http.get("/metrics").text
+    for name in cluster.workers:
+        assert f'vlmserve:num_requests_running{{worker="{name}",' in page
+    names = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+
+
+def test_the_live_view_has_all_workers(cluster, http):
+    live = http.get("/live").json()
+    assert live["workers"].keys() == cluster.workers.keys()
+    assert live["engine"]["kv_blocks_total"] == sum(
+        one["engine"]["kv_blocks_total"] for one in live["workers"].values()
+    )
+    assert live["blocks"]["num_blocks"] == sum(one["blocks"]["num_blocks"] for one in live["workers"].values())
+
+
+def test_a_client_that_leaves_ends_its_answer(cluster, http):
+    body = {"model": "tiny", "messages": QUESTION, "stream": True, "max_tokens": 400, "ignore_eos": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        next(answer.iter_raw())
+    for _ in range(200):
+        if http.get("/live").json()["engine"]["num_running"] == 0:
+            return
+    raise AssertionError("the engine still generates")
+
+
+def test_limits_of_a_key_hold(folder, tmp_path):
+    from vlmserve.server.keys import add_key
+
+    path = tmp_path / "keys.jsonl"
+    key = add_key(path, "carol", requests_per_minute=2)
+    with Cluster(folder, 1, front={"api_keys_file": str(path)}) as cluster:
+        headers = {"authorization": f"Bearer {key}"}
+        answers = [
+            httpx.post(f"{cluster.url}/v1/chat/completions", json={"messages": QUESTION}, headers=headers)
+            for _ in range(3)
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert answers[-1].headers["retry-after"]
+        assert json.loads(answers[-1].text)["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_a_gateway_without_workers_says_so(folder):
+    with Cluster(folder, 0) as cluster:
+        answer = httpx.post(f"{cluster.url}/v1/chat/completions", json={"messages": QUESTION})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert answer.headers["retry-after"]
+        assert httpx.get(f"{cluster.url}/ready").status_code == 503
+        assert httpx.get(f"{cluster.url}/health").status_code == 200

@@ -1,0 +1,198 @@
+"""A real Ray on this machine with real workers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.mock_checkpoint import make_mock_checkpoint
+
+pytest.importorskip("ray")
+
+from ray.serve.schema import ServeDeploySchema
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(170)]
+
+QUESTION = [{"role": "user", "content": "What is in the picture?"}]
+
+
+class Command:
+    """A command of vlmserve that runs until it is interrupted."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "vlmserve", *arguments]
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            env={**os.environ, "VLMSERVE_LOG_FORMAT": "text"},
+        )
+        self.lines: list[str] = []
+        self.url = self._url()
+
+    def _url(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if line.startswith("vlmserve") and "is ready: " in line:
+                return line.split("is ready: ")[1].split()[0]
+        raise AssertionError(f"it ended with {self._process.wait()}: {self.lines}")
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def stop(self) -> int:
+        """Interrupt it as Ctrl-C does."""
+        self._process.send_signal(signal.SIGINT)
+        self._process.communicate(timeout=60)
+        return self._process.returncode
+
+
+@contextlib.contextmanager
+def running(*arguments: str) -> Iterator[Command]:
+    """A command; whatever happens, nothing of it is left."""
+    command = Command(*arguments)
+    family = command.family()
+    try:
+        yield command
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += command.family()
+        try:
+            code = command.stop()
+        finally:
+            _, left = psutil.wait_procs(family, timeout=20)
+            for process in left:
+                process.kill()
+        assert code == 0
+        assert not left
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    mock = (str(folder), "--engine", "mock", "--served-model-name", "tiny", "--storage-url", "none")
+    with running("cluster", "up", *mock, "--workers", "2", "--port", "0") as command:
+        yield command
+
+
+def up(url: str) -> list[str]:
+    prefix = 'vlmserve:gateway_worker_up{worker="'
+    page = httpx.get(f"{url}/metrics", timeout=20).text
+    found = [line for line in page.splitlines() if line.startswith(prefix) and line.endswith(" 1.0")]
+    return sorted(line[len(prefix) :].split('"')[0] for line in found)
+
+
+def wait_for(url: str, *names: str) -> None:
+    """Until two workers of the cluster, and those with these names, get requests."""
+    deadline = time.monotonic() + 60
+    while len(found := up(url)) != 2 + len(names) or not set(names) <= set(found):
+        assert time.monotonic() < deadline, up(url)
+        time.sleep(0.1)
+
+
+def ask(url: str, model: str = "tiny") -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json={"model": model, "messages": QUESTION}, timeout=60)
+
+
+def members(command: Command) -> list[tuple[psutil.Process, bool]]:
+    """The processes of workers and gateways, and whether each has an engine."""
+    found = []
+    for process in command.family():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "vlmserve.scaleout.member" in process.cmdline():
+                found.append((process, bool(process.children())))
+    return found
+
+
+def test_a_cluster_answers(cluster):
+    wait_for(cluster.url)
+    assert ask(cluster.url).status_code == 200
+    assert len(members(cluster)) == 3
+
+
+def test_a_killed_worker_is_avoided_and_replaced(cluster):
+    wait_for(cluster.url)
+    victim = next(process for process, has_engine in members(cluster) if has_engine)
+    victim.kill()
+    assert {ask(cluster.url).status_code for _ in range(20)} == {200}
+    deadline = time.monotonic() + 60
+    while sum(has_engine for _, has_engine in members(cluster)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    wait_for(cluster.url)
+    assert ask(cluster.url).status_code == 200
+
+
+def test_a_worker_with_another_model_joins_and_leaves(cluster, tmp_path):
+    folder = make_mock_checkpoint(tmp_path)
+    joining = ("worker", str(folder), "--engine", "mock", "--served-model-name", "other", "--name", "third")
+    with running(*joining):
+        wait_for(cluster.url, "third")
+        assert ask(cluster.url, "other").json()["model"] == "other"
+        models = {model["id"] for model in httpx.get(f"{cluster.url}/v1/models").json()["data"]}
+        assert models == {"tiny", "other"}
+    wait_for(cluster.url)
+    assert ask(cluster.url, "other").status_code == 404
+    assert ask(cluster.url).status_code == 200
+
+
+def test_a_second_gateway_serves_the_same_workers(cluster):
+    with running("gateway", "--port", "0") as gateway:
+        wait_for(gateway.url)
+        assert ask(gateway.url).json()["choices"] == ask(cluster.url).json()["choices"]
+
+
+def test_the_files_for_deployments_describe_applications():
+    """Both files have the same, and all of its settings exist."""
+    folder = Path(__file__).parents[2] / "deploy" / "ray"
+    service = next(yaml.safe_load_all((folder / "rayservice.yaml").read_text()))
+    for text in ((folder / "serve.yaml").read_text(), service["spec"]["serveConfigV2"]):
+        described = ServeDeploySchema.parse_obj(yaml.safe_load(text))
+        assert described.proxy_location == "Disabled"
+        for application in described.applications:
+            module, _, name = application.import_path.partition(":")
+            build = getattr(importlib.import_module(module), name)
+            assert build(dict(application.args)) is not None
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    assert {"head", "first", "second", "database"} == compose["services"].keys()
+
+
+@pytest.mark.parametrize("arguments", [("gateway",), ("worker",), ("cluster", "up")])
+def test_without_ray_it_says_what_to_install(arguments):
+    code = f"import sys; sys.modules['ray'] = None; from vlmserve.cli import app; app({list(arguments)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "pip install 'vlmserve[ray]'" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("url", ["memory", "sqlite:///history.db"])
+def test_a_worker_refuses_a_history_that_others_do_not_reach(url):
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmserve", "worker", "--storage-url", url], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "postgresql://" in done.stderr
+
+
+def test_nothing_else_imports_ray():
+    package = Path(__file__).parents[2] / "src" / "vlmserve"
+    found = [
+        path.relative_to(package).parts[:2]
+        for path in package.rglob("*.py")
+        if any(line.lstrip().startswith(("import ray", "from ray")) for line in path.read_text().splitlines())
+    ]
+    assert set(found) == {("scaleout", "ray")}
