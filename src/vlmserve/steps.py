@@ -137,6 +137,11 @@ class SchedulerOutput(msgspec.Struct):
         )
 
     @property
+    def makes_progress(self) -> bool:
+        """Whether it computes tokens, images or states. Copying and zeroing blocks bring no request closer to its end."""
+        return bool(self.has_requests or self.images_to_encode or self.encodings or self.cross_states)
+
+    @property
     def encoded_keys(self) -> list[bytes]:
         """Of the images that the step works on."""
         return [image.key for image in self.images_to_encode] + [one.key for one in self.encodings]

@@ -151,6 +151,32 @@ def test_cross_attention_states_wait_for_their_image():
     assert s.images.cache.num_pinned == 0
 
 
+def test_a_prompts_last_token_that_needs_an_image_is_planned_with_the_steps_own_budget():
+    s = scheduler(num_blocks=3, budget=2, seqs=2, encoder_bytes=8, max_encoded_images=1)
+    s.encoder_budget = lambda: 1
+    s.add(request("text", 2))
+    run(s)
+    for name in ("a", "b"):
+        s.add(request(name, 1, max_tokens=1, cross=cross_input(1, 1)))
+    for _ in range(20):
+        step, _ = run(s)
+        assert len({*step.encoded_keys}) == len(step.encoded_keys)
+        assert sum(one.products or 0 for one in step.encodings) <= 1
+        if len(s) == 0:
+            break
+    assert len(s) == 0
+
+
+def test_a_prompts_last_token_that_needs_an_image_is_planned_with_the_steps_own_number_of_images():
+    s = scheduler(num_blocks=5, budget=2, seqs=3, max_encoded_images=1)
+    for name, number in (("a", 1), ("b", 2), ("c", 3)):
+        s.add(request(name, 1, max_tokens=1, images=[(image(number, 1), 0)]))
+    for number, name in enumerate(("a", "b", "c"), 1):
+        step, _ = run(s)
+        assert (plan(step), step.encoded_keys) == ([(name, 1)], [image(number, 1).key])
+    assert s.num_preemptions == 0
+
+
 @pytest.mark.parametrize("aborted", [["a"], ["b"], ["a", "b"]])
 def test_cross_attention_states_that_were_never_computed_are_not_evicted(aborted):
     s = busy_scheduler(15)

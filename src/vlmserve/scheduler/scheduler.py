@@ -108,12 +108,12 @@ class Scheduler:
         """Plan the next step and take the blocks that it writes to."""
         step = SchedulerOutput()
         budget = self._schedule_running(step)
-        while not (step.has_requests or step.encodings) and len(self.running) > 1 and self._is_stuck:
+        while not step.makes_progress and len(self.running) > 1 and self._is_stuck:
             # Each needs what another one holds: KV blocks, or memory of the encoder cache.
             self._preempt(self.running.pop())
             budget = self._schedule_running(step)
         self._schedule_waiting(step, budget)
-        while not (step.has_requests or step.encodings) and self.waiting and self.running:
+        while not step.makes_progress and self.waiting and self.running:
             # All that run are beams that wait for others, which need the blocks.
             self._preempt(self.running.pop())
             self._schedule_waiting(step, budget)
@@ -275,9 +275,10 @@ class Scheduler:
 
     def _schedule_running(self, step: SchedulerOutput) -> int:
         """Chunks for the running requests; returns the budget that is left."""
-        budget = self._schedule_decodes(step, self._max_num_batched_tokens)
-        bound = self.encoder_budget if step.has_requests else None
+        # The last token of a prompt, which may need an image, is scheduled like a token that was generated.
+        bound = self.encoder_budget if any(request.num_uncomputed == 1 for request in self.running) else None
         self.images.begin_step(math.inf if bound is None else bound())
+        budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         for request in self.running:
             if request.num_uncomputed > 1 and budget > 0:
                 budget -= self._schedule_chunk(step, request, self._allocate_blocks(request, budget))
