@@ -138,7 +138,7 @@ class SchedulerOutput(msgspec.Struct):
 
     @property
     def makes_progress(self) -> bool:
-        """Whether it computes tokens, images or states. Copying and zeroing blocks bring no request closer to its end."""
+        """Whether it computes tokens, images or states. Copies of blocks bring no request closer to its end."""
         return bool(self.has_requests or self.images_to_encode or self.encodings or self.cross_states)
 
     @property

@@ -322,6 +322,21 @@ def quantize(
 
 @app.command(cls=HelpfulCommand)
 @command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what this machine has for serving: kernels, memory, GPUs, extras, and how large a model fits.
+
+    The exit status is 1 if something should be mended.
+    """
+    from vlmserve.cli.doctor import run_doctor
+
+    if not run_doctor(as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(cls=HelpfulCommand)
+@command()
 def version() -> None:
     """Print the version."""
     import vlmserve

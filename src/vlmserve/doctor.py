@@ -1,0 +1,151 @@
+"""What this machine has for serving models, and what it lacks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import psutil
+
+EXTRAS = {
+    "gguf": ("gguf", ".gguf files"),
+    "video": ("av", "videos"),
+    "postgres": ("psycopg", "conversations and files in PostgreSQL"),
+    "otel": ("opentelemetry.sdk", "traces"),
+    "sentencepiece": ("sentencepiece", "tokenizers in SentencePiece's format"),
+    "ray": ("ray", "several engines behind a gateway"),
+    "gpu": ("pynvml", "metrics of NVIDIA's GPUs"),
+}
+"""By extra: a package of it, and what it is for."""
+KV_SHARE = 0.25
+"""The share of free memory that is taken to be left to the KV cache, to images and to everything else."""
+BYTES = {"bfloat16": 2.0, "int8": 1.06, "int4": 0.56}
+"""Of a parameter, scales of groups of 128 included."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at. problem: what is wrong with it, and what to do; empty if nothing is."""
+
+    topic: str
+    text: str
+    problem: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything that was found, in the order in which a person reads it."""
+    checks: list[Callable[[], Iterator[Finding]]] = [_software, _processor, _memory, _gpus, _extras, _folders]
+    return [finding for check in checks for finding in check()]
+
+
+def _software() -> Iterator[Finding]:
+    import torch
+
+    import vlmserve
+
+    system = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    yield Finding("vlmserve", f"{vlmserve.__version__}, Python {platform.python_version()}, {system}")
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for ROCm" if torch.version.hip else "for CPUs"
+    yield Finding("torch", f"{torch.__version__}, built {built}; transformers {metadata.version('transformers')}")
+
+
+def _processor() -> Iterator[Finding]:
+    import torch
+
+    from vlmserve.cores import usable_cores
+    from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
+    from vlmserve.kernels.extension import supported_isas
+
+    cores = usable_cores()
+    of = f" of {os.cpu_count()}" if os.cpu_count() != cores else ""
+    yield Finding("processor", f"{_processor_name()}, {cores}{of} cores usable")
+    isas = supported_isas()
+    if not isas:
+        remedy = "install a C++ compiler, then vlmserve again (pip install --force-reinstall --no-deps vlmserve)"
+        yield Finding("CPU kernels", "torch's", f"the native kernels were not built: {remedy}")
+        return
+    chosen = {dtype: choose_kernels("auto", getattr(torch, dtype)) or "torch" for dtype in ("float32", "bfloat16")}
+    text = ", ".join(f"{isa} for {dtype}" for dtype, isa in chosen.items())
+    yield Finding("CPU kernels", f"{text}; there are {', '.join(isas)} and torch")
+    if not multiplies_bfloat16():
+        yield Finding("bfloat16", "no products in hardware: weights are read in 16 bits and computed in float32")
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    yield Finding("memory", f"{_gib(memory.total)}, {_gib(memory.available)} of it free")
+    yield Finding("parameters", f"on the CPU: {_sizes(memory.available)}")
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    if torch.backends.mps.is_available():
+        yield Finding("GPU", "Apple's, by torch's operations (mps)")
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        free, total = torch.cuda.mem_get_info(index)
+        name = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+        lacks_triton = torch.version.cuda is not None and find_spec("triton") is None
+        memory = f"{_gib(total)}, {_gib(free)} of it free"
+        yield Finding(
+            "GPU",
+            f"{name}, {memory}",
+            "without Triton torch's operations run: pip install triton" if lacks_triton else "",
+        )
+        yield Finding("parameters", f"on this GPU: {_sizes(free)}")
+    if not torch.cuda.device_count() and shutil.which("nvidia-smi") is not None:
+        remedy = "install a CUDA build of torch (https://pytorch.org/get-started) or a driver that fits it"
+        yield Finding("GPU", "none that torch can use", f"this machine has NVIDIA's driver: {remedy}")
+
+
+def _extras() -> Iterator[Finding]:
+    there = [name for name, (package, _) in EXTRAS.items() if _is_installed(package)]
+    yield Finding("extras", ", ".join(there) or "none")
+    missing = [f"{name} ({use})" for name, (_, use) in EXTRAS.items() if name not in there]
+    if missing:
+        yield Finding("not installed", f"{', '.join(missing)}; pip install 'vlmserve[NAME]'")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent is not there
+        return False
+
+
+def _folders() -> Iterator[Finding]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE)
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    free = shutil.disk_usage(there).free
+    problem = "" if os.access(there, os.W_OK) else f"{there} cannot be written to: set HF_HOME to another folder"
+    yield Finding("models", f"downloads go to {folder}, {_gib(free)} free", problem)
+
+
+def largest_models(free: int) -> dict[str, float]:
+    """By the type of weights, how many parameters fit into so many bytes beside a KV cache, in billions."""
+    return {name: free * (1 - KV_SHARE) / size / 1e9 for name, size in BYTES.items()}
+
+
+def _sizes(free: int) -> str:
+    return ", ".join(f"{count:.1f} billion in {name}" for name, count in largest_models(free).items())
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
