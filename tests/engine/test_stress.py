@@ -68,13 +68,19 @@ def cases(prompts) -> list[Case]:
     return found
 
 
+@pytest.fixture
+def num_requests() -> int:
+    """Of each seed."""
+    return NUM_REQUESTS // 2
+
+
 def test_the_images_make_the_answers(cases):
     assert len({tuple(case.answer) for case in cases[:12]}) == 12, "or a mix-up could go unseen"
 
 
 @pytest.mark.usefixtures("saving_pays")
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed):
+def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed, num_requests):
     random_ = random.Random(seed)
     probe = engine(kv_cache_memory="64MiB", block_size=4)
     block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
@@ -93,8 +99,8 @@ def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed):
     open_requests: dict[str, tuple[Case, list[int]]] = {}
     unique: set[str] = set()
     sent = finished = hits = 0
-    while sent < NUM_REQUESTS // 2 or open_requests:
-        while sent < NUM_REQUESTS // 2 and len(open_requests) < 12:
+    while sent < num_requests or open_requests:
+        while sent < num_requests and len(open_requests) < 12:
             # Neighbours often ask about the same image, and now and then somebody has a salt of their own.
             case = cases[(sent // 2 + random_.choice([0, 0, 0, random_.randrange(len(cases))])) % len(cases)]
             name = f"request {sent}"
