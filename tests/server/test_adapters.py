@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import time
@@ -14,6 +15,7 @@ from tests.adapters.test_serving import write_adapter
 from tests.checkpoints import make_llama
 from tests.server.live import QUESTION, LiveServer, wait_until
 from vlmserve.server.keys import add_key
+from vlmserve.types import AdapterInfo
 
 ENGINE = {
     "engine": "real", "dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "num_threads": 1,
@@ -146,18 +148,24 @@ def test_the_folder_is_watched(served):
     wait_until(is_gone)
 
 
-def test_an_engine_that_takes_over_has_the_adapters(served):
+def test_an_engine_that_takes_over_has_the_adapters(served, monkeypatch):
     served.post("/v1/load_lora_adapter", lora_name="kept", lora_path="adapter-2")
     expected = served.ask("kept")
     service = served.live.service
+    load = service.client.load_adapter
 
-    async def restore() -> None:
+    async def load_slowly(name: str, path: str) -> AdapterInfo:
+        await asyncio.sleep(0.5)
+        return await load(name, path)
+
+    monkeypatch.setattr(service.client, "load_adapter", load_slowly)
+
+    async def take_over() -> None:
         await service.client.unload_adapter("kept")
         service.replace(service.client)
 
-    import asyncio
-
-    asyncio.run_coroutine_threadsafe(restore(), served.live._loop).result(60)
+    asyncio.run_coroutine_threadsafe(take_over(), served.live._loop).result(60)
+    assert "kept" in served.models()
     assert served.ask("kept") == expected
 
 

@@ -49,12 +49,12 @@ class Adapters:
     def knows(self, client: EngineClient | None, name: str) -> bool:
         """Whether a request may name this adapter."""
         served = self._configured if client is None else client.adapters
-        return name in served or self._in_folder(name) is not None
+        return name in served or name in self._loaded or self._in_folder(name) is not None
 
     def infos(self, client: EngineClient | None) -> Iterator[tuple[str, AdapterInfo | None]]:
         """The names of all adapters, and what the engine says of those that it serves."""
         served = {} if client is None else client.adapters
-        names = set(self._configured) if client is None else set(served)
+        names = {*(self._configured if client is None else served), *self._loaded}
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 names |= {path.name for path in self.folder.iterdir() if self._in_folder(path.name) is not None}
