@@ -55,7 +55,12 @@ def test_failed_rows_are_asked_again_and_no_others(tmp_path: Path) -> None:
     output, rows = tmp_path / "out.jsonl", [*rows_of("a", "b", "c"), Row("gone", ("gone.png",), {"word": "d"})]
     summary = run_batch(rows, WORD, GREEDY, output, lambda: Shouting(broken=["say b"]))
     assert summary.failed == 2
-    assert [line.get("error") for line in lines(output)] == [None, "broken", None, "there is no image gone.png"]
+    assert [line.get("error") for line in lines(output)] == [
+        None,
+        "broken",
+        None,
+        "there is no image 'gone.png'; give the path of a file or a URL",
+    ]
     with pytest.raises(ConfigurationError, match="--overwrite"):
         run_batch(rows, WORD, GREEDY, output, Shouting)
     again = Shouting()

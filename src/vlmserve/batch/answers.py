@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -12,11 +11,9 @@ from typing import Any, Protocol
 from vlmserve.batch.journal import Result
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.frontend.wire import connection_problem, error_text, wire_message
+from vlmserve.frontend.wire import connect, connection_problem, error_text, wire_message
 from vlmserve.types import Grammar, SamplingParams
 
-REPLY_TIMEOUT = 600.0
-"""Seconds of silence after which a server is given up: the request may wait in a long queue."""
 ATTEMPTS = 6
 """How often a question is put to a server that is overloaded or cannot be reached."""
 LONGEST_PAUSE = 30.0
@@ -43,12 +40,12 @@ class LocalAnswers:
     def __init__(self, engine: EngineConfig, media: MediaConfig) -> None:
         from vlmserve.llm import LLM
 
-        self.llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
-        self.name = self.llm.config.model
+        self._llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
+        self.name = self._llm.config.model
 
     def answer(self, conversations: Sequence[Conversation], params: SamplingParams) -> Iterator[tuple[int, Result]]:
         """See `BatchAnswers.answer`."""
-        outcomes = self.llm.chat(iter(conversations), params, use_tqdm=False, stream=True, on_error="return")
+        outcomes = self._llm.chat(iter(conversations), params, use_tqdm=False, stream=True, on_error="return")
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, InvalidRequestError):
                 yield number, Result(error=str(outcome).removeprefix(f"conversations[{number}], "))
@@ -62,30 +59,11 @@ class LocalAnswers:
 
 
 class ServerAnswers:
-    """A server with an OpenAI-compatible API; `url` may end in ``/v1``. Its key is in VLMSERVE_API_KEY.
-
-    concurrency: how many questions it is asked at a time. Raises VLMServeError if there is no server.
-    """
+    """A server, as `connect` finds it. concurrency: how many questions it is asked at a time."""
 
     def __init__(self, url: str, model: str | None, concurrency: int) -> None:
-        import httpx
-
-        base = url.rstrip("/").removesuffix("/v1")
-        key = os.environ.get("VLMSERVE_API_KEY", "").partition(",")[0]
-        self._client = httpx.Client(
-            base_url=f"{base}/v1",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(10.0, read=REPLY_TIMEOUT, pool=None),
-            limits=httpx.Limits(max_connections=concurrency),
-        )
+        self._client, self.name = connect(url, model, concurrency)
         self._concurrency = concurrency
-        try:
-            response = self._client.get("/models")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise VLMServeError(f"there is no server at {url}: {connection_problem(error)}") from error
-        if response.status_code != 200:
-            raise VLMServeError(error_text(response))
-        self.name: str = model or response.json()["data"][0]["id"]
 
     def answer(self, conversations: Sequence[Conversation], params: SamplingParams) -> Iterator[tuple[int, Result]]:
         """See `BatchAnswers.answer`."""

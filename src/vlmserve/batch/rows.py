@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from vlmserve.errors import ConfigurationError, InvalidImageError
+from vlmserve.errors import ConfigurationError
+from vlmserve.frontend.wire import URL_SCHEMES, image_part
 
-URL_SCHEMES = ("http://", "https://", "data:")
 IMAGE_COLUMNS = ("image", "images")
 """Columns that name a row's images."""
 _FIELDS = Formatter()
@@ -139,7 +139,7 @@ class Question:
     def messages(self, row: Row) -> list[dict[str, Any]]:
         """The conversation of a row. Raises InvalidImageError for an image that is no file."""
         text = _FIELDS.vformat(self.prompt, (), {"id": row.id, **row.columns})
-        content = [*map(_image_part, row.images), {"type": "text", "text": text}]
+        content = [*map(image_part, row.images), {"type": "text", "text": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": content}]
 
@@ -157,12 +157,3 @@ def digest(row: Row, messages: list[dict[str, Any]], settings: bytes) -> bytes:
         content = message["content"]
         whole.update(msgspec.json.encode(content if isinstance(content, str) else content[-1]))
     return whole.digest()
-
-
-def _image_part(place: str) -> dict[str, Any]:
-    if place.startswith(URL_SCHEMES):
-        return {"type": "image_url", "image_url": {"url": place}}
-    path = Path(place)
-    if not path.is_file():
-        raise InvalidImageError(f"there is no image {place}")
-    return {"type": "image", "image": path}

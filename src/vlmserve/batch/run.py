@@ -76,8 +76,8 @@ def run_batch(
     answers = open_answers()
     with Journal(path) as journal:
         asked = _questions(rows, question, _settings(answers.name, params), draws=_draws(params))
-        failures = {key: result for _, key, result in asked if result is not None}
-        wanted = {key: row for row, (_, key, result) in zip(rows, asked, strict=True) if result is None}
+        failures = {key: result for key, result in asked if result is not None}
+        wanted = {key: row for row, (key, result) in zip(rows, asked, strict=True) if result is None}
         done = {key for key in wanted if key in journal.results and not (retry and journal.results[key].error)}
         missing = [key for key in wanted if key not in done]
         progress.begin(len(wanted), len(done))
@@ -85,12 +85,12 @@ def run_batch(
         for number, result in answers.answer(conversations, params):
             journal.add(missing[number], result)
             progress.advance(result)
-        results = [failures[key] if key in failures else journal.results[key] for _, key, _ in asked]
+        results = [failures[key] if key in failures else journal.results[key] for key, _ in asked]
         write_results(output, rows, results, parsed=params.grammar is not None)
         failed = sum(bool(result.error) for result in results)
         if not failed:
             journal.remove()
-    resumed = sum(key in done for _, key, _ in asked)
+    resumed = sum(key in done for key, _ in asked)
     return Summary(len(rows), len(missing), resumed, len(rows) - len(wanted) - len(failures), failed)
 
 
@@ -107,18 +107,18 @@ def _settings(model: str, params: SamplingParams) -> bytes:
 
 def _questions(
     rows: Sequence[Row], question: Question, settings: bytes, *, draws: bool
-) -> Sequence[tuple[int, bytes, Result | None]]:
-    """For each row its number, the key of its question, and what is wrong with it, if it cannot be asked."""
+) -> Sequence[tuple[bytes, Result | None]]:
+    """For each row the key of its question, and what is wrong with it, if it cannot be asked."""
 
-    def read(numbered: tuple[int, Row]) -> tuple[int, bytes, Result | None]:
+    def read(numbered: tuple[int, Row]) -> tuple[bytes, Result | None]:
         number, row = numbered
         try:
             key = digest(row, question.messages(row), settings + (row.id.encode() if draws else b""))
         except InvalidImageError as error:
-            return number, b"row %d" % number, Result(error=str(error))
+            return b"row %d" % number, Result(error=str(error))
         except OSError as error:
-            return number, b"row %d" % number, Result(error=f"{error.filename}: {error.strerror}")
-        return number, key, None
+            return b"row %d" % number, Result(error=f"{error.filename}: {error.strerror}")
+        return key, None
 
     numbered: Iterable[tuple[int, Row]] = enumerate(rows)
     with ThreadPoolExecutor(READERS) as pool:

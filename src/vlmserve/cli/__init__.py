@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -128,7 +129,8 @@ def ask(
     For example: vlmserve ask photo.png "What is this?" Captioning models like BLIP need no question; a text is how the
     caption begins.
     """
-    from vlmserve.cli.answers import describes, image_part, open_answers
+    from vlmserve.cli.answers import describes, open_answers
+    from vlmserve.frontend.wire import image_part
     from vlmserve.types import SamplingParams
 
     *images, question = words
@@ -136,7 +138,7 @@ def ask(
         if url is not None or not describes(engine):
             raise ConfigurationError(f"the last word is the question, but {question!r} is a file")
         images, question = words, ""
-    parts = [*map(image_part, images), {"type": "text", "text": question}]
+    parts = [*(image_part(expanduser(place)) for place in images), {"type": "text", "text": question}]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     answers = open_answers(engine, media, url)
     for piece in answers.stream([{"role": "user", "content": parts}], params):

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol
 
 from vlmserve.config import EngineConfig, MediaConfig
-from vlmserve.errors import InvalidImageError, VLMServeError
-from vlmserve.frontend.wire import connection_problem, error_text, wire_message
+from vlmserve.errors import VLMServeError
+from vlmserve.frontend.wire import connect, error_text, wire_message
 from vlmserve.types import SamplingParams
-
-URL_SCHEMES = ("http://", "https://", "data:")
-REPLY_TIMEOUT = 600.0
-"""Seconds of silence after which a server is given up: the request may wait in a long queue."""
 
 
 class Answers(Protocol):
@@ -54,29 +48,12 @@ def status(text: str) -> AbstractContextManager[Any]:
     return console.status(text) if console.is_terminal else nullcontext()
 
 
-def image_part(place: str) -> dict[str, Any]:
-    """A message's part for an image's path or URL. Raises InvalidImageError if no file is there."""
-    if place.startswith(URL_SCHEMES):
-        return {"type": "image_url", "image_url": {"url": place}}
-    path = Path(place).expanduser()
-    if not path.is_file():
-        raise InvalidImageError(f"there is no image {place!r}; give the path of a file or a URL")
-    return {"type": "image", "image": path}
-
-
 class ServerAnswers:
-    """Answers of a server with an OpenAI-compatible API; `url` may end in ``/v1``. Its key is in VLMSERVE_API_KEY."""
+    """Answers of a server, as `connect` finds it."""
 
     def __init__(self, url: str) -> None:
-        import httpx
-
-        base = url.rstrip("/").removesuffix("/v1")
-        key = os.environ.get("VLMSERVE_API_KEY", "").partition(",")[0]
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(10.0, read=REPLY_TIMEOUT)
-        self._client = httpx.Client(base_url=f"{base}/v1", headers=headers, timeout=timeout)
+        self._client, self._model = connect(url)
         self._url = url
-        self._model: str = self._request("GET", "/models")["data"][0]["id"]
 
     def stream(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[str]:
         import httpx
@@ -97,17 +74,6 @@ class ServerAnswers:
                 yield from _deltas(response.iter_lines())
         except httpx.HTTPError as error:
             raise VLMServeError(f"the server at {self._url} did not answer: {error}") from error
-
-    def _request(self, method: str, path: str) -> Any:
-        import httpx
-
-        try:
-            response = self._client.request(method, path)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise VLMServeError(f"there is no server at {self._url}: {connection_problem(error)}") from error
-        if response.status_code != 200:
-            raise VLMServeError(error_text(response))
-        return response.json()
 
 
 def _deltas(lines: Iterator[str]) -> Iterator[str]:

@@ -1,11 +1,57 @@
-"""What requests over HTTP carry: images of this machine as data URLs, and errors of a server in words."""
+"""What commands need to ask a server: a client, messages with images of this machine, and errors in words."""
 
 from __future__ import annotations
 
 import base64
 import mimetypes
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vlmserve.errors import InvalidImageError, VLMServeError
+
+if TYPE_CHECKING:
+    import httpx
+
+URL_SCHEMES = ("http://", "https://", "data:")
+REPLY_TIMEOUT = 600.0
+"""Seconds of silence after which a server is given up: the request may wait in a long queue."""
+
+
+def connect(url: str, model: str | None = None, connections: int | None = None) -> tuple[httpx.Client, str]:
+    """A client of a server with an OpenAI-compatible API, and the model to ask for: `model`, or else the first that it
+    lists.
+
+    url: may end in ``/v1``. The server's key is in VLMSERVE_API_KEY. connections: most at a time; None: no limit.
+    Raises VLMServeError if there is no server, or it refuses.
+    """
+    import httpx
+
+    base = url.rstrip("/").removesuffix("/v1")
+    key = os.environ.get("VLMSERVE_API_KEY", "").partition(",")[0]
+    client = httpx.Client(
+        base_url=f"{base}/v1",
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(10.0, read=REPLY_TIMEOUT, pool=None),
+        limits=httpx.Limits(max_connections=connections),
+    )
+    try:
+        response = client.get("/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise VLMServeError(f"there is no server at {url}: {connection_problem(error)}") from error
+    if response.status_code != 200:
+        raise VLMServeError(error_text(response))
+    return client, model or response.json()["data"][0]["id"]
+
+
+def image_part(place: str) -> dict[str, Any]:
+    """A message's part for an image's path or URL. Raises InvalidImageError if no file is there."""
+    if place.startswith(URL_SCHEMES):
+        return {"type": "image_url", "image_url": {"url": place}}
+    path = Path(place)
+    if not path.is_file():
+        raise InvalidImageError(f"there is no image {place!r}; give the path of a file or a URL")
+    return {"type": "image", "image": path}
 
 
 def wire_message(message: dict[str, Any]) -> dict[str, Any]:
