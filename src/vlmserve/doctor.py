@@ -19,6 +19,7 @@ EXTRAS = {
     "postgres": ("psycopg", "conversations and files in PostgreSQL"),
     "otel": ("opentelemetry.sdk", "traces"),
     "sentencepiece": ("sentencepiece", "tokenizers in SentencePiece's format"),
+    "parquet": ("pyarrow", "results of vlmserve batch in Parquet"),
     "ray": ("ray", "several engines behind a gateway"),
     "gpu": ("pynvml", "metrics of NVIDIA's GPUs"),
 }

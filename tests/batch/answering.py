@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from vlmserve.batch.answers import Conversation
+from vlmserve.batch.answers import Ask
 from vlmserve.batch.journal import Result
-from vlmserve.types import SamplingParams
+from vlmserve.server.schema.batches import BatchLine
 
 
 class Shouting:
@@ -19,9 +19,10 @@ class Shouting:
         self.asked: list[str] = []
         self.broken, self._delay = broken, delay
 
-    def answer(self, conversations: Sequence[Conversation], params: SamplingParams) -> Iterator[tuple[int, Result]]:
-        for number, conversation in reversed([*enumerate(conversations)]):
-            text = conversation[-1]["content"][-1]["text"]
+    def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
+        for number, ask in reversed([*enumerate(asks)]):
+            messages = ask.body["messages"] if isinstance(ask, BatchLine) else ask.messages
+            text = messages[-1]["content"][-1]["text"]
             self.asked.append(text)
             time.sleep(self._delay)
             yield number, Result(error="broken") if text in self.broken else Result(text.upper(), "stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from vlmserve.batch.answers import ServerAnswers
+from vlmserve.batch.answers import Chat, ServerAnswers
 from vlmserve.batch.journal import Result
 from vlmserve.cli import app
 from vlmserve.errors import VLMServeError
+from vlmserve.server.schema.batches import BatchLine, read_line
 from vlmserve.types import Grammar, SamplingParams
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes.png"
@@ -61,8 +63,13 @@ def said(text: str) -> tuple[int, dict[str, str], Any]:
     return 200, {}, {"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 1}}
 
 
-def asks(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "text", "text": text}]}]
+def asks(text: str, params: SamplingParams | None = None) -> Chat:
+    content = [{"type": "text", "text": text}]
+    return Chat([{"role": "user", "content": content}], params or SamplingParams())
+
+
+def line(id_: str, url: str = "/v1/chat/completions", **body: Any) -> BatchLine:
+    return read_line(json.dumps({"custom_id": id_, "method": "POST", "url": url, "body": body}).encode())
 
 
 def test_an_overloaded_server_is_asked_again_and_a_wrong_row_is_not() -> None:
@@ -81,7 +88,7 @@ def test_an_overloaded_server_is_asked_again_and_a_wrong_row_is_not() -> None:
     params = SamplingParams(temperature=0.5, seed=4, max_tokens=9, grammar=Grammar.json(schema))
     with served(answer) as url:
         answers = ServerAnswers(url, None, 2)
-        results = dict(answers.answer([asks("a"), asks("busy"), asks("wrong"), asks("b")], params))
+        results = dict(answers.answer([asks(text, params) for text in ("a", "busy", "wrong", "b")]))
     assert results == {
         0: Result("A", "stop", "", 5, 1),
         1: Result("BUSY", "stop", "", 5, 1),
@@ -99,9 +106,78 @@ def test_a_key_that_is_refused_ends_the_batch() -> None:
         answers = ServerAnswers(f"{url}/v1/", "other", 2)
         assert answers.name == "other"
         with pytest.raises(VLMServeError, match="wrong key"):
-            list(answers.answer([asks("a")], SamplingParams()))
+            list(answers.answer([asks("a")]))
     with pytest.raises(VLMServeError, match="no server at"):
         ServerAnswers(url, None, 1)
+
+
+def test_requests_are_sent_as_they_are() -> None:
+    sent: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+        sent.append(body)
+        if "input" in body:
+            content = [{"type": "output_text", "text": "four"}]
+            output = [{"type": "message", "content": content}]
+            usage = {"input_tokens": 2, "output_tokens": 1}
+            return 200, {}, {"object": "response", "status": "completed", "output": output, "usage": usage}
+        if "prompt" in body:
+            return 200, {}, {"choices": [{"text": "three", "finish_reason": "length"}]}
+        return said("two")
+
+    requests = [
+        line("a", model="gpt", messages=[], top_k=3),
+        line("b", "/v1/completions", prompt="one, two,"),
+        line("c", "/v1/responses", input="?"),
+        line("d", messages=[], n=2),
+    ]
+    with served(answer) as url:
+        results = dict(ServerAnswers(url, None, 1).answer(requests))
+        ServerAnswers(url, "mine", 1)._ask(requests[0])
+    assert results[0] == Result("two", "stop", "", 5, 1)
+    assert results[1] == Result("three", "length")
+    assert results[2] == Result("four", "stop", "", 2, 1)
+    assert results[3].error.startswith("n is not possible here")
+    assert sent[0] == {"model": "gpt", "messages": [], "top_k": 3}
+    assert sent[1]["model"] == "m"
+    assert sent[3]["model"] == "mine"
+
+
+def test_requests_are_answered_by_the_engine_in_this_process(tmp_path: Path) -> None:
+    encoded = base64.b64encode(SHAPES.read_bytes()).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+
+    def ask(id_: str, text: str, **fields: Any) -> dict[str, Any]:
+        content = [image, {"type": "text", "text": text}]
+        body = {"model": "gpt-4o", "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
+        return {"custom_id": id_, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    json_schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    requests = [
+        ask("circle", "What colour is the circle?"),
+        ask("object", "What colour is the circle?", response_format=json_schema, max_tokens=32),
+        ask("thinking", "How many shapes are there?", chat_template_kwargs={"enable_thinking": False}),
+        ask("wrong", "?", temperature=-1),
+        ask("calls", "?", tools=[{"type": "function", "function": {"name": "f"}}]),
+        {**ask("text", "?"), "url": "/v1/completions"},
+    ]
+    source = tmp_path / "requests.jsonl"
+    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    arguments = ["batch", str(source), "--kv-cache-memory", "64MiB", "--output", str(tmp_path / "out.jsonl")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    answers = {row["id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert list(answers) == [request["custom_id"] for request in requests]
+    assert answers["circle"] == {"id": "circle", "answer": "red", "finish_reason": "stop"}
+    assert answers["object"]["answer"]["colour"] in ("red", "blue")
+    assert answers["thinking"]["answer"] == "3"
+    assert "temperature" in answers["wrong"]["error"]
+    assert "tools" in answers["calls"]["error"]
+    assert "--url" in answers["text"]["error"]
+    result = CliRunner().invoke(app, [*arguments, "--prompt", "?"])
+    assert result.exit_code != 0
+    assert "leave out --prompt" in result.output
 
 
 def test_a_folder_is_captioned_by_the_engine_in_this_process(tmp_path: Path) -> None:

@@ -111,3 +111,23 @@ def test_digests_tell_questions_apart(tmp_path: Path) -> None:
     assert len({of(red), of(blue), of(red, "y"), of(red, settings=b"t")}) == 4
     row = Row("1", (str(red),), {"word": "x"})
     assert digest(row, Question("{word}").messages(row), b"s") != of(red)
+
+
+def test_requests_are_all_lines_of_a_file_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    first = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}'
+    other = first.replace('"a"', '"b"')
+    path.write_text(f"{first}\n\n{other}\n")
+    rows = read_rows(str(path))
+    assert [row.id for row in rows] == ["a", "b"]
+    assert rows[0].request is not None
+    assert rows[0].request.body == {"messages": []}
+    for second, named in [
+        (first, "two rows have the id 'a'"),
+        ('{"image": "a.png"}', r"line 2: .*custom_id"),
+        (first.replace("POST", "GET"), r"line 2: .*GET"),
+        (first.replace("chat/completions", "embeddings"), r"line 2: .*embeddings"),
+    ]:
+        path.write_text(f"{first}\n{second}\n")
+        with pytest.raises(ConfigurationError, match=named):
+            read_rows(str(path))

@@ -17,6 +17,7 @@ from vlmserve.batch.journal import Journal, Result
 from vlmserve.batch.rows import Question, Row
 from vlmserve.batch.run import Summary, journal_path, run_batch
 from vlmserve.errors import ConfigurationError
+from vlmserve.server.schema.batches import read_line
 from vlmserve.types import Grammar, SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -84,16 +85,16 @@ def test_another_question_takes_no_earlier_answer(tmp_path: Path) -> None:
 class Objects(Shouting):
     """Answers with JSON."""
 
-    def answer(self, conversations, params):  # type: ignore[no-untyped-def]
-        for number, _ in enumerate(conversations):
+    def answer(self, asks):  # type: ignore[no-untyped-def]
+        for number, _ in enumerate(asks):
             yield number, Result('{"colour": "red", "sizes": [1, 2]}', "stop" if number else "length")
 
 
 class Whole(Shouting):
     """Answers with JSON that is never cut off."""
 
-    def answer(self, conversations, params):  # type: ignore[no-untyped-def]
-        for number, _ in enumerate(conversations):
+    def answer(self, asks):  # type: ignore[no-untyped-def]
+        for number, _ in enumerate(asks):
             yield number, Result('{"colour": "red"}', "stop")
 
 
@@ -119,12 +120,51 @@ def test_answers_with_a_schema_are_objects_and_columns(tmp_path: Path) -> None:
     assert heading == "id,word,answer.colour,finish_reason,error"
 
 
+def test_parquet_has_the_types_of_values(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    params = SamplingParams(temperature=0, grammar=Grammar.json({"type": "object"}))
+    rows = [Row("a", (), {"word": "a", "size": 1, "mixed": 1}), Row("b", (), {"word": "b", "size": 2, "mixed": [2]})]
+    run_batch([*rows, Row("gone", ("gone.png",), {"word": "c"})], WORD, params, tmp_path / "out.parquet", Objects)
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert [str(field.type).partition("<")[0] for field in table.schema] == [
+        "string", "string", "int64", "string", "string", "string", "list", "string", "string",
+    ]  # fmt: skip
+    first, second, third = table.to_pylist()
+    assert first["answer"] == '{"colour": "red", "sizes": [1, 2]}'
+    assert second == {
+        "id": "b", "word": "b", "size": 2, "mixed": "[2]", "answer": None, "answer.colour": "red",
+        "answer.sizes": [1, 2], "finish_reason": "stop", "error": None,
+    }  # fmt: skip
+    assert third["error"].startswith("there is no image")
+
+
+def test_parquet_without_its_library_is_refused_kindly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmserve.batch.results.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'vlmserve\[parquet\]'"):
+        run_batch(rows_of("a"), WORD, GREEDY, tmp_path / "out.parquet", Shouting)
+
+
+def test_requests_are_asked_once_if_they_are_equal(tmp_path: Path) -> None:
+    def request(id_: str, **fields: object) -> Row:
+        content = [{"type": "text", "text": "a"}]
+        body = {"messages": [{"role": "user", "content": content}], **fields}
+        line = {"custom_id": id_, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        return Row(id_, request=read_line(msgspec.json.encode(line)))
+
+    answers = Shouting()
+    rows = [request("1", temperature=0), request("2", temperature=0), request("3", temperature=0, max_tokens=3)]
+    rows += [request("4"), request("5"), request("6", seed=1), request("7", seed=1)]
+    summary = run_batch(rows, None, GREEDY, tmp_path / "out.jsonl", lambda: answers)
+    assert summary == Summary(rows=7, asked=5, resumed=0, repeated=2, failed=0)
+    assert lines(tmp_path / "out.jsonl")[6] == {"id": "7", "answer": "A", "finish_reason": "stop"}
+
+
 def test_outputs_that_cannot_be_written_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
     def never() -> Shouting:
         raise AssertionError
 
     for output, rows, named in [
-        (tmp_path / "out.xlsx", rows_of("a"), ".jsonl or .csv"),
+        (tmp_path / "out.xlsx", rows_of("a"), ".jsonl, .csv, .parquet"),
         (tmp_path / "out.csv", [Row("1", (), {"word": "a", "answer": "b"})], "rename the column 'answer'"),
     ]:
         with pytest.raises(ConfigurationError, match=named):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from vlmserve.batch.journal import Result
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.wire import connect, connection_problem, error_text, wire_message
+from vlmserve.server.schema.batches import BatchLine
 from vlmserve.types import Grammar, SamplingParams
 
 ATTEMPTS = 6
@@ -21,13 +24,23 @@ LONGEST_PAUSE = 30.0
 Conversation = list[dict[str, Any]]
 
 
+class Chat(NamedTuple):
+    """What a row asks, if the input does not have a request for it."""
+
+    messages: Conversation
+    params: SamplingParams
+
+
+Ask = Chat | BatchLine
+
+
 class BatchAnswers(Protocol):
-    """Answers many conversations."""
+    """Answers many rows."""
 
     name: str
 
-    def answer(self, conversations: Sequence[Conversation], params: SamplingParams) -> Iterator[tuple[int, Result]]:
-        """The number of each conversation and what came of it, in any order.
+    def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
+        """The number of each of them and what came of it, in any order.
 
         Raises VLMServeError where no further answer is to be expected.
         """
@@ -43,12 +56,30 @@ class LocalAnswers:
         self._llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
         self.name = self._llm.config.model
 
-    def answer(self, conversations: Sequence[Conversation], params: SamplingParams) -> Iterator[tuple[int, Result]]:
+    def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
         """See `BatchAnswers.answer`."""
-        outcomes = self._llm.chat(iter(conversations), params, use_tqdm=False, stream=True, on_error="return")
-        for number, outcome in enumerate(outcomes):
+        read: list[tuple[int, Chat, dict[str, Any]]] = []
+        for number, ask in enumerate(asks):
+            try:
+                read.append((number, *((ask, {}) if isinstance(ask, Chat) else self._read(ask))))
+            except InvalidRequestError as error:
+                yield number, Result(error=str(error))
+        # A call has one set of options for all conversations.
+        for options, group in itertools.groupby(read, key=lambda one: one[2]):
+            yield from self._answer([(number, chat) for number, chat, _ in group], options)
+
+    def _answer(self, asked: Sequence[tuple[int, Chat]], options: dict[str, Any]) -> Iterator[tuple[int, Result]]:
+        outcomes = self._llm.chat(
+            [chat.messages for _, chat in asked],
+            [chat.params for _, chat in asked],
+            use_tqdm=False,
+            stream=True,
+            on_error="return",
+            **options,
+        )
+        for place, ((number, _), outcome) in enumerate(zip(asked, outcomes, strict=True)):
             if isinstance(outcome, InvalidRequestError):
-                yield number, Result(error=str(outcome).removeprefix(f"conversations[{number}], "))
+                yield number, Result(error=str(outcome).removeprefix(f"conversations[{place}], "))
                 continue
             [output] = outcome.outputs
             if output.finish_reason == "error":
@@ -57,24 +88,51 @@ class LocalAnswers:
             tokens = len(outcome.prompt_token_ids), len(output.token_ids)
             yield number, Result(output.text, output.finish_reason, "", *tokens)
 
+    def _read(self, line: BatchLine) -> tuple[Chat, dict[str, Any]]:
+        """What a request asks, and with which options. Raises InvalidRequestError."""
+        from vlmserve.server.schema.base import validate
+        from vlmserve.server.schema.chat import ChatRequest
+        from vlmserve.server.schema.content import conversation
+
+        if line.url != "/v1/chat/completions":
+            raise InvalidRequestError(f"{line.url} needs a server (--url); this process answers /v1/chat/completions")
+        check_body(line.body)
+        body = validate(ChatRequest, line.body)
+        params = body.sampling_params(self._llm.default_sampling_params, body.token_limit, 1)
+        if body.token_limit is None:
+            params = msgspec.structs.replace(params, max_tokens=None)
+        settings = body.template_settings(("reasoning_effort",))
+        options = {"chat_template_kwargs": settings or None, "cache_salt": body.cache_salt}
+        return Chat(conversation(body.messages), params), options
+
+
+def check_body(body: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for a request whose answer is not one text."""
+    for field, neutral in (("n", 1), ("best_of", 1), ("stream", False), ("use_beam_search", False), ("tools", [])):
+        if body.get(field) not in (None, neutral):
+            raise InvalidRequestError(
+                f"{field} is not possible here, where an answer is one text; /v1/batches takes it"
+            )
+
 
 class ServerAnswers:
-    """A server, as `connect` finds it. concurrency: how many questions it is asked at a time."""
+    """A server, as `connect` finds it. model: that is asked, whatever requests name. concurrency: how many questions it
+    is asked at a time."""
 
     def __init__(self, url: str, model: str | None, concurrency: int) -> None:
         self._client, self.name = connect(url, model, concurrency)
+        self._model = model
         self._concurrency = concurrency
 
-    def answer(self, conversations: Sequence[Conversation], params: SamplingParams) -> Iterator[tuple[int, Result]]:
+    def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
         """See `BatchAnswers.answer`."""
-        body = {"model": self.name, **_wire_params(params)}
-        waiting = iter(enumerate(conversations))
+        waiting = iter(enumerate(asks))
         running: dict[Future[Result], int] = {}
         with ThreadPoolExecutor(self._concurrency) as pool:
             try:
                 while True:
-                    for number, conversation in itertools.islice(waiting, self._concurrency - len(running)):
-                        running[pool.submit(self._ask, body, conversation)] = number
+                    for number, ask in itertools.islice(waiting, self._concurrency - len(running)):
+                        running[pool.submit(self._ask, ask)] = number
                     if not running:
                         return
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -82,15 +140,27 @@ class ServerAnswers:
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, body: dict[str, Any], conversation: Conversation) -> Result:
+    def _ask(self, ask: Ask) -> Result:
+        if isinstance(ask, Chat):
+            messages = [wire_message(message) for message in ask.messages]
+            return self._post(
+                "/chat/completions", {"model": self.name, **_wire_params(ask.params), "messages": messages}
+            )
+        try:
+            check_body(ask.body)
+        except InvalidRequestError as error:
+            return Result(error=str(error))
+        named = {} if self._model is None else {"model": self._model}
+        return self._post(ask.url.removeprefix("/v1"), {"model": self.name, **ask.body, **named})
+
+    def _post(self, path: str, body: dict[str, Any]) -> Result:
         import httpx
 
-        whole = {**body, "messages": [wire_message(message) for message in conversation]}
         for attempt in range(1, ATTEMPTS + 1):
             last = attempt == ATTEMPTS
             pause = min(0.5 * 2**attempt, LONGEST_PAUSE)
             try:
-                response = self._client.post("/chat/completions", json=whole)
+                response = self._client.post(path, json=body)
             except httpx.HTTPError as error:
                 if last:
                     raise VLMServeError(f"the server does not answer any more: {connection_problem(error)}") from error
@@ -118,16 +188,21 @@ def _wire_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _response_format(grammar: Grammar) -> dict[str, Any]:
-    import msgspec
-
     schema = msgspec.json.decode(grammar.text)
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": grammar.strict}}
 
 
 def _result(body: dict[str, Any]) -> Result:
-    choice, usage = body["choices"][0], body.get("usage") or {}
+    usage = body.get("usage") or {}
+    if body.get("object") == "response":
+        parts = [part for item in body["output"] for part in item.get("content") or ()]
+        text = "".join(part.get("text", "") for part in parts)
+        tokens = usage.get("input_tokens", 0), usage.get("output_tokens", 0)
+        return Result(text, "stop" if body["status"] == "completed" else "length", "", *tokens)
+    choice = body["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
     tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-    return Result(choice["message"]["content"] or "", choice["finish_reason"] or "stop", "", *tokens)
+    return Result(text or "", choice["finish_reason"] or "stop", "", *tokens)
 
 
 def _seconds(text: str | None) -> float | None:

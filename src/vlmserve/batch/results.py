@@ -7,6 +7,7 @@ import csv
 import io
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from vlmserve.batch.journal import Result
 from vlmserve.batch.rows import Row
 from vlmserve.errors import ConfigurationError
 
-FORMATS = (".jsonl", ".csv")
+FORMATS = (".jsonl", ".csv", ".parquet")
 RESERVED = ("id", "answer", "error", "finish_reason")
 
 
 def check_output(path: Path, rows: Sequence[Row]) -> None:
     """Raise ConfigurationError for a file that no results can be written to, or columns that have their names."""
     if path.suffix.lower() not in FORMATS:
-        raise ConfigurationError(f"--output {path}: the name must end in {' or '.join(FORMATS)}")
+        raise ConfigurationError(f"--output {path}: the name must end in {', '.join(FORMATS)}")
+    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
+        raise ConfigurationError("--output: Parquet needs PyArrow; run: pip install 'vlmserve[parquet]'")
     for row in rows:
         if taken := row.columns.keys() & {*RESERVED}:
             raise ConfigurationError(f"rename the column {min(taken)!r} of the input: results have one of that name")
@@ -32,19 +35,30 @@ def check_output(path: Path, rows: Sequence[Row]) -> None:
 def write_results(path: Path, rows: Sequence[Row], results: Sequence[Result], *, parsed: bool) -> None:
     """One line for each row, in their order: its id and columns, the answer, and the error if there is one.
 
-    parsed: answers are JSON; a table has a column for each property of theirs. The file is there whole, or not at all.
+    parsed: answers are JSON, as are those to requests that say so; a table has a column for each property of theirs.
+    The file is there whole, or not at all.
     """
-    records = [_record(row, result, parsed=parsed) for row, result in zip(rows, results, strict=True)]
-    if path.suffix.lower() == ".csv":
-        text = _table(records)
-    else:
-        text = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    records = [
+        _record(row, result, parsed=parsed or _asks_for_json(row)) for row, result in zip(rows, results, strict=True)
+    ]
+    match path.suffix.lower():
+        case ".csv":
+            data = _csv(records)
+        case ".parquet":
+            data = _parquet(records)
+        case _:
+            data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
-        file.write(text)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+
+
+def _asks_for_json(row: Row) -> bool:
+    wanted = {} if row.request is None else row.request.body.get("response_format")
+    return isinstance(wanted, dict) and wanted.get("type") in ("json_schema", "json_object")
 
 
 def _record(row: Row, result: Result, *, parsed: bool) -> dict[str, Any]:
@@ -62,26 +76,49 @@ def _images(row: Row) -> dict[str, Any]:
     return {"image": row.images[0]} if len(row.images) == 1 else {}
 
 
-def _table(records: Sequence[dict[str, Any]]) -> bytes:
-    flat = [_flat(record) for record in records]
-    names = dict.fromkeys(name for record in flat for name in record)
-    for name in ("finish_reason", "error"):
-        names.pop(name, None)
-    if any(name.startswith("answer.") for name in names) and all(record.get("answer") is None for record in flat):
-        names.pop("answer", None)
+def _csv(records: Sequence[dict[str, Any]]) -> bytes:
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, [*names, "finish_reason", "error"], restval="", extrasaction="ignore")
+    flat = [{name: _cell(value) for name, value in _flat(record).items()} for record in records]
+    writer = csv.DictWriter(file, _columns(flat), restval="", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(flat)
     return file.getvalue().encode()
 
 
+def _parquet(records: Sequence[dict[str, Any]]) -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    def column(values: list[Any]) -> Any:
+        try:
+            return pyarrow.array(values)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):  # of several types
+            return pyarrow.array([None if value is None else str(_cell(value)) for value in values], pyarrow.string())
+
+    flat = [_flat(record) for record in records]
+    columns = {name: column([record.get(name) for record in flat]) for name in _columns(flat)}
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()
+
+
+def _columns(flat: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of a table's columns, in order."""
+    names = dict.fromkeys(name for record in flat for name in record)
+    for name in ("finish_reason", "error"):
+        names.pop(name, None)
+    if any(name.startswith("answer.") for name in names) and all(record.get("answer") is None for record in flat):
+        names.pop("answer", None)
+    return [*names, "finish_reason", "error"]
+
+
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """With a column for each property of an answer that is an object."""
     answer = record["answer"]
-    if isinstance(answer, dict):
-        record = {name: value for name, value in record.items() if name != "answer"}
-        record |= {f"answer.{name}": value for name, value in answer.items()}
-    return {name: _cell(value) for name, value in record.items()}
+    if not isinstance(answer, dict):
+        return record
+    rest = {name: value for name, value in record.items() if name != "answer"}
+    return rest | {f"answer.{name}": value for name, value in answer.items()}
 
 
 def _cell(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The rows of a batch: images of a folder, lines of a file."""
+"""The rows of a batch: images of a folder, lines of a file, requests in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from vlmserve.errors import ConfigurationError
+from vlmserve.errors import ConfigurationError, InvalidRequestError
 from vlmserve.frontend.wire import URL_SCHEMES, image_part
+from vlmserve.server.schema.batches import BatchLine, read_line
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns that name a row's images."""
@@ -25,16 +26,18 @@ _FIELDS = Formatter()
 @dataclass(frozen=True)
 class Row:
     """One question. id: what it is called in the results. images: paths or URLs. columns: what else the input says of
-    it, by name, which the prompt may use."""
+    it, by name, which the prompt may use. request: the whole question, where the input has it."""
 
     id: str
     images: tuple[str, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
+    request: BatchLine | None = None
 
 
 def read_rows(source: str) -> list[Row]:
     """The rows of a folder of images, a pattern like ``photos/*.jpg``, a list of paths or URLs (.txt), or a file with
-    columns (.csv, .jsonl). Paths in a file are relative to it.
+    columns (.csv, .jsonl). Paths in a file are relative to it. A .jsonl file may hold requests in OpenAI's batch form
+    instead: all of its lines, or none.
 
     A column "id" or "custom_id" is the row's id, which is its number otherwise, from 1; "image" or "images" names its
     images. Raises ConfigurationError for a source that cannot be read, or in which two rows have the same id.
@@ -72,6 +75,8 @@ def _read_file(path: Path) -> list[Row]:
     if path.suffix.lower() not in readers:
         raise ConfigurationError(f"{path}: give a folder, an image, or a file that ends in {', '.join(readers)}")
     try:
+        if path.suffix.lower() == ".jsonl" and _holds_requests(path):
+            return list(_read_requests(path))
         return [_row(path, number, columns) for number, columns in enumerate(readers[path.suffix.lower()](path), 1)]
     except UnicodeDecodeError:
         raise ConfigurationError(f"{path}: the file is not UTF-8 text") from None
@@ -102,6 +107,22 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path}: line {number}: {error}; write a JSON object") from None
+
+
+def _holds_requests(path: Path) -> bool:
+    """Whether its first object has what only requests have together."""
+    first = next(_read_jsonl(path), {})
+    return isinstance(first.get("body"), dict) and {"custom_id", "method", "url"} <= first.keys()
+
+
+def _read_requests(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                request = read_line(line)
+            except InvalidRequestError as error:
+                raise ConfigurationError(f"{path}: line {number}: {error}") from None
+            yield Row(request.custom_id, request=request)
 
 
 def _row(path: Path, number: int, columns: dict[str, Any]) -> Row:
@@ -147,9 +168,11 @@ class Question:
 def digest(row: Row, messages: list[dict[str, Any]], settings: bytes) -> bytes:
     """Tells what is asked of a row from everything else: text, contents of images, and settings of the batch.
 
-    Raises OSError for an image that cannot be read.
+    messages: of a row without a request. Raises OSError for an image that cannot be read.
     """
     whole = blake3(settings)
+    if row.request is not None:
+        whole.update(msgspec.json.encode([row.request.url, row.request.body], order="sorted"))
     for image in row.images:
         data = image.encode() if image.startswith(URL_SCHEMES) else Path(image).read_bytes()
         whole.update(blake3(data).digest())

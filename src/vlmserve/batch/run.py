@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from vlmserve.batch.answers import BatchAnswers
+from vlmserve.batch.answers import Ask, BatchAnswers, Chat
 from vlmserve.batch.journal import Journal, Result
 from vlmserve.batch.results import check_output, write_results
 from vlmserve.batch.rows import Question, Row, digest
@@ -49,7 +49,7 @@ def journal_path(output: Path) -> Path:
 
 def run_batch(
     rows: Sequence[Row],
-    question: Question,
+    question: Question | None,
     params: SamplingParams,
     output: Path,
     open_answers: Callable[[], BatchAnswers],
@@ -58,16 +58,18 @@ def run_batch(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Ask the question of each row, and write the results to `output` when all are there.
+    """Ask the question of each row, and write the results to `output` when all are there. question: None if all rows
+    have requests; params counts for the others.
 
-    Until then they are in `journal_path`, from which the next run goes on, and where they stay if some have failed, for
-    a run with `retry`. Equal questions are asked once, unless answers are drawn at random.
+    Until then the results are in `journal_path`, from which the next run goes on, and where they stay if some have
+    failed, for a run with `retry`. Equal questions are asked once, unless answers are drawn at random.
 
     Raises ConfigurationError for what cannot be run, and VLMServeError if answers stop coming.
     """
     progress = progress or Progress()
     check_output(output, rows)
-    question.check(rows)
+    if question is not None:
+        question.check(rows)
     path = journal_path(output)
     if output.exists() and not overwrite and not (retry and path.exists()):
         reason = "no row in it has failed" if retry else "give --overwrite to replace it"
@@ -75,14 +77,13 @@ def run_batch(
     output.parent.mkdir(parents=True, exist_ok=True)
     answers = open_answers()
     with Journal(path) as journal:
-        asked = _questions(rows, question, _settings(answers.name, params), draws=_draws(params))
+        asked = _questions(rows, question, params, answers.name)
         failures = {key: result for key, result in asked if result is not None}
         wanted = {key: row for row, (key, result) in zip(rows, asked, strict=True) if result is None}
         done = {key for key in wanted if key in journal.results and not (retry and journal.results[key].error)}
         missing = [key for key in wanted if key not in done]
         progress.begin(len(wanted), len(done))
-        conversations = [question.messages(wanted[key]) for key in missing]
-        for number, result in answers.answer(conversations, params):
+        for number, result in answers.answer([_ask(wanted[key], question, params) for key in missing]):
             journal.add(missing[number], result)
             progress.advance(result)
         results = [failures[key] if key in failures else journal.results[key] for key, _ in asked]
@@ -94,31 +95,43 @@ def run_batch(
     return Summary(len(rows), len(missing), resumed, len(rows) - len(wanted) - len(failures), failed)
 
 
-def _draws(params: SamplingParams) -> bool:
+def _ask(row: Row, question: Question | None, params: SamplingParams) -> Ask:
+    if row.request is not None:
+        return row.request
+    assert question is not None
+    return Chat(question.messages(row), params)
+
+
+def _draws(row: Row, params: SamplingParams) -> bool:
     """Whether equal questions may have different answers."""
+    if row.request is not None:
+        return row.request.body.get("temperature") != 0 and row.request.body.get("seed") is None
     return params.temperature > 0 and params.seed is None
 
 
-def _settings(model: str, params: SamplingParams) -> bytes:
+def _settings(row: Row, model: str, params: SamplingParams) -> bytes:
     """What answers depend on beside the row."""
+    if row.request is not None:
+        return msgspec.json.encode([model])
     grammar = None if params.grammar is None else params.grammar.text
     return msgspec.json.encode([model, params.temperature, params.max_tokens, params.seed, grammar])
 
 
 def _questions(
-    rows: Sequence[Row], question: Question, settings: bytes, *, draws: bool
+    rows: Sequence[Row], question: Question | None, params: SamplingParams, model: str
 ) -> Sequence[tuple[bytes, Result | None]]:
     """For each row the key of its question, and what is wrong with it, if it cannot be asked."""
 
     def read(numbered: tuple[int, Row]) -> tuple[bytes, Result | None]:
         number, row = numbered
+        settings = _settings(row, model, params) + (row.id.encode() if _draws(row, params) else b"")
         try:
-            key = digest(row, question.messages(row), settings + (row.id.encode() if draws else b""))
+            messages = [] if question is None else question.messages(row)
+            return digest(row, messages, settings), None
         except InvalidImageError as error:
             return b"row %d" % number, Result(error=str(error))
         except OSError as error:
             return b"row %d" % number, Result(error=f"{error.filename}: {error.strerror}")
-        return key, None
 
     numbered: Iterable[tuple[int, Row]] = enumerate(rows)
     with ThreadPoolExecutor(READERS) as pool:

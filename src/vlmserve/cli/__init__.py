@@ -181,11 +181,15 @@ def batch(
         typer.Argument(
             metavar="INPUT",
             help="A folder of images, a quoted pattern like 'photos/*.jpg', a list of paths or URLs (.txt), or rows "
-            "with columns (.csv, .jsonl), of which image or images names each row's images.",
+            "with columns (.csv, .jsonl), of which image or images names each row's images. Or requests in OpenAI's "
+            "batch form (.jsonl).",
         ),
     ],
-    prompt: Annotated[str, typer.Option(help="What to ask of each row; {name} stands for the column of that name.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Results: .jsonl or .csv.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Results: .jsonl, .csv or .parquet.")],
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="What to ask of each row; {name} stands for the column of that name. None for requests."),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A JSON schema that answers fit.", exists=True, dir_okay=False)
@@ -203,14 +207,14 @@ def batch(
     For example: vlmserve batch photos --prompt "Describe this image." --output captions.jsonl. A run that was
     interrupted goes on where it was when the same command is given again. The exit status is 1 if a row failed.
     """
-    from vlmserve.batch.rows import Question
     from vlmserve.cli.batch import run
 
     complete = run(
         engine,
         media,
         source,
-        Question(prompt, system),
+        prompt,
+        system,
         output,
         schema=schema,
         url=url,

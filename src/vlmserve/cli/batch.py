@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vlmserve.batch.answers import BatchAnswers, LocalAnswers, ServerAnswers
 from vlmserve.batch.journal import Result
-from vlmserve.batch.rows import Question, read_rows
+from vlmserve.batch.rows import Question, Row, read_rows
 from vlmserve.batch.run import Progress as BatchProgress
 from vlmserve.batch.run import journal_path, run_batch
 from vlmserve.cli.answers import status
@@ -56,7 +57,8 @@ def run(
     engine: EngineConfig,
     media: MediaConfig,
     source: str,
-    question: Question,
+    prompt: str | None,
+    system: str | None,
     output: Path,
     *,
     schema: Path | None,
@@ -69,6 +71,7 @@ def run(
 ) -> bool:
     """Answer all rows of `source`; False if some have no answer. Raises ConfigurationError, VLMServeError."""
     rows = read_rows(source)
+    question = _question(rows, prompt, system, schema)
     sampling = SamplingParams(**params, grammar=None if schema is None else _grammar(schema))
 
     def open_answers() -> BatchAnswers:
@@ -91,6 +94,17 @@ def run(
             f"others are in {journal_path(output)} until then."
         )
     return not summary.failed
+
+
+def _question(rows: Sequence[Row], prompt: str | None, system: str | None, schema: Path | None) -> Question | None:
+    """What all rows are asked; None if they have requests."""
+    if rows[0].request is None:
+        if prompt is None:
+            raise ConfigurationError("--prompt says what to ask of each row; only a file of requests needs none")
+        return Question(prompt, system)
+    if (prompt, system, schema) != (None, None, None):
+        raise ConfigurationError("the rows are whole requests; leave out --prompt, --system and --schema")
+    return None
 
 
 def _grammar(path: Path) -> Grammar:
