@@ -16,7 +16,7 @@ from tests.models.test_decoder import load
 from tests.moondream import make_moondream
 from tests.original_checkpoints import make_qwen_vl as make_resampled
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.stages import by_rows, run_stages
+from vlmserve.layers.stages import StageBudget, Stages, T, by_rows
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.types import Tiling, TowerInputs
 
@@ -50,6 +50,19 @@ def sample_images(name: str, vision: VisionEncoder) -> list[tuple[Tensor, TowerI
     return [(torch.randn(shape, generator=generator), tiling) for shape, tiling in shapes]
 
 
+def made_in(stages: Stages[T], budget: StageBudget, products: float) -> tuple[T, list[int]]:
+    """The result, and multiplications of each step, if each step may make so many more."""
+    made = []
+    while True:
+        before = budget.made
+        budget.left += products
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value, [*made, budget.made - before]
+        made.append(budget.made - before)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 @torch.inference_mode()
 def test_embeddings_are_the_same_in_stages_of_any_size(name: str, tmp_path: Path) -> None:
@@ -60,37 +73,42 @@ def test_embeddings_are_the_same_in_stages_of_any_size(name: str, tmp_path: Path
         products = vision.products(tuple(pixels.shape), tiling)
         [whole] = vision.encode([pixels], [tiling])
         assert whole.isfinite().all()
-        sizes = []
-        for limit in (math.inf, products / 10, 2000.0, 1.0):
-            stages = vision.in_stages([pixels], [tiling], limit)
-            made = []
-            while True:
-                try:
-                    made.append(next(stages))
-                except StopIteration as end:
-                    [embeddings] = end.value
-                    break
+        steps = []
+        for allowed in (math.inf, products / 10, 2000.0):
+            budget = StageBudget(0)
+            [embeddings], made = made_in(vision.in_stages([pixels], [tiling], budget), budget, allowed)
             assert sum(made) == products
             torch.testing.assert_close(embeddings, whole, atol=1e-5, rtol=1e-5)
-            sizes.append((len(made), max(made)))
-        assert sorted(sizes) == sizes, "more stages of a smaller limit"
-        assert sizes[-1][0] > 4 * sizes[0][0]
-        assert sizes[-1][1] < products / 2, "patches of one tile, or the pooling of one image, are one stage"
+            steps.append(made)
+        assert len(steps[0]) == 1
+        assert len(steps[1]) >= 10
+        assert len(steps[2]) >= products / 2000
+        assert max(steps[2]) < products / 2, "patches of one tile, or the pooling of one image, are one stage"
 
 
 @torch.inference_mode()
 def test_all_heads_alone_are_all_heads_together() -> None:
     attention = EncoderAttention(48, 3, dtype=torch.float32)
-    qkv = torch.randn(2, 10, 144)
-    one_by_one = attention.in_stages(qkv, attention.products(10) - 1)
-    assert len(list(attention.in_stages(qkv, attention.products(10) - 1))) == 6
-    torch.testing.assert_close(run_stages(one_by_one), attention(qkv))
+    qkv = torch.randn(3, 10, 144)
+    one = attention.products(10) // 3
+    for heads, steps in ((1, 9), (2, 5), (4, 3), (7, 2), (9, 1)):
+        budget = StageBudget(0)
+        attended, made = made_in(attention.in_stages(qkv, budget), budget, heads * one)
+        assert len(made) == steps
+        torch.testing.assert_close(attended, attention(qkv))
 
 
-def test_rows_are_divided_evenly() -> None:
+def test_stages_are_as_large_as_the_budget_allows() -> None:
     rows = torch.arange(10.0)
-    stages = by_rows(lambda x: 2 * x, 3, 9, rows)
-    assert list(stages) == [9, 9, 9, 3]
-    assert list(by_rows(lambda x: x, 3, 18, rows)) == [15, 15]
-    assert list(by_rows(lambda x: x, 3, 1, rows)) == [3] * 10
-    assert torch.equal(run_stages(by_rows(lambda x: 2 * x, 3, 9, rows)), 2 * rows)
+
+    def made(allowed: float, least: int = 1) -> list[int]:
+        budget = StageBudget(0, least=least)
+        doubled, steps = made_in(by_rows(lambda x: 2 * x, 3, budget, rows), budget, allowed)
+        assert torch.equal(doubled, 2 * rows)
+        return steps
+
+    assert made(math.inf) == [30]
+    assert made(9) == [9, 9, 9, 3]
+    assert made(10) == [9, 9, 12], "what is left of a step is kept"
+    assert made(1) == [0, 0, 3] * 10
+    assert made(9, least=12) == [0, 18, 0, 12], "too few rows wait for another step, but the last ones"

@@ -62,7 +62,7 @@ class CpuDevice(TorchDevice):
     """A CPU by torch's operations."""
 
     images_per_step = 4
-    stage_products = 2**29
+    stage_products = 2**28
     bucket_cost = BUCKET_COST
 
     def linear(

@@ -46,7 +46,7 @@ class Device(Operations, Protocol):
     torch_device: where tensors lie. kernels: what computes, for people: "torch" or an instruction set.
     keeps_packed: whether weights that a file holds in few bits stay packed unless the settings say otherwise.
     images_per_step: images that go through the vision tower in one step, unless the settings say. stage_products:
-    multiplications of the vision tower between which a step may stop.
+    multiplications of the vision tower that are too few to be worth a stage, see `StageBudget`.
     padding_blocks: blocks of the KV cache that batches' padding rows need: 1 where `padded_decodes` pads, else 0.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmserve.layers.operations import EncoderKernel, Layer, Operations
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages
 
 
 class EncoderAttention(Layer):
@@ -35,20 +34,38 @@ class EncoderAttention(Layer):
         """Multiplications for an image of that many tokens."""
         return 2 * length**2 * self.num_heads * self.head_size
 
-    def in_stages(self, qkv: Tensor, limit: float) -> Stages[Tensor]:
-        """`forward` in stages of some images, or of a head of one image. limit: multiplications of a stage; a stage has
-        at least one head of one image."""
+    def in_stages(self, qkv: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """`forward` in stages of so many images and heads of one image."""
         images, length, _ = qkv.shape
-        products = self.products(length)
-        if products <= limit or limit == math.inf:
-            return (yield from by_rows(self._kernel, products, limit, qkv))
-        heads = qkv.view(images, length, 3, self.num_heads, self.head_size)
-        output = qkv.new_empty(images, length, self.num_heads, self.head_size)
-        for image in range(images):
-            for head in range(self.num_heads):
-                yield products // self.num_heads
-                output[image, :, head] = self._head_kernel(heads[image, :, :, head].reshape(1, length, -1))[0]
-        return output.flatten(2)
+        products, heads = self.products(length) // self.num_heads, images * self.num_heads
+        while not (count := budget.take(heads, products)):
+            yield
+        if count == heads:
+            return self._kernel(qkv)
+        output = qkv.new_empty(images, length, self.num_heads * self.head_size)
+        done = 0
+        while True:
+            self._attend_heads(qkv, output, done, done + count)
+            done += count
+            if done == heads:
+                return output
+            while not (count := budget.take(heads - done, products)):
+                yield
+
+    def _attend_heads(self, qkv: Tensor, output: Tensor, start: int, end: int) -> None:
+        """Heads ``start <= i < end``, counted image by image: all of an image in one call, the others one by one."""
+        images, length, _ = qkv.shape
+        inputs = qkv.view(images, length, 3, self.num_heads, self.head_size)
+        outputs = output.view(images, length, self.num_heads, self.head_size)
+        while start < end:
+            image, head = divmod(start, self.num_heads)
+            whole = 0 if head else (end - start) // self.num_heads
+            if whole:
+                output[image : image + whole] = self._kernel(qkv[image : image + whole])
+                start += whole * self.num_heads
+            else:
+                outputs[image, :, head] = self._head_kernel(inputs[image, :, :, head].reshape(1, length, -1))[0]
+                start += 1
 
     def arrange(self, operations: Operations) -> None:
         """See `Layer.arrange`."""

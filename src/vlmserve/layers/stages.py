@@ -11,12 +11,36 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-Stages: TypeAlias = "Generator[int, None, T]"
-"""Before each stage it yields how many multiplications the stage takes; in the end it returns the result."""
+Stages: TypeAlias = "Generator[None, None, T]"
+"""It yields where the budget is too small to go on; in the end it returns the result."""
+
+
+class StageBudget:
+    """How many multiplications may be made before the next pause, and how many were made.
+
+    A stage is as large as the budget allows. least: multiplications of a stage that does not end its operation: smaller
+    ones use the processor badly, so what is left is kept until it is enough.
+    """
+
+    def __init__(self, left: float = math.inf, *, least: int = 1) -> None:
+        self.left, self.least = left, least
+        self.made = 0
+
+    def take(self, units: int, products: int) -> int:
+        """How many of the remaining units of an operation are the next stage; 0: the budget is too small for one.
+
+        products: multiplications of a unit.
+        """
+        count = units if units * products <= self.left else int(self.left // products)
+        if count < units and count * products < self.least:
+            return 0
+        self.left -= count * products
+        self.made += count * products
+        return count
 
 
 def run_stages(stages: Stages[T]) -> T:
-    """The result of all stages."""
+    """The result of all stages, whose budget has no bound."""
     while True:
         try:
             next(stages)
@@ -25,20 +49,13 @@ def run_stages(stages: Stages[T]) -> T:
             return result
 
 
-def by_rows(compute: Callable[..., Tensor], products: int, limit: float, *inputs: Tensor) -> Stages[Tensor]:
-    """What `compute` makes of inputs ``[rows, ...]``, row by row.
-
-    products: multiplications for each row. limit: of a stage; a stage has at least one row.
-    """
-    rows = len(inputs[0])
-    most = max(1, int(min(rows, limit / max(1, products))))
-    if most >= rows:
-        yield rows * products
-        return compute(*inputs)
-    # Stages of about the same size.
-    size = math.ceil(rows / math.ceil(rows / most))
-    parts = []
-    for chunks in zip(*(torch.split(whole, size) for whole in inputs), strict=True):
-        yield len(chunks[0]) * products
-        parts.append(compute(*chunks))
-    return torch.cat(parts)
+def by_rows(compute: Callable[..., Tensor], products: int, budget: StageBudget, *inputs: Tensor) -> Stages[Tensor]:
+    """What `compute` makes of inputs ``[rows, ...]``, row by row. products: multiplications for each row."""
+    rows, parts = len(inputs[0]), []
+    done = 0
+    while done < rows:
+        while not (count := budget.take(rows - done, products)):
+            yield
+        parts.append(compute(*(whole[done : done + count] for whole in inputs)))
+        done += count
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

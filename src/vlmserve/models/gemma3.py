@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import RMSNorm
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
 from vlmserve.models.vision.staged import StagedVision
@@ -93,9 +93,9 @@ class Gemma3Vision(StagedVision):
         return self.vision_tower.products(self.vision_tower.spec.num_patches) + self.multi_modal_projector.products
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. All images are computed together."""
-        patches = yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), limit)
+        patches = yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), budget)
         projector = self.multi_modal_projector
-        return list((yield from by_rows(projector, projector.products, limit, patches)))
+        return list((yield from by_rows(projector, projector.products, budget, patches)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
 from vlmserve.layers.linear import Linear
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS, SiglipTower
 from vlmserve.models.vision.staged import StagedVision
@@ -88,15 +88,15 @@ class Idefics3Vision(StagedVision):
         return shape[0] * (self.vision_model.products(patches) + self.connector.products(patches))
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. One image after the other, its embeddings tile by tile, row by row."""
         images = []
         for image in pixels:
             embeddings = []
             for tiles in torch.split(image.to(self.dtype), TILES_AT_ONCE):
-                patches = yield from self.vision_model.in_stages(tiles, limit)
+                patches = yield from self.vision_model.in_stages(tiles, budget)
                 products = self.connector.products(patches.shape[1])
-                embeddings.append((yield from by_rows(self.connector, products, limit, patches)))
+                embeddings.append((yield from by_rows(self.connector, products, budget, patches)))
             images.append(torch.cat(embeddings).flatten(0, 1))
         return images

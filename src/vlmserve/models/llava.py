@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.linear import Linear, empty_parameter
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
 from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import Tiling, TowerInputs
@@ -108,12 +108,12 @@ class LlavaVision(StagedVision):
         return shape[0] * (self.vision_tower.products + self._embeddings_of_tile * self.multi_modal_projector.products)
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. The tiles of all images are computed together."""
-        features = yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), limit)
+        features = yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), budget)
         rows = features[:, self.skipped_tokens :].flatten(0, 1)
-        embeddings = yield from by_rows(self.multi_modal_projector, self.multi_modal_projector.products, limit, rows)
+        embeddings = yield from by_rows(self.multi_modal_projector, self.multi_modal_projector.products, budget, rows)
         tiles = embeddings.view(-1, self._embeddings_of_tile, embeddings.shape[-1])
         return self._arranged(list(torch.split(tiles, [len(image) for image in pixels])), tilings)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layers.adapters import AdapterRows
-from vlmserve.layers.stages import Stages
+from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.types import Bidirectional, CrossInput, TowerInputs
 
@@ -46,9 +46,9 @@ class VisionEncoder(Protocol):
         ...
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """`encode` in stages of at most `limit` multiplications each, as far as it can be divided so finely."""
+        """`encode` in stages as large as the budget allows, as far as it can be divided so finely."""
         ...
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.errors import InvalidImageError
-from vlmserve.layers.stages import Stages
+from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.types import FurtherInputs, TowerInputs
 
 logger = logging.getLogger(__name__)
@@ -53,12 +53,13 @@ class TransformersVision:
         return tiling.num_embeddings * self._parameters
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """An image is one stage: somebody else's code cannot be stopped within."""
         images = []
         for image, tiling in zip(pixels, tilings, strict=True):
-            yield self.products(tuple(image.shape), tiling)
+            while not budget.take(1, self.products(tuple(image.shape), tiling)):
+                yield
             images.append(self._encode(image, tiling))
         return images
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from vlmserve.layers.stages import StageBudget
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.requests import ScheduledRequest
@@ -30,7 +31,7 @@ class ImageEncoder:
     def __init__(self, model: LoadedModel, adapters: RunnerAdapters | None = None) -> None:
         self._model = model
         self._adapters = adapters
-        self._limit = model.device.stage_products
+        self._least_stage = model.device.stage_products
         self.embeddings: dict[bytes, Tensor] = {}
         self._unfinished: dict[bytes, _Encoding] = {}
 
@@ -59,7 +60,7 @@ class ImageEncoder:
         self._use_adapter(image.adapter)
         with _given_up(image.key):
             pixels = self._pixels(image)
-            begun = _Encoding(self._tower, pixels, image.tiling, self._limit, image.adapter)
+            begun = _Encoding(self._tower, pixels, image.tiling, self._least_stage, image.adapter)
             self._unfinished[image.key] = begun
 
     def lacks_any(self, request: ScheduledRequest) -> bool:
@@ -82,10 +83,10 @@ class ImageEncoder:
             return 0, 0.0
         device = self._model.device
         pixels = torch.zeros(shape, device=device.torch_device, dtype=self._model.dtype)
-        wanted = WARM_UP_STAGES * self._limit
-        _Encoding(self._model.vision, pixels, None, self._limit).advance(wanted)
+        wanted = WARM_UP_STAGES * self._least_stage
+        _Encoding(self._model.vision, pixels, None, self._least_stage).advance(wanted)
         clock = device.clock()
-        products = _Encoding(self._model.vision, pixels, None, self._limit).advance(wanted)
+        products = _Encoding(self._model.vision, pixels, None, self._least_stage).advance(wanted)
         clock.mark()
         [seconds] = clock.seconds()
         return products, seconds
@@ -150,27 +151,24 @@ class _Encoding:
     """An image on its way through the tower, with an adapter's digest. result: its embeddings, once they are there."""
 
     def __init__(
-        self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, limit: float, adapter: bytes = b""
+        self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, least: int, adapter: bytes = b""
     ) -> None:
+        """least: multiplications of a stage, see `StageBudget`."""
         self.adapter = adapter
         self.result: Tensor | None = None
-        self._stages = tower.in_stages([pixels], [tiling], limit)
-        self._next = next(self._stages)
-        self._allowed = 0.0
+        self._budget = StageBudget(0, least=least)
+        self._stages = tower.in_stages([pixels], [tiling], self._budget)
 
     def advance(self, products: float) -> int:
-        """Compute stages of as many more multiplications; what is too little for the next one is kept for later.
+        """Make as many more multiplications; what is too little for the next stage is kept for later.
 
         Returns how many were made.
         """
-        self._allowed += products
-        made = 0
-        while self.result is None and self._next <= self._allowed:
-            self._allowed -= self._next
-            made += self._next
-            try:
-                self._next = next(self._stages)
-            except StopIteration as end:
-                [embeddings] = end.value
-                self.result = embeddings.clone()
-        return made
+        self._budget.left += products
+        before = self._budget.made
+        try:
+            next(self._stages)
+        except StopIteration as end:
+            [embeddings] = end.value
+            self.result = embeddings.clone()
+        return self._budget.made - before

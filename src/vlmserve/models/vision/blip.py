@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
 from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
@@ -79,14 +79,14 @@ class BlipTower(StagedVision):
         return self.spec.num_patches * self.embeddings.patch_embedding.products + layers
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. All images are computed together; features are ``[1 + patches, hidden_size]``
         an image."""
         products = self.spec.num_patches * self.embeddings.patch_embedding.products
-        x = yield from by_rows(self.embeddings, products, limit, torch.cat(pixels).to(self.dtype))
+        x = yield from by_rows(self.embeddings, products, budget, torch.cat(pixels).to(self.dtype))
         for layer in self._layers():
-            x = yield from layer.in_stages(x, limit)
+            x = yield from layer.in_stages(x, budget)
         return list(self.post_layernorm(x))
 
     def _layers(self) -> Iterable[ClipLayer]:

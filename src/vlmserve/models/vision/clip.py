@@ -14,7 +14,7 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.staged import StagedLayer
 
 DEFAULTS: Mapping[str, Any] = {
@@ -215,16 +215,13 @@ class ClipTower(nn.Module):
         layers = sum(layer.products(spec.num_patches + 1) for layer in self._layers())
         return spec.num_patches * self.embeddings.patch_embedding.products + layers
 
-    def in_stages(self, pixels: Tensor, limit: float) -> Stages[Tensor]:
-        """``[images, channels, height, width]`` to ``[images, 1 + patches, hidden_size * feature layers]``.
-
-        limit: multiplications of a stage.
-        """
+    def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """``[images, channels, height, width]`` to ``[images, 1 + patches, hidden_size * feature layers]``."""
         products = self.spec.num_patches * self.embeddings.patch_embedding.products
-        x = yield from by_rows(lambda images: self.pre_layrnorm(self.embeddings(images)), products, limit, pixels)
+        x = yield from by_rows(lambda images: self.pre_layrnorm(self.embeddings(images)), products, budget, pixels)
         states = {0: x}
         for number, layer in enumerate(self._layers(), 1):
-            x = yield from layer.in_stages(x, limit)
+            x = yield from layer.in_stages(x, budget)
             if number in self.feature_layers:
                 states[number] = x
         return torch.cat([states[layer] for layer in self.feature_layers], -1)

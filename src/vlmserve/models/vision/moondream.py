@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.llava import Projector
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
 from vlmserve.models.vision.staged import StagedVision
@@ -147,12 +147,12 @@ class MoondreamTower(StagedVision):
         return (1 + rows * columns) * crop + patches * self.projector.products
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. One image after the other; ``[side * side, out_size]`` each."""
         images = []
         for plane in pixels:
-            images.append((yield from self._encode(plane[0].to(self.dtype), self._layout(plane.shape), limit)))
+            images.append((yield from self._encode(plane[0].to(self.dtype), self._layout(plane.shape), budget)))
         return images
 
     def _layers(self) -> Iterable[ClipLayer]:
@@ -168,21 +168,21 @@ class MoondreamTower(StagedVision):
         size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
         return 2 * size + (layout[0] - 1) * step, size + (layout[1] - 1) * step
 
-    def _encode(self, plane: Tensor, layout: tuple[int, int], limit: float) -> Stages[Tensor]:
+    def _encode(self, plane: Tensor, layout: tuple[int, int], budget: StageBudget) -> Stages[Tensor]:
         size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
         crops = plane[:, size:].unfold(1, size, step).unfold(2, size, step).permute(1, 2, 0, 3, 4).flatten(0, 1)
         crops = torch.cat((plane[None, :, :size, :size], crops))
         products = self.spec.layers.num_patches * self.patch_embedding.products
-        x = yield from by_rows(self.patch_embedding, products, limit, crops)
+        x = yield from by_rows(self.patch_embedding, products, budget, crops)
         x = x + self.position_embedding
         for block in self._layers():
-            x = yield from block.in_stages(x, limit)
+            x = yield from block.in_stages(x, budget)
         x = self.post_layernorm(x)
         side = self.spec.side
         grid = self._put_together(x[1:].unflatten(1, (side, side)).unflatten(0, layout))
         local = F.adaptive_avg_pool2d(grid.permute(2, 0, 1).float(), side).to(x.dtype)
         features = torch.cat((x[0], local.flatten(1).T), -1)
-        return (yield from by_rows(self.projector, self.projector.products, limit, features))
+        return (yield from by_rows(self.projector, self.projector.products, budget, features))
 
     def _put_together(self, crops: Tensor) -> Tensor:
         """``[rows, columns, side, side, size]`` to the grid of all patches: of what crops share, each has one half."""

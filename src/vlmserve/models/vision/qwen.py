@@ -16,7 +16,7 @@ from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
@@ -133,12 +133,12 @@ class VisionAttention(nn.Module):
         heads[:, :2] = rotated.view_as(heads[:, :2]).to(qkv.dtype)
         return qkv
 
-    def attended(self, qkv: Tensor, lengths: list[int], limit: float) -> Stages[Tensor]:
-        """lengths: how many patches see each other, one group behind the other. limit: multiplications of a stage."""
+    def attended(self, qkv: Tensor, lengths: list[int], budget: StageBudget) -> Stages[Tensor]:
+        """lengths: how many patches see each other, one group behind the other."""
         parts = []
         for length, group in _runs(qkv, lengths):
             groups = group.view(-1, length, group.shape[-1])
-            parts.append((yield from self.attention.in_stages(groups, limit)).flatten(0, 1))
+            parts.append((yield from self.attention.in_stages(groups, budget)).flatten(0, 1))
         return torch.cat(parts)
 
 
@@ -199,12 +199,12 @@ class VisionLayer(nn.Module):
         pairs = sum(self.attn.attention.products(length) for length in lengths)
         return sum(lengths) * sum(self._products) + pairs
 
-    def in_stages(self, x: Tensor, layout: Layout, lengths: list[int], limit: float) -> Stages[Tensor]:
-        """``[patches, hidden_size]`` to the same. limit: multiplications of a stage."""
+    def in_stages(self, x: Tensor, layout: Layout, lengths: list[int], budget: StageBudget) -> Stages[Tensor]:
+        """``[patches, hidden_size]`` to the same."""
         before, behind = self._products
-        qkv = yield from by_rows(self._rotated, before, limit, x, layout.cos, layout.sin)
-        attended = yield from self.attn.attended(qkv, lengths, limit)
-        return (yield from by_rows(self._behind, behind, limit, attended, x))
+        qkv = yield from by_rows(self._rotated, before, budget, x, layout.cos, layout.sin)
+        attended = yield from self.attn.attended(qkv, lengths, budget)
+        return (yield from by_rows(self._behind, behind, budget, attended, x))
 
     @property
     def _products(self) -> tuple[int, int]:
@@ -289,13 +289,13 @@ class QwenVisionTower(StagedVision):
         return layers + patches * self._projection.products + embeddings * self.merger.products
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. Images or videos ``[frames, channels, height, width]`` each by itself; the
         last frame is repeated to fill a patch. Embeddings come frame by frame, row by row."""
         images = []
         for image in pixels:
-            images.append((yield from self._encode(image.to(self.dtype), limit)))
+            images.append((yield from self._encode(image.to(self.dtype), budget)))
         return images
 
     def _layers(self) -> Iterable[VisionLayer]:
@@ -308,7 +308,7 @@ class QwenVisionTower(StagedVision):
     def _is_windowed(self, layer: int) -> bool:
         return self.spec.window is not None and layer not in self.spec.full_layers
 
-    def _encode(self, pixels: Tensor, limit: float) -> Stages[Tensor]:
+    def _encode(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
         spec = self.spec
         missing = -len(pixels) % spec.frames
         if missing:
@@ -316,11 +316,11 @@ class QwenVisionTower(StagedVision):
         grid = len(pixels) // spec.frames, pixels.shape[2] // spec.patch_size, pixels.shape[3] // spec.patch_size
         layout = self._layout(grid, pixels.device)
         patches = self._patches(pixels, grid)[layout.order]
-        x = yield from by_rows(self._projection, self._projection.products, limit, patches)
+        x = yield from by_rows(self._projection, self._projection.products, budget, patches)
         for index, block in enumerate(self._layers()):
             lengths = layout.windows if self._is_windowed(index) else layout.frames
-            x = yield from block.in_stages(x, layout, lengths, limit)
-        merged = yield from by_rows(self.merger, self.merger.products, limit, x.view(-1, spec.merge**2, x.shape[-1]))
+            x = yield from block.in_stages(x, layout, lengths, budget)
+        merged = yield from by_rows(self.merger, self.merger.products, budget, x.view(-1, spec.merge**2, x.shape[-1]))
         return merged[layout.back]
 
     def _patches(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:

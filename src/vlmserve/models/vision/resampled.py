@@ -17,7 +17,7 @@ from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
 from vlmserve.models.vision.staged import StagedLayer, StagedVision
 from vlmserve.types import TowerInputs
@@ -223,16 +223,16 @@ class ResampledVision(StagedVision):
         return patches * self.conv1.products + layers + self._pool_products
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. All images are computed together."""
         count = self.spec.tower.num_patches
         images = torch.cat(pixels).to(self.dtype)
-        patches = yield from by_rows(self.conv1, count * self.conv1.products, limit, images)
+        patches = yield from by_rows(self.conv1, count * self.conv1.products, budget, images)
         x = self.ln_pre(patches + interpolated(self.positional_embedding, count))
         for layer in self._layers():
-            x = yield from layer.in_stages(x, limit)
-        return list((yield from by_rows(self._pool, self._pool_products, limit, x)))
+            x = yield from layer.in_stages(x, budget)
+        return list((yield from by_rows(self._pool, self._pool_products, budget, x)))
 
     @property
     def _pool_products(self) -> int:

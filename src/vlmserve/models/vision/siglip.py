@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vlmserve.layers.linear import Embedding
 from vlmserve.layers.norm import LayerNorm
-from vlmserve.layers.stages import Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
 
 IDEFICS3_KINDS = ("idefics3_vision", "idefics3", "smolvlm_vision", "smolvlm")
@@ -85,16 +85,14 @@ class SiglipTower(nn.Module):
         patches = num_patches * self.embeddings.patch_embedding.products
         return patches + sum(layer.products(num_patches) for layer in self._layers())
 
-    def in_stages(self, pixels: Tensor, limit: float) -> Stages[Tensor]:
-        """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``: the normed output of all layers.
-
-        limit: multiplications of a stage.
-        """
+    def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """``[images, channels, height, width]`` to ``[images, patches, hidden_size]``,
+        the normed output of all layers."""
         num_patches = (pixels.shape[2] // self.spec.patch_size) * (pixels.shape[3] // self.spec.patch_size)
         products = num_patches * self.embeddings.patch_embedding.products
-        x = yield from by_rows(self.embeddings, products, limit, pixels)
+        x = yield from by_rows(self.embeddings, products, budget, pixels)
         for layer in self._layers():
-            x = yield from layer.in_stages(x, limit)
+            x = yield from layer.in_stages(x, budget)
         output: Tensor = self.post_layernorm(x)
         return output
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.stages import Stages, by_rows, run_stages
+from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.types import TowerInputs
 
 
@@ -37,13 +36,13 @@ class StagedLayer(nn.Module):
         """Multiplications for an image of that many tokens."""
         return length * sum(self.token_products) + self.full_attention.products(length)
 
-    def in_stages(self, x: Tensor, limit: float) -> Stages[Tensor]:
-        """``[images, tokens, size]`` to the same. limit: multiplications of a stage."""
+    def in_stages(self, x: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """``[images, tokens, size]`` to the same."""
         before, behind = self.token_products
         rows = x.flatten(0, 1)
-        qkv = yield from by_rows(self.before, before, limit, rows)
-        attended = yield from self.full_attention.in_stages(qkv.view(*x.shape[:2], -1), limit)
-        output = yield from by_rows(self.behind, behind, limit, attended.flatten(0, 1), rows)
+        qkv = yield from by_rows(self.before, before, budget, rows)
+        attended = yield from self.full_attention.in_stages(qkv.view(*x.shape[:2], -1), budget)
+        output = yield from by_rows(self.behind, behind, budget, attended.flatten(0, 1), rows)
         return output.view_as(x)
 
 
@@ -51,11 +50,11 @@ class StagedVision(nn.Module):
     """The part of a `VisionEncoder` that follows from its stages."""
 
     def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], limit: float
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`."""
         raise NotImplementedError
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """See `VisionEncoder.encode`."""
-        return run_stages(self.in_stages(pixels, tilings, math.inf)) if pixels else []
+        return run_stages(self.in_stages(pixels, tilings, StageBudget())) if pixels else []
