@@ -22,8 +22,8 @@ from vlmserve.layers.operations import Epilogue, arrange_layers
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
-from vlmserve.quant.rtn import round_to_nearest
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
 from vlmserve.types import SamplingParams

@@ -14,7 +14,7 @@ import triton
 from benchmarks.gpu_stages import Sizes, layer_products, per_launch
 from vlmserve.kernels.triton.products import TritonProduct
 from vlmserve.kernels.triton.tuned import Shape, Tiling
-from vlmserve.quant.rtn import round_to_nearest
+from vlmserve.quant.methods.rtn import round_to_nearest
 
 SECONDS = {"cuda": 100, "cpu": 5}
 """After so many, shapes that were not searched yet are left out; a CPU only tries the search itself."""

@@ -11,7 +11,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers import products
 from vlmserve.layers.operations import NO_EPILOGUE, Epilogue
 from vlmserve.layers.products import FEW_ROWS, PlainProduct, QuantizedProduct, UpcastProduct
-from vlmserve.quant.rtn import round_to_nearest
+from vlmserve.quant.methods.rtn import round_to_nearest
 
 IN_FEATURES = 64
 

@@ -27,10 +27,10 @@ from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import Weight
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.registry import load_model
-from vlmserve.quant import gptq
-from vlmserve.quant.compressed_tensors import from_tensors
-from vlmserve.quant.layout import pack
-from vlmserve.quant.stored import stored_layouts
+from vlmserve.quant.formats import gptq
+from vlmserve.quant.formats.compressed_tensors import from_tensors
+from vlmserve.quant.formats.layout import pack
+from vlmserve.quant.formats.stored import stored_layouts
 
 CPU = torch.device("cpu")
 KERNELS = ["torch", *(["native"] if supported_isas() else [])]

@@ -26,9 +26,9 @@ from vlmserve.layers.linear import Linear
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
-from vlmserve.quant.compressed_tensors import from_tensors, to_tensors
-from vlmserve.quant.layout import pack, unpack
-from vlmserve.quant.rtn import round_to_nearest
+from vlmserve.quant.formats.compressed_tensors import from_tensors, to_tensors
+from vlmserve.quant.formats.layout import pack, unpack
+from vlmserve.quant.methods.rtn import round_to_nearest
 
 CPU = torch.device("cpu")
 KERNELS = ["torch", *(["native"] if supported_isas() else [])]

@@ -19,8 +19,8 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.models.registry import load_model
+from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
-from vlmserve.quant.rtn import round_to_nearest
 
 CPU = torch.device("cpu")
 KERNELS = ["torch", *(["native"] if supported_isas() else [])]

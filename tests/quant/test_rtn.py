@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmserve.quant.rtn import round_to_nearest
+from vlmserve.quant.methods.rtn import round_to_nearest
 
 
 @given(

@@ -14,8 +14,8 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.layers.linear import Embedding, MergedLinear, TiedEmbedding, Weight
 from vlmserve.models.packed import read_weight
 from vlmserve.models.weights import Checkpoint, weight_names
-from vlmserve.quant.layout import Layout
-from vlmserve.quant.rtn import round_to_nearest
+from vlmserve.quant.formats.layout import Layout
+from vlmserve.quant.methods.rtn import round_to_nearest
 
 EMBEDDINGS, HEAD = "language_model.embed_tokens", "language_model.lm_head"
 

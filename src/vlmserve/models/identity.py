@@ -27,7 +27,7 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.models.files import PICKLES, weight_files
 from vlmserve.models.gguf.header import is_gguf, read_header
-from vlmserve.quant.stored import OLD_FILES
+from vlmserve.quant.formats.stored import OLD_FILES
 
 WINDOW_BYTES = 64
 SHORTEST_STEP, LONGEST_STEP = 512, 8192

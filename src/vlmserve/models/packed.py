@@ -14,7 +14,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import GatedLinear, Linear, TiedEmbedding
 from vlmserve.layers.operations import Operations
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_slots, weight_names
-from vlmserve.quant.layout import Layout, StoredWeight
+from vlmserve.quant.formats.layout import Layout, StoredWeight
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.linear import Linear
 from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX
+from vlmserve.models.identity import stored_tensors
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
-from vlmserve.quant.compressed_tensors import describe, to_tensors
+from vlmserve.quant.formats.compressed_tensors import describe, to_tensors
+from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
-from vlmserve.quant.rtn import round_to_nearest
 
 HEAD = "language_model.lm_head.weight"
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -35,55 +38,93 @@ class Saving:
     after: int
 
 
+class QuantizedFolder:
+    """A quantized copy of a checkpoint, in the format that `load_model` and others read, as it is written.
+
+    bits: of weights to quantize, by canonical name. names: of all tensors as the files have them, by canonical name.
+    Raises what `load_model` raises, and ConfigurationError for a checkpoint that is quantized already or cannot be as
+    the settings say.
+    """
+
+    def __init__(self, folder: Path, out: Path, config: QuantizationConfig) -> None:
+        if folder.is_file():
+            raise ConfigurationError(f"{folder} is a GGUF file: quantize the checkpoint that it was made of")
+        self.description = Description.read(folder)
+        if self.description.quantization:
+            raise ConfigurationError(f"{folder} is quantized already")
+        self.checkpoint = Checkpoint(folder, self.description.rename)
+        self.out = out
+        self.bits, self._plain, self._tied = _plan(self.description, self.checkpoint, config)
+        self.names = {self.checkpoint.canonical(key): key for keys in self.checkpoint.files().values() for key in keys}
+        self._folder, self._config = folder, config
+
+    def rounded(self, name: str) -> dict[str, Tensor]:
+        """The tensors that become of one: rounded to nearest if it is to be quantized. name: canonical."""
+        tensor = self.checkpoint.read(name)
+        if name in self.bits:
+            weight = round_to_nearest(
+                tensor.flatten(1),
+                bits=self.bits[name],
+                group_size=self._config.group_size,
+                symmetric=self._config.symmetric,
+            )
+            return self.packed(name, weight)
+        # A copy: the file that it is a view of may be larger than memory.
+        return {} if name == HEAD and self._tied else {self.names[name]: tensor.clone()}
+
+    def packed(self, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The tensors of a quantized weight. name: canonical."""
+        parts = to_tensors(weight, symmetric=self._config.symmetric or weight.bits == 8)
+        return {self.names[name].removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+
+    def write(self, file_name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+        """Write a file, which is there whole or not at all. about: what else it says."""
+        partial = self.out / f"{file_name}.partial"
+        save_file(dict(tensors), partial, metadata={"format": "pt", **(about or {})})
+        os.replace(partial, self.out / file_name)
+
+    def finish(self) -> Saving:
+        """Once all tensors are written: write what describes them, and copy all files that hold no weights."""
+        weight_map: dict[str, str] = {}
+        after = 0
+        for path in sorted(self.out.glob("*.safetensors")):
+            for tensor in stored_tensors(path):
+                weight_map[tensor.name] = path.name
+                after += tensor.end - tensor.start
+        if len(set(weight_map.values())) > 1 or any((self._folder / name).is_file() for name in INDEX_NAMES):
+            index = {"metadata": {"total_size": after}, "weight_map": weight_map}
+            (self.out / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        layers = {name: key.removesuffix(".weight") for name, key in self.names.items()}
+        quantized = {layers[name]: width for name, width in self.bits.items()}
+        _write_config(self.description, self.out, quantized, [layers[name] for name in self._plain], self._config)
+        for path in self._folder.iterdir():
+            if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in (*INDEX_NAMES, "config.json"):
+                shutil.copy(path, self.out)
+        return Saving(sum(self.checkpoint.read(name).nbytes for name in self.names), after)
+
+
 def save_quantized(
     folder: Path, out: Path, config: QuantizationConfig, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Saving:
     """Write a checkpoint with its weights rounded to few bits, in the format that `load_model` and others read.
 
     folder: a checkpoint in Hugging Face layout. out: a folder that is new or empty. progress: is told the tensors done
-    and how many there are. Memory is taken for one file of the checkpoint at a time. Raises what `load_model` raises,
-    and ConfigurationError where there is something in `out` or the checkpoint is quantized already.
+    and how many there are. Memory is taken for one file of the checkpoint at a time. Raises what `QuantizedFolder`
+    raises, and ConfigurationError where there is something in `out`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} must be a new or an empty folder")
-    if folder.is_file():
-        raise ConfigurationError(f"{folder} is a GGUF file: quantize the checkpoint that it was made of")
-    description = Description.read(folder)
-    if description.quantization:
-        raise ConfigurationError(f"{folder} is quantized already")
-    checkpoint = Checkpoint(folder, description.rename)
-    bits, plain, tied = _plan(description, checkpoint, config)
+    writer = QuantizedFolder(folder, out, config)
     out.mkdir(parents=True, exist_ok=True)
-    names = {checkpoint.canonical(key): key for keys in checkpoint.files().values() for key in keys}
-    total, done, before, after = len(names), 0, 0, 0
-    weight_map: dict[str, str] = {}
-    for path, keys in checkpoint.files().items():
+    done = 0
+    for path, keys in writer.checkpoint.files().items():
         tensors: dict[str, Tensor] = {}
         for key in keys:
-            name = checkpoint.canonical(key)
-            tensor = checkpoint.read(name)
-            before += tensor.nbytes
-            if name in bits:
-                tensors |= _quantize(tensor, key, bits[name], config)
-            elif not (name == HEAD and tied):
-                # A copy: the file that it is a view of may be larger than memory.
-                tensors[key] = tensor.clone()
+            tensors |= writer.rounded(writer.checkpoint.canonical(key))
             done += 1
-            progress(done, total)
-        target = path.with_suffix(".safetensors").name
-        save_file(tensors, out / target, metadata={"format": "pt"})
-        after += sum(tensor.nbytes for tensor in tensors.values())
-        weight_map |= dict.fromkeys(tensors, target)
-    if any((folder / name).is_file() for name in INDEX_NAMES):
-        index = {"metadata": {"total_size": after}, "weight_map": weight_map}
-        (out / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
-    layers = {name: key.removesuffix(".weight") for name, key in names.items()}
-    quantized = {layers[name]: width for name, width in bits.items()}
-    _write_config(description, out, quantized, [layers[name] for name in plain], config)
-    for path in folder.iterdir():
-        if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in (*INDEX_NAMES, "config.json"):
-            shutil.copy(path, out)
-    return Saving(before, after)
+            progress(done, len(writer.names))
+        writer.write(path.with_suffix(".safetensors").name, tensors)
+    return writer.finish()
 
 
 def _plan(
@@ -107,12 +148,6 @@ def _plan(
     linear = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
     names = [name for path, module in linear for name in weight_names(path, module)]
     return bits, [name for name in names if name not in bits], spec.tied_embeddings
-
-
-def _quantize(tensor: Tensor, key: str, bits: int, config: QuantizationConfig) -> dict[str, Tensor]:
-    weight = round_to_nearest(tensor.flatten(1), bits=bits, group_size=config.group_size, symmetric=config.symmetric)
-    parts = to_tensors(weight, symmetric=config.symmetric or bits == 8)
-    return {key.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
 
 
 def _write_config(

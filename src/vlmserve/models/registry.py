@@ -37,8 +37,8 @@ from vlmserve.models.spec import ArchSpec
 from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint, canonical_name
+from vlmserve.quant.formats.stored import OLD_FILES, stored_layouts
 from vlmserve.quant.model import quantize
-from vlmserve.quant.stored import OLD_FILES, stored_layouts
 
 logger = logging.getLogger(__name__)
 

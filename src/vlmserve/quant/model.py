@@ -11,7 +11,7 @@ from torch import nn
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
-from vlmserve.quant.rtn import round_to_nearest
+from vlmserve.quant.methods.rtn import round_to_nearest
 
 logger = logging.getLogger(__name__)
 

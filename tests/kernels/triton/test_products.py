@@ -13,7 +13,7 @@ from vlmserve.kernels.triton import products, unpacking
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.products import TritonProduct, tiling, unsupported_reason
 from vlmserve.layers.activation import ACTIVATIONS, activation
-from vlmserve.quant.rtn import round_to_nearest
+from vlmserve.quant.methods.rtn import round_to_nearest
 
 KINDS = ("plain", "8 bits", "4 bits")
 

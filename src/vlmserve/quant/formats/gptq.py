@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.quant.layout import Layout, StoredWeight, check_setting, grouped, unpack
+from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, grouped, unpack
 
 METHOD = "gptq"
 ONES = {4: 0x11111111, 8: 0x01010101}

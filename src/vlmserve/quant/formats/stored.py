@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlmserve.errors import UnsupportedModelError
-from vlmserve.quant import awq, compressed_tensors, gptq, scaled
-from vlmserve.quant.layout import Layout
+from vlmserve.quant.formats import awq, compressed_tensors, gptq, scaled
+from vlmserve.quant.formats.layout import Layout
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
     awq.METHOD: awq.layouts,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.quant.layout import Layout, StoredWeight, check_setting, grouped, unpack
+from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, grouped, unpack
 
 METHOD = "awq"
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

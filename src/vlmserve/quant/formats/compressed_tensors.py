@@ -22,8 +22,8 @@ from torch import Tensor
 
 from vlmserve.errors import ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.quant import scaled
-from vlmserve.quant.layout import Layout, StoredWeight, check_setting, grouped, pack, unpack
+from vlmserve.quant.formats import scaled
+from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, grouped, pack, unpack
 
 METHOD, OWN_METHOD = "compressed-tensors", "vlmserve"
 FORMAT = "pack-quantized"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmserve.errors import ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.quant.layout import Layout, StoredWeight, check_setting, find_group_size
+from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, find_group_size
 
 METHOD = "fp8"
 WEIGHT, SCALE, BLOCK_SCALE, ZERO_POINT = "weight", "weight_scale", "weight_scale_inv", "weight_zero_point"

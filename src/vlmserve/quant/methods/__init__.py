@@ -1,0 +1,1 @@
+"""Methods that quantize a weight."""

@@ -1,0 +1,97 @@
+"""AWQ: inputs that matter get a finer grid, and ranges of groups are clipped where that helps.
+
+https://arxiv.org/abs/2306.00978. Scaling an input up and its producer down changes nothing but the rounding. Errors are
+those of a layer's own outputs, tr(dW H dW^T), so no layer is computed again; the paper's code takes the outputs of the
+block around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vlmserve.quant.grid import Grid, in_groups
+from vlmserve.quant.statistics import output_error
+
+STEPS = 20
+"""Exponents that are tried."""
+CLIP_STEPS, LEAST_SHRINK = 10, 0.5
+"""Ranges that are tried: from the whole one down to more than that share of it."""
+MOST_ROWS = 1024
+"""Outputs of which errors are measured: the others are like them."""
+
+MakeGrid = Callable[[Tensor], Grid]
+"""From a weight to its grid."""
+
+
+def input_scales(
+    weight: Tensor, magnitude: Tensor, hessian: Tensor, make_grid: MakeGrid, *, shared: int = 1, heads: int = 1
+) -> Tensor:
+    """Factors of inputs, ``[in_features]``, that make rounded outputs differ least from exact ones.
+
+    weight: ``[out_features, in_features]`` of all layers with that input. magnitude: mean |x| of each input. hessian:
+    of the inputs. shared: so many heads of inputs, one after another, must have the same factors, as those that attend
+    to the same values do; heads: how many heads there are.
+    """
+    group_size = make_grid(weight[:1]).group_size
+    importance = _importance(weight, group_size)
+    rows = weight[:: -(-len(weight) // MOST_ROWS)]
+    best, least = torch.ones_like(magnitude), _error(rows, torch.ones_like(magnitude), hessian, make_grid)
+    for step in range(STEPS):
+        exponent = step / STEPS
+        scales = magnitude**exponent / (importance ** (1 - exponent) + 1e-4)
+        scales = _tie(scales, shared, heads).clamp(min=1e-4)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        error = _error(rows, scales, hessian, make_grid)
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def clip(weight: Tensor, hessian: Tensor, make_grid: Callable[[Tensor, Tensor], Grid], groups: int) -> Tensor:
+    """Shares of ranges, ``[out_features, groups]``, that make the outputs of each group differ least.
+
+    make_grid: from a weight and shares to its grid. A range is never less than half as wide.
+    """
+    shrinks = torch.ones(len(weight), groups, dtype=weight.dtype, device=weight.device)
+    best, least = shrinks, _group_errors(weight, make_grid(weight, shrinks), hessian)
+    for step in range(1, CLIP_STEPS):
+        tried = torch.full_like(shrinks, 1 - step * (1 - LEAST_SHRINK) / CLIP_STEPS)
+        errors = _group_errors(weight, make_grid(weight, tried), hessian)
+        better = errors < least
+        best, least = torch.where(better, tried, best), torch.where(better, errors, least)
+    return best
+
+
+def _importance(weight: Tensor, group_size: int) -> Tensor:
+    """``[in_features]``: the mean magnitude of each input's weights, as shares of the largest one in their group."""
+    grouped = in_groups(weight.abs(), group_size)
+    shares = grouped / (grouped.amax(2, keepdim=True) + 1e-6)
+    return shares.flatten(1)[:, : weight.shape[1]].mean(0)
+
+
+def _tie(scales: Tensor, shared: int, heads: int) -> Tensor:
+    """The same with one factor for inputs that must have the same: the geometric mean."""
+    if shared == 1:
+        return scales
+    by_head = scales.clamp(min=1e-8).log().view(heads // shared, shared, -1)
+    return by_head.mean(1, keepdim=True).expand_as(by_head).exp().flatten()
+
+
+def _error(rows: Tensor, scales: Tensor, hessian: Tensor, make_grid: MakeGrid) -> Tensor:
+    scaled = rows * scales
+    return output_error(make_grid(scaled).nearest(scaled) / scales - rows, hessian)
+
+
+def _group_errors(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
+    """tr(dW H dW^T) of each group alone, ``[out_features, groups]``."""
+    difference = in_groups(grid.nearest(weight) - weight, grid.group_size)
+    width = hessian.shape[0]
+    errors = torch.empty(difference.shape[:2], dtype=weight.dtype, device=weight.device)
+    for group, first in enumerate(range(0, width, grid.group_size)):
+        inputs = slice(first, min(first + grid.group_size, width))
+        part = difference[:, group, : inputs.stop - first]
+        errors[:, group] = ((part @ hessian[inputs, inputs]) * part).sum(1)
+    return errors

@@ -1,0 +1,70 @@
+"""What calibration keeps of a layer's inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class InputStatistics:
+    """Sums over rows of a layer's inputs, from which its weight is quantized.
+
+    A row counts as often as its weight says, so that rows of images may count less than those of text. Rows with
+    numbers that are not finite are left out.
+    """
+
+    def __init__(self, in_features: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None):
+        self._products = torch.zeros(in_features, in_features, dtype=dtype, device=device)
+        self._magnitudes = torch.zeros(in_features, dtype=dtype, device=device)
+        self._total = 0.0
+        self.largest = torch.zeros(in_features, dtype=dtype, device=device)
+        """float ``[in_features]``: the largest magnitude of each input."""
+        self.count = 0
+        """Rows that were added."""
+        self.num_left_out = 0
+
+    def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
+        """Add rows ``[..., in_features]``; weights: of each row, positive; None: all count once."""
+        rows = rows.reshape(-1, rows.shape[-1]).to(self._products.dtype)
+        finite = rows.isfinite().all(1)
+        if not finite.all():
+            self.num_left_out += len(rows) - int(finite.sum())
+            rows, weights = rows[finite], None if weights is None else weights[finite]
+            if not len(rows):
+                return
+        magnitudes = rows.abs()
+        self.largest = torch.maximum(self.largest, magnitudes.amax(0))
+        self.count += len(rows)
+        if weights is None:
+            self._products.addmm_(rows.T, rows)
+            self._magnitudes += magnitudes.sum(0)
+            self._total += len(rows)
+            return
+        weights = weights.to(rows.dtype)
+        self._products.addmm_((rows * weights[:, None]).T, rows)
+        self._magnitudes += weights @ magnitudes
+        self._total += float(weights.sum())
+
+    @property
+    def hessian(self) -> Tensor:
+        """H = 2 X^T X / N, ``[in_features, in_features]``: the second derivative of the mean squared error of an
+        output by its weights (https://arxiv.org/abs/2210.17323)."""
+        return self._products * (2 / max(self._total, 1e-30))
+
+    @property
+    def mean_magnitude(self) -> Tensor:
+        """float ``[in_features]``: the mean magnitude of each input."""
+        return self._magnitudes / max(self._total, 1e-30)
+
+    def divide(self, factors: Tensor) -> None:
+        """Become those of inputs that are divided by ``[in_features]``."""
+        factors = factors.to(self._products.dtype)
+        self._products /= torch.outer(factors, factors)
+        self._magnitudes /= factors
+        self.largest = self.largest / factors
+
+
+def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
+    """tr(dW H dW^T), scalar: how far outputs move, twice the mean of their squares over rows, if a weight
+    ``[out_features, in_features]`` changes by `difference`."""
+    return ((difference @ hessian) * difference).sum()
