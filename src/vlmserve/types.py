@@ -221,7 +221,8 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     cache_salt: requests share cached prefixes only with those of the same salt, so that one tenant cannot find out
     from timings what another has sent. The images' keys hold it already. beams: search for answers instead of sampling
     one; of `params`, the tokens that end an answer and its least and largest length count. adapter: the name of the
-    adapter that answers; empty: the model itself.
+    adapter that answers; empty: the model itself. priority: those with a larger number wait for those with a smaller
+    one, and give way to them.
     """
 
     request_id: str
@@ -230,6 +231,7 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     cache_salt: str = ""
     beams: BeamSearch | None = None
     adapter: str = ""
+    priority: int = 0
 
 
 class RequestTimings(msgspec.Struct, frozen=True):

@@ -31,12 +31,12 @@ def cross_input(number: int, num_tokens: int, text: int = 0) -> CrossInput:
 
 def request(
     name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), cross=None, bidirectional=None,
-    max_short_len=None, **params,
+    max_short_len=None, priority=0, **params,
 ) -> Request:  # fmt: skip
     spans = tuple(ImageSpan(one, start) for one, start in images)
     prompt = Prompt([token] * length, spans, cross)
     return Request(
-        EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, **params)),
+        EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, **params), priority=priority),
         root_key=root_key(b"", salt=salt),
         seed=0,
         max_len=capacity,

@@ -30,7 +30,7 @@ class Request:
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
-    adapter: the digest of its adapter; empty: none.
+    adapter: the digest of its adapter; empty: none. priority: see `EngineRequest`.
     num_encoded: images encoded for it. cross, cross_key: its cross-attention input and the key of its states, if any.
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
     max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
@@ -66,6 +66,7 @@ class Request:
         "num_encoded",
         "num_prompt_tokens",
         "params",
+        "priority",
         "prompt_logprobs",
         "request_id",
         "seed",
@@ -90,6 +91,7 @@ class Request:
         self.request_id = request.request_id
         self.answer_id = request.request_id
         self.params = request.params
+        self.priority = request.priority
         self.seed = seed
         self.adapter = adapter
         self.token_ids = list(request.prompt.token_ids)

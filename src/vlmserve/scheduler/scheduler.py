@@ -1,9 +1,11 @@
 """Which requests run in a step, with how many tokens, which images are encoded, and which requests are preempted.
 
-First come, first served: requests are admitted in order of arrival, except those whose prefix another one is computing,
-which others overtake. Decodes go first, prompts fill what is left of the token budget in order of admission, and the
-request admitted last gives up its blocks when blocks run out. What of them is still in memory when it runs again is not
-computed again, and the outcome is the same either way.
+First come, first served among requests of the same priority: they are admitted in order of arrival, except those whose
+prefix another one is computing, which others overtake. Decodes go first, prompts fill what is left of the token budget
+in order of admission, and the request admitted last gives up its blocks when blocks run out. What of them is still in
+memory when it runs again is not computed again, and the outcome is the same either way.
+
+Requests of lower priority (a larger number) are admitted and get tokens after all others, and are preempted for them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from vlmserve.scheduler.ahead import plan_ahead
 from vlmserve.scheduler.answers import extend_answer
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.images import ImageScheduler
+from vlmserve.scheduler.priority import enter_first, enter_last
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.searches import Search
 from vlmserve.steps import BlockCopy, CachedRequest, ModelRunnerOutput, SchedulerOutput
@@ -94,7 +97,7 @@ class Scheduler:
         if beams is not None:
             self._searches[request.request_id] = Search(request, beams)
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        enter_last(self.waiting, request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests and free what they hold; unknown ids are ignored."""
@@ -107,6 +110,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and take the blocks that it writes to."""
         step = SchedulerOutput()
+        if self.adapters is not None:
+            self.adapters.begin_step()
+        self._give_way()
         budget = self._schedule_running(step)
         while not step.makes_progress and len(self.running) > 1 and self._is_stuck:
             # Each needs what another one holds: KV blocks, or memory of the encoder cache.
@@ -116,6 +122,8 @@ class Scheduler:
         while not step.makes_progress and self.waiting and self.running:
             # All that run are beams that wait for others, which need the blocks.
             self._preempt(self.running.pop())
+            if self.adapters is not None:
+                self.adapters.begin_step()
             self._schedule_waiting(step, budget)
         step.block_copies, self.cache.block_copies = self.cache.block_copies, []
         step.blocks_to_zero, self._not_finite = self._not_finite, []
@@ -134,7 +142,7 @@ class Scheduler:
         """
         if self._searches or self.propose_drafts is not None or step.draft_token_ids:
             return None
-        if self.waiting and len(self.running) < self._max_num_seqs:
+        if self.waiting and (len(self.running) < self._max_num_seqs or self._has_to_give_way(self.waiting[0])):
             return None
         pairs = [(one, request) for one in step.requests if (request := self._known(one.request_id)) is not None]
         if len(pairs) != len(self.running):
@@ -230,7 +238,7 @@ class Scheduler:
             needs_copy = number > 0 and filled > 0
             is_full = number > 0 and len(self.running) > self._max_num_seqs
             if place is None or is_full or (needs_copy and self.pool.num_free == 0):
-                self.waiting.appendleft(child)
+                enter_first(self.waiting, child)
                 continue
             shared = parent.block_table[parent.first_block : full]
             self.pool.share(shared)
@@ -279,15 +287,42 @@ class Scheduler:
         bound = self.encoder_budget if any(request.num_uncomputed == 1 for request in self.running) else None
         self.images.begin_step(math.inf if bound is None else bound())
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
-        for request in self.running:
+        for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
+                budget = self._schedule_waiting(step, budget, above=request.priority)
                 budget -= self._schedule_chunk(step, request, self._allocate_blocks(request, budget))
         return budget
+
+    def _has_to_give_way(self, waiting: Request) -> bool:
+        """Whether something runs that has a lower priority than a request that waits."""
+        return bool(self.running) and waiting.priority < self.running[-1].priority
+
+    def _give_way(self) -> None:
+        """Preempt requests of lower priority as far as those that wait could run in their place in this step."""
+        num_seqs, num_blocks, num_tokens = 0, 0, 0
+        for request in list(self.waiting):
+            if not self._has_to_give_way(request) or num_tokens >= self._max_num_batched_tokens:
+                return
+            if self.adapters is not None and not self.adapters.may_run(request):
+                continue
+            keys = self._shareable_keys(request)
+            hit = self._find(request, keys)
+            if self._is_being_computed(request, keys, hit):
+                continue
+            num_seqs += 1
+            num_blocks += self._num_missing_blocks(request, hit) + self.cache.num_taken(hit)
+            num_tokens += len(request.token_ids) - hit.end * self._block_size
+            while self._has_to_give_way(request):
+                num_running = len(self.running) + num_seqs
+                if num_running <= self._max_num_seqs and num_blocks <= self.pool.num_free - num_running:
+                    break
+                self._preempt(self.running.pop())
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:
         """Chunks of one token for all that need just one; returns the budget that is left.
 
-        `running` is in order of admission, so the requests preempted here are never ones that are in the step already.
+        `running` is in order of priority and admission, so the requests preempted here are never ones that are in the
+        step already.
         """
         decoding = [request for request in self.running if request.num_uncomputed == 1]
         for index, request in enumerate(decoding):
@@ -322,12 +357,15 @@ class Scheduler:
             request.block_table.extend(self.pool.allocate(max(0, min(missing, spare))))
         return drafts[: len(request.block_table) * self._block_size - len(request.token_ids)]
 
-    def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
-        """Admit waiting requests in order while there are blocks and token budget."""
+    def _schedule_waiting(self, step: SchedulerOutput, budget: int, above: float = math.inf) -> int:
+        """Admit waiting requests in order while there are blocks and token budget; returns the budget that is left.
+
+        above: only those of a higher priority.
+        """
         deferred: list[Request] = []
-        if self.adapters is not None:
-            self.adapters.begin_step()
         while budget > 0 and self.waiting and len(self.running) < self._max_num_seqs:
+            if self.waiting[0].priority >= above:
+                break
             request = self.waiting.popleft()
             if self.adapters is not None and not self.adapters.may_run(request):
                 deferred.append(request)
@@ -342,6 +380,7 @@ class Scheduler:
                 break
             budget -= self._schedule_chunk(step, request, budget)
         self.waiting.extendleft(reversed(deferred))
+        return budget
 
     def _shareable_keys(self, request: Request) -> list[bytes]:
         """Keys of a waiting request's full blocks to look up; at least one token is left to compute, for its logits."""
@@ -375,10 +414,7 @@ class Scheduler:
 
         With a sliding window, these are a window and a chunk; more are allocated as blocks before the window are freed.
         """
-        reach = len(request.token_ids)
-        if self._window is not None:
-            reach = min(reach, hit.end * self._block_size + self._window + self._max_num_batched_tokens)
-        missing = -(-reach // self._block_size) - hit.end
+        missing = self._num_missing_blocks(request, hit)
         # A free block is left for each running request, or this one would soon be preempted.
         free = self.pool.num_free - missing - len(self.running)
         if hit.tail is not None and self.cache.num_taken(hit) > free:
@@ -397,10 +433,17 @@ class Scheduler:
             request.num_cached = request.num_computed
             self.prefix_queried_tokens += request.num_prompt_tokens
             self.prefix_cached_tokens += request.num_cached
-        self.running.append(request)
+        enter_last(self.running, request)
         if self.adapters is not None:
             self.adapters.acquire(request)
         return True
+
+    def _num_missing_blocks(self, request: Request, hit: Hit) -> int:
+        """How many blocks a waiting request needs at a time beside those that were found."""
+        reach = len(request.token_ids)
+        if self._window is not None:
+            reach = min(reach, hit.end * self._block_size + self._window + self._max_num_batched_tokens)
+        return -(-reach // self._block_size) - hit.end
 
     def _register(self, request: Request, num_computed: int) -> None:
         """Register the keys of the blocks that become full when `num_computed` tokens are computed."""
@@ -497,14 +540,14 @@ class Scheduler:
         self._release(request)
         self.num_preemptions += 1
         if not waits_for_others:
-            self.waiting.appendleft(request)
+            enter_first(self.waiting, request)
 
     def _recompute_as_long(self, request: Request) -> None:
         """Compute a request again from its first token on, because it exceeds `max_short_len` now."""
         self._release(request)
         request.reset_block_keys()
         self.running.remove(request)
-        self.waiting.appendleft(request)
+        enter_first(self.waiting, request)
 
     def _remove(self, request: Request) -> None:
         self._release(request)
