@@ -24,8 +24,8 @@ _SLOW = {
     "models": "blip families gguf llava published_quantization tiles",
     "sampling": "sampler",
     "scaleout": "faults gateway pixie ray",
-    "server": """attacks bad_input caching crash debug fuzz guard limits load messages_tools metrics openapi
-        response_tools responses run sampling structured supervision tools tracing""",
+    "server": """attacks bad_input batch_faults caching crash debug fuzz guard limits load messages_tools metrics
+        openapi response_tools responses run sampling structured supervision tools tracing""",
     "storage": "store",
     "training/pixie": "train",
     "web": "accessibility chat live_view",

@@ -504,4 +504,12 @@ class ServerConfig(Settings):
     max_stored_bytes: ByteSize = Field(
         10 * 1024**3, description="Largest size of all stored files and images; more are refused."
     )
-    max_file_bytes: ByteSize = Field(128 * 1024**2, description="Largest size of an uploaded file.")
+    max_file_bytes: ByteSize = Field(
+        128 * 1024**2, description="Largest size of an uploaded file, and of the answers of a batch."
+    )
+    max_batches: int = Field(16, ge=0, description="Unfinished batches of a key, or of a server without keys.")
+    max_batch_rows: int = Field(50_000, ge=1, description="Requests of a batch.")
+    batch_concurrency: int = Field(32, ge=1, description="Requests of all batches that are answered at a time.")
+    batch_lease: float = Field(
+        15.0, gt=0, le=3600, description="Seconds until another server goes on with the batches of one that died."
+    )

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.scaleout.processes import Cluster
+from tests.server.test_batches import content, finished, line, start
 
 QUESTION = [{"role": "user", "content": "What is in the picture?"}]
 
@@ -89,6 +90,19 @@ def test_files_and_conversations_are_the_same_on_all_workers(alice):
         alice.responses.create(model="tiny", input=[{"role": "user", "content": content}], conversation=conversation.id)
     assert len(alice.conversations.items.list(conversation.id, limit=20).data) == 8
     assert alice.files.content(file.id).read().startswith(b"\x89PNG")
+
+
+def test_batches_are_done_by_any_worker_and_belong_to_their_key(cluster, alice):
+    ids = [start(alice, [line(f"{number}") for number in range(10)]).id for _ in range(3)]
+    for id in ids:
+        batch = finished(alice, id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 10)
+        answers = content(alice, batch.output_file_id)
+        assert [one["custom_id"] for one in answers] == [f"{number}" for number in range(10)]
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="bob-key", max_retries=0) as bob:
+        with pytest.raises(openai.NotFoundError):
+            bob.batches.retrieve(ids[0])
+        assert list(bob.batches.list()) == []
 
 
 def test_the_same_image_goes_to_the_same_worker(cluster, http):

@@ -19,6 +19,7 @@ from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.server.app import create_app
+from vlmserve.server.batches.runner import batches_running
 from vlmserve.server.run import bind, default_sampling
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
@@ -75,7 +76,8 @@ class LiveServer:
             raise
         finally:
             self._up.set()
-        await self._stop.wait()
+        async with batches_running(self.service):
+            await self._stop.wait()
         await self.client.close()
         await web.stop()
         self.service.close()

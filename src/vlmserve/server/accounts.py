@@ -94,6 +94,15 @@ class Account:
         finally:
             self.num_running -= 1
 
+    def begin_row(self) -> bool:
+        """Count a request of a batch, unless half of a limit is used up: the rest is for others."""
+        buckets = [bucket for bucket in (self._requests, self._tokens) if bucket is not None]
+        if any(bucket.level < bucket.per_minute / 2 for bucket in buckets):
+            return False
+        if self._requests is not None:
+            self._requests.take(1)
+        return True
+
     def charge(self, num_tokens: int) -> None:
         """Take tokens that a request has cost."""
         if self._tokens is not None:
@@ -164,6 +173,11 @@ class KeyRing:
             if account.key.matches(key):
                 found = account
         return found
+
+    def of_owner(self, owner: str) -> Account | None:
+        """The account that has this history; None if its key is gone."""
+        self._reload()
+        return next((account for account in (*self._plain, *self._stored) if account.owner == owner), None)
 
     def _reload(self) -> None:
         """Read the file again if it has changed. If it has become unreadable, the keys from before stay."""

@@ -285,9 +285,16 @@ async def _forward(answer: Answer, queue: asyncio.Queue[TextDelta | Exception]) 
 
 
 async def start_generation(
-    service: Service, client: EngineClient, request: GenerationRequest, generation_id: str, arrived: float, adapter: str
+    service: Service,
+    client: EngineClient,
+    request: GenerationRequest,
+    generation_id: str,
+    arrived: float,
+    adapter: str,
+    priority: int = 0,
 ) -> Generation:
     """Hand all answers to the engine, those to the first prompt first. adapter: that answers; "": the model itself.
+    priority: see `EngineRequest`.
 
     Raises what `EngineClient.submit` does, and InvalidRequestError for a broken grammar.
     """
@@ -297,7 +304,9 @@ async def start_generation(
     shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
     samples = [(prompt, request.params_of(index)) for prompt in request.prompts for index in range(request.num_samples)]
     engine_requests = [
-        EngineRequest(f"{generation_id}-{number}", prompt, params, request.cache_salt, adapter=adapter)
+        EngineRequest(
+            f"{generation_id}-{number}", prompt, params, request.cache_salt, adapter=adapter, priority=priority
+        )
         for number, (prompt, params) in enumerate(samples)
     ]
     streams: Sequence[OutputStream]

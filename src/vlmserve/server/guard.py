@@ -29,7 +29,8 @@ _PROBES = frozenset({"/health", "/ready", "/version"})
 _VERSIONS = ("1.0", "1.1")
 TENANT = "vlmserve.tenant"
 """The key in a request's ASGI scope of whose cache it may use: `StoredKey.tenant`."""
-_ACCOUNT = "vlmserve.account"
+ACCOUNT = "vlmserve.account"
+"""The same of its `Account`, on a server with keys."""
 
 
 class Guard:
@@ -101,7 +102,7 @@ class Guard:
             )
             headers = {"WWW-Authenticate": "Bearer"}
             raise RefusedError(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key", headers=headers)
-        scope[_ACCOUNT] = account
+        scope[ACCOUNT] = account
         scope[OWNER] = account.owner
         scope[TENANT] = account.key.tenant
         add_note(scope, f"key {account.name}", key=account.name)
@@ -118,7 +119,7 @@ class Guard:
 
 def account_of(request: Request) -> Account | None:
     """The request's account; None on a server without keys."""
-    account: Account | None = request.scope.get(_ACCOUNT)
+    account: Account | None = request.scope.get(ACCOUNT)
     return account
 
 

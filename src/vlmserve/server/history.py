@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from vlmserve.errors import NotFoundError, PromptTooLongError
+from vlmserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
 from vlmserve.server.body import BodyShare
 from vlmserve.server.schema.items import InputItem, ItemReference, copy_of, parts_of
 from vlmserve.server.service import Service
@@ -86,7 +86,7 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
         if file_id not in urls:
             try:
                 urls[file_id] = await _data_url(needed_store(service), owner, file_id, share)
-            except NotFoundError as error:
+            except InvalidRequestError as error:
                 error.param = place
                 raise
         kind, url = urls[file_id]
@@ -109,6 +109,8 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
 async def _data_url(store: Store, owner: str, file_id: str, share: BodyShare) -> tuple[str, str]:
     """The type of a file's part, and its content."""
     file = await store.run(store.files.get, owner, file_id)
+    if not file.media_type.startswith(("image/", "video/")):
+        raise InvalidRequestError(f"The file {file_id} is of {file.media_type}: no image and no video")
     share.need(file.num_bytes * 4 // 3)
 
     def read() -> str:

@@ -158,9 +158,13 @@ def bind(server: ServerConfig) -> socket.socket:
 async def _serve(
     service: Service, web: WebServer, launcher: _Launcher, media: MediaConfig, announce: Callable[[str], None]
 ) -> None:
+    from vlmserve.server.batches.runner import batches_running
+
     stop = stop_on_signals(launcher.close)
     web.start()
+    batches = contextlib.AsyncExitStack()
     try:
+        await batches.enter_async_context(batches_running(service))
         if service.phase == "asleep":
             announce(web.url)
         loading = asyncio.ensure_future(_load(service.wanted, launcher, media))
@@ -176,16 +180,23 @@ async def _serve(
         freeze_loaded_objects()
         announce(web.url)
         async with activity_log(service.engine_stats, service.config.stats_interval):
-            await _supervise(service, client, launcher, load_time, stopping)
+            await _supervise(service, client, launcher, load_time, stopping, batches)
     finally:
+        await batches.aclose()
         await web.stop()
         service.close()
 
 
 async def _supervise(
-    service: Service, client: EngineClient, launcher: _Launcher, load_time: float, stopping: asyncio.Future[Any]
+    service: Service,
+    client: EngineClient,
+    launcher: _Launcher,
+    load_time: float,
+    stopping: asyncio.Future[Any],
+    batches: contextlib.AsyncExitStack,
 ) -> None:
-    """Serve until the server is stopped and has drained. Raises EngineDeadError if the engine cannot be kept alive."""
+    """Serve until the server is stopped and has drained. batches: work on these ends before. Raises EngineDeadError if
+    the engine cannot be kept alive."""
     from vlmserve.frontend.client import EngineClient
     from vlmserve.server.supervision import Supervisor
 
@@ -198,6 +209,7 @@ async def _supervise(
         await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
             watching.result()
+        await batches.aclose()
         await _drain(service)
     finally:
         watching.cancel()

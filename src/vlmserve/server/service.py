@@ -149,6 +149,10 @@ class Service:
         self._closing = False
         self.wanted = asyncio.Event()
         """Set when the model is to be loaded."""
+        self.batch_news = asyncio.Event()
+        """Set when a batch was made, was cancelled or has ended, and when the model is there."""
+        self.background_preparation = asyncio.Semaphore(max(1, media.threads // 2))
+        """Held while a prompt is prepared that nobody waits for: others find free threads."""
         self._lazy = engine.load == "lazy"
         if not self._lazy:
             self.wanted.set()
@@ -181,6 +185,7 @@ class Service:
         self._preparer = preparer
         self.defaults = defaults or self.defaults
         self._opened.set()
+        self.batch_news.set()
 
     def replace(self, client: EngineClient) -> None:
         """Go on with another engine after the one from before has died."""

@@ -40,28 +40,41 @@ class Files:
         self, owner: str, id: str, data: bytes, filename: str, purpose: str, media_type: str, lifetime: float | None
     ) -> File:
         """Keep a file. lifetime: seconds until it is deleted. Raises StorageFullError."""
-        digest = digest_of(data)
 
         def work(connection: Connection) -> File:
-            now = self._clock()
-            expires_at = None if lifetime is None else now + lifetime
-            file = File(id, filename, purpose, media_type, len(data), now, expires_at)
-            insert_blobs(connection, {digest: data}, self._max_blob_bytes)
-            columns = {field: getattr(file, field) for field in File.__slots__}
-            connection.execute(insert(files).values(owner=owner, digest=digest, used_at=now, **columns))
-            return file
+            return self.insert(connection, owner, id, data, filename, purpose, media_type, lifetime)
 
         return self._database.write(work)
+
+    def insert(
+        self,
+        connection: Connection,
+        owner: str,
+        id: str,
+        data: bytes,
+        filename: str,
+        purpose: str,
+        media_type: str,
+        lifetime: float | None,
+    ) -> File:
+        """The same in a transaction of the caller's."""
+        now, digest = self._clock(), digest_of(data)
+        expires_at = None if lifetime is None else now + lifetime
+        file = File(id, filename, purpose, media_type, len(data), now, expires_at)
+        insert_blobs(connection, {digest: data}, self._max_blob_bytes)
+        columns = {field: getattr(file, field) for field in File.__slots__}
+        connection.execute(insert(files).values(owner=owner, digest=digest, used_at=now, **columns))
+        return file
 
     def get(self, owner: str, id: str) -> File:
         """One file."""
         with self._database.read() as connection:
-            return _file(self._find(connection, owner, id))
+            return _file(self.find(connection, owner, id))
 
     def content(self, owner: str, id: str) -> bytes:
         """The bytes of a file."""
         with self._database.read() as connection:
-            digest = self._find(connection, owner, id).digest
+            digest = self.find(connection, owner, id).digest
             return bytes(connection.execute(select(blobs.c.data).where(blobs.c.digest == digest)).scalar_one())
 
     def list(self, owner: str, page: Page, purpose: str | None) -> tuple[list[File], bool]:
@@ -74,7 +87,7 @@ class Files:
                 query = query.where(files.c.purpose == purpose)
             if page.after is not None:
                 try:
-                    row = self._find(connection, owner, page.after)
+                    row = self.find(connection, owner, page.after)
                 except NotFoundError:
                     raise InvalidRequestError(f"after: there is no file {page.after!r:.100}", param="after") from None
                 last = tuple_(row.created_at, row.id)
@@ -88,7 +101,7 @@ class Files:
         """Delete a file, and its bytes if nothing else has the same."""
 
         def work(connection: Connection) -> None:
-            self._find(connection, owner, id)
+            self.find(connection, owner, id)
             delete_file(connection, id)
 
         self._database.delete(work)
@@ -96,7 +109,8 @@ class Files:
     def _alive(self) -> ColumnElement[bool]:
         return or_(files.c.expires_at.is_(None), files.c.expires_at > self._clock())
 
-    def _find(self, connection: Connection, owner: str, id: str) -> Row[Any]:
+    def find(self, connection: Connection, owner: str, id: str) -> Row[Any]:
+        """A file's row, in a transaction of the caller's."""
         query = select(files).where(files.c.id == id, files.c.owner == owner, self._alive())
         row = connection.execute(query).one_or_none()
         if row is None:

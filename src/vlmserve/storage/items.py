@@ -12,6 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from vlmserve.errors import InvalidRequestError, NotFoundError, StorageFullError
 from vlmserve.storage.packing import pack, unpack
+from vlmserve.storage.tables import batches as batches_table
 from vlmserve.storage.tables import blobs, files, item_blobs, items
 
 _MANY = 500
@@ -186,6 +187,7 @@ def delete_orphans(connection: Connection, digests: Iterable[str]) -> int:
             blobs.c.digest.in_(some),
             ~exists().where(item_blobs.c.digest == blobs.c.digest),
             ~exists().where(files.c.digest == blobs.c.digest),
+            ~exists().where(batches_table.c.input_digest == blobs.c.digest),
         )
         deleted += sizes_of(connection, orphans.returning(blobs.c.num_bytes))
     return deleted

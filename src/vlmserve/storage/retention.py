@@ -7,25 +7,28 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, func, literal, select, union_all
 
+from vlmserve.storage.batches import delete_batch
 from vlmserve.storage.conversations import delete_conversation
 from vlmserve.storage.database import Database
 from vlmserve.storage.files import delete_file
 from vlmserve.storage.items import num_bytes_of
 from vlmserve.storage.responses import delete_thread
-from vlmserve.storage.tables import blobs, conversations, files, items, responses
+from vlmserve.storage.tables import batch_results, batches, blobs, conversations, files, items, responses
 
 _DELETE: dict[str, Callable[[Connection, str], int]] = {
     "conversation": delete_conversation,
     "thread": delete_thread,
     "file": delete_file,
+    "batch": delete_batch,
 }
 _AT_ONCE = 32
 """Deletions in one transaction, so that nobody waits long for it."""
 
 
 class Retention:
-    """Keeps a database within bounds: at most `max_age` seconds since its last use for each conversation, file, and
-    chain of responses that follow each other, and at most `max_bytes` for all of them, oldest first. 0: no bound."""
+    """Keeps a database within bounds: at most `max_age` seconds since its last use for each conversation, file, batch
+    that has ended, and chain of responses that follow each other, and at most `max_bytes` for all of them, oldest
+    first. 0: no bound."""
 
     def __init__(self, database: Database, clock: Callable[[], float], max_age: float, max_bytes: int) -> None:
         self._database = database
@@ -73,7 +76,7 @@ class Retention:
 
 def stored_bytes(connection: Connection) -> int:
     """Of all that is kept."""
-    return sum(num_bytes_of(connection, table) for table in (blobs, items, responses))
+    return sum(num_bytes_of(connection, table) for table in (blobs, items, responses, batch_results))
 
 
 def _oldest(count: int) -> Select[Any]:
@@ -84,5 +87,6 @@ def _oldest(count: int) -> Select[Any]:
         threads.where(responses.c.conversation_id.is_(None)).group_by(responses.c.thread),
         select(literal("conversation"), conversations.c.id, conversations.c.used_at),
         select(literal("file"), files.c.id, files.c.used_at),
+        select(literal("batch"), batches.c.id, batches.c.used_at),
     ).subquery()
     return select(all_kinds).order_by(all_kinds.c.used_at, all_kinds.c.id).limit(count)

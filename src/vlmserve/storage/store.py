@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError, OverloadedError, StorageError
+from vlmserve.storage.batches import Batches
 from vlmserve.storage.conversations import Conversations
 from vlmserve.storage.database import Database
 from vlmserve.storage.files import Files
@@ -33,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Store:
-    """Conversations, responses and files, whose methods block: call them through `run`."""
+    """Conversations, responses, files and batches, whose methods block: call them through `run`."""
 
     def __init__(self, url: str, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
         """Open or make the database at a URL. Raises ConfigurationError.
@@ -45,6 +46,7 @@ class Store:
         self.conversations = Conversations(database, clock, config.max_stored_bytes)
         self.responses = Responses(database, self.conversations, clock, config.max_stored_bytes)
         self.files = Files(database, clock, config.max_stored_bytes)
+        self.batches = Batches(database, self.files, clock)
         self.retention = Retention(database, clock, config.storage_max_age, config.storage_max_bytes)
         self._room = threading.BoundedSemaphore(_MAX_PENDING)
         self._workers = ThreadPoolExecutor(threads, "storage")

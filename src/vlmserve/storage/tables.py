@@ -123,11 +123,68 @@ files = Table(
     Column("expires_at", Double, index=True),
 )
 
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", _Name(80), primary_key=True),
+    Column("owner", _Name(256), nullable=False, index=True),
+    Column("tenant", String(64), nullable=False),
+    Column("endpoint", String(80), nullable=False),
+    Column("model", _Name(256)),
+    Column("window", String(40), nullable=False),
+    Column("input_file_id", _Name(80), nullable=False),
+    Column("input_digest", ForeignKey("blobs.digest"), nullable=False, index=True),
+    Column("output_lifetime", Double),
+    Column("metadata", Text, nullable=False),
+    Column("status", String(20), nullable=False, index=True),
+    Column("errors", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("in_progress_at", Double),
+    Column("finalizing_at", Double),
+    Column("cancelling_at", Double),
+    Column("ended_at", Double),
+    Column("expires_at", Double, nullable=False),
+    Column("used_at", Double, nullable=False, index=True),
+    Column("output_file_id", _Name(80)),
+    Column("error_file_id", _Name(80)),
+    Column("num_rows", _Count, nullable=False),
+    Column("num_completed", _Count, nullable=False),
+    Column("num_failed", _Count, nullable=False),
+    Column("prompt_tokens", _Count, nullable=False),
+    Column("cached_tokens", _Count, nullable=False),
+    Column("completion_tokens", _Count, nullable=False),
+    Column("num_bytes", _Count, nullable=False),
+    Column("holder", String(40)),
+    Column("held_until", Double),
+)
+"""used_at: when it has ended, and until then when it is to have ended. holder: the server that works on it."""
+
+batch_results = Table(
+    "batch_results",
+    metadata,
+    Column("batch_id", ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True),
+    Column("row", Integer, primary_key=True, autoincrement=False),
+    Column("succeeded", Integer, nullable=False),
+    Column("num_bytes", _Count, nullable=False),
+    Column("body", Text, nullable=False),
+    Index("batch_results_by_size", "num_bytes"),
+)
+"""Lines of the files that a batch will have written when it ends."""
+
 Step = Callable[[Connection], None]
 
-MIGRATIONS: Sequence[Step] = (metadata.create_all,)
-"""Step i makes version i + 1 of version i. A published step is never changed; a new one is added behind it, and the
-first one, which makes the tables as they are now, becomes what it was when it was published."""
+
+def _make_history(connection: Connection) -> None:
+    metadata.create_all(connection, [conversations, responses, items, blobs, item_blobs, files])
+
+
+def _add_batches(connection: Connection) -> None:
+    metadata.create_all(connection, [batches, batch_results])
+
+
+MIGRATIONS: Sequence[Step] = (_make_history, _add_batches)
+"""Step i makes version i + 1 of version i. A published step is never changed; a new one is added behind it, and those
+that make tables as they are now become what they were when they were published."""
 
 _MIGRATION_LOCK = 0x766C6D73
 

@@ -18,6 +18,7 @@ from vlmserve.config import ServerConfig
 from vlmserve.engine.admission import check_length
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
+from vlmserve.server.body import BodyShare
 from vlmserve.server.connection import EventStream, note, unless_disconnected
 from vlmserve.server.errors import json_response
 from vlmserve.server.generation import Generation, GenerationRequest, start_generation
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 Body = TypeVar("Body", bound=SamplingRequest)
 
+BACKGROUND = "vlmserve.background"
+"""The key in a request's ASGI scope of whether it gives way to others, and may wait for any time."""
+_PRIORITY = 1
+"""Of requests in the background; that of others is 0."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "min_tokens")
 """Fields in which an API has the length of an answer."""
 _STOP_STRINGS = ("stop", "stop_sequences")
@@ -84,9 +89,11 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     account = account_of(request)
     trace = trace_of(request)
     hop = hop_of(request.scope)
+    background = bool(request.scope.get(BACKGROUND))
+    max_wait = 0.0 if background else service.config.max_wait
     with contextlib.ExitStack() as stack:
         stack.callback(dialect.close)
-        with service.bodies.share() as share:
+        async with _share(service, background=background) as share:
             body = await read_parsed(request, dialect.kind, share)
             if service.config.log_prompts:
                 log_prompt(request, body)
@@ -101,9 +108,10 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
                 await unless_disconnected(request, service.wake())
             client = service.client
             stack.enter_context(service.admit(dialect.num_answers(body)))
-            async with limit_preparation(service.config.max_wait):
+            async with limit_preparation(max_wait):
                 generation_id = _generation_id(dialect, hop)
-                beginning = _start_generation(service, client, dialect, body, generation_id, arrived, trace)
+                priority = _PRIORITY if background else 0
+                beginning = _start_generation(service, client, dialect, body, generation_id, arrived, trace, priority)
                 generation = await unless_disconnected(request, beginning)
             body = body.without_content()  # its images are prepared, and an answer may take long
         stack.callback(_report, request, dialect, generation, trace)
@@ -113,10 +121,18 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
         if account is not None:
             account.charge(generation.usage.prompt_tokens)
             stack.callback(lambda: account.charge(generation.usage.completion_tokens))
-        stack.enter_context(limit_wait(client, generation, arrived, service.config.max_wait))
+        stack.enter_context(limit_wait(client, generation, arrived, max_wait))
         if body.stream:
             return EventStream(dialect.events(body, generation), stack.pop_all())
         return json_response(await unless_disconnected(request, dialect.complete(body, generation)))
+
+
+@contextlib.asynccontextmanager
+async def _share(service: Service, *, background: bool) -> AsyncGenerator[BodyShare, None]:
+    """A share of the memory for bodies; in the background, once few others have one."""
+    async with service.background_preparation if background else contextlib.nullcontext():
+        with service.bodies.share() as share:
+            yield share
 
 
 def _generation_id(dialect: Dialect[Body], hop: Hop | None) -> str:
@@ -132,6 +148,7 @@ async def _start_generation(
     generation_id: str,
     arrived: float,
     trace: Trace | None,
+    priority: int,
 ) -> Generation:
     started = time.monotonic()
     try:
@@ -143,7 +160,7 @@ async def _start_generation(
                 record_preparation(trace, time.monotonic() - started)
         service.metrics.media.observe(time.monotonic() - started)
         adapter = await service.adapter(client, body.model)
-        return await start_generation(service, client, request, generation_id, arrived, adapter)
+        return await start_generation(service, client, request, generation_id, arrived, adapter, priority)
     except InvalidRequestError as error:
         dialect.reword(error)
         raise

@@ -1,4 +1,4 @@
-"""``/v1/files``: images and videos that requests may show by their ids."""
+"""``/v1/files``: images and videos that requests may show by their ids, and the requests and results of batches."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from vlmserve.server.schema.base import validate
 from vlmserve.server.schema.files import MAX_NAME, FileObject, FileRequest
 from vlmserve.server.schema.paging import Deleted, FilesQuery, Query, list_page, read_query
 from vlmserve.server.service import Service
+from vlmserve.storage.batches import JSON_LINES
 from vlmserve.storage.files import File
 
 _FORM_BYTES = 64 * 1024
@@ -34,7 +35,7 @@ _COPIES = 3
 
 
 async def upload_file(request: Request) -> Response:
-    """Keep an image or a video."""
+    """Keep an image, a video, or the requests of a batch."""
     service: Service = request.app.state.service
     store, owner = needed_store(service), owner_of(request)
     with service.bodies.share() as share:
@@ -42,7 +43,7 @@ async def upload_file(request: Request) -> Response:
         data, filename, fields = await _read_form(request, most, share)
 
         def create() -> File:
-            media_type = media_type_of(data, service.media)
+            media_type = JSON_LINES if fields.purpose == "batch" else media_type_of(data, service.media)
             if media_type.startswith("video/") and not service.supports_videos:
                 raise InvalidVideoError("this model takes no videos; upload images", param="file")
             new_id = f"file-{uuid.uuid4().hex}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vlmserve.server.openapi import Operation
-from vlmserve.server.routes import conversations, files, responses, stored_responses
+from vlmserve.server.routes import batches, conversations, files, responses, stored_responses
+from vlmserve.server.schema.batches import BatchesQuery, BatchObject, BatchRequest
 from vlmserve.server.schema.conversations import (
     ConversationObject,
     ConversationRequest,
@@ -72,4 +73,8 @@ HISTORY_OPERATIONS = (
     Operation("GET", "/v1/files/{file_id}", files.show_file, answer=FileObject),
     Operation("DELETE", "/v1/files/{file_id}", files.delete_file, answer=Deleted),
     Operation("GET", "/v1/files/{file_id}/content", files.show_content, answer="*/*"),
+    Operation("POST", "/v1/batches", batches.create_batch, BatchRequest, answer=BatchObject),
+    Operation("GET", "/v1/batches", batches.list_batches, query=BatchesQuery, answer=ListPage),
+    Operation("GET", "/v1/batches/{batch_id}", batches.show_batch, answer=BatchObject),
+    Operation("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch, answer=BatchObject),
 )

@@ -12,7 +12,7 @@ from vlmserve.server.schema.base import RequestModel
 MAX_NAME = 255
 """Characters of a file's name."""
 
-Purpose = Literal["vision", "user_data", "assistants"]
+Purpose = Literal["vision", "user_data", "assistants", "batch"]
 
 
 class FileRequest(RequestModel):

@@ -1,0 +1,119 @@
+"""The requests in a batch's input file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vlmserve.server.schema.batches import LineForm
+
+MOST_ERRORS = 50
+"""That are told of one file."""
+
+
+class _Head(msgspec.Struct):
+    """What is looked at of a body before it is asked."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
+class _Checked(LineForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    body: _Head
+
+
+class Request(LineForm, frozen=True, kw_only=True):
+    """A line. body: the JSON as it came."""
+
+    body: msgspec.Raw
+
+
+_CHECKED = msgspec.json.Decoder(_Checked)
+_REQUEST = msgspec.json.Decoder(Request)
+
+
+class WrongInputError(Exception):
+    """A file that is no batch. errors: code, message, param and line of each."""
+
+    def __init__(self, errors: list[dict[str, Any]]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+
+@dataclass(frozen=True)
+class Requests:
+    """All requests of a file. spans: where their lines begin and end. model: that they name."""
+
+    data: bytes
+    spans: list[tuple[int, int]]
+    model: str | None
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, row: int) -> Request:
+        start, end = self.spans[row]
+        return _REQUEST.decode(memoryview(self.data)[start:end])
+
+
+def read_requests(data: bytes, endpoint: str, most: int) -> Requests:
+    """The requests of a file, all of them to `endpoint` and of one model, at most so many.
+
+    Raises WrongInputError. Takes long for a large file: call it in a thread.
+    """
+    errors: list[dict[str, Any]] = []
+    spans: list[tuple[int, int]] = []
+    ids: set[str] = set()
+    models: set[str | None] = set()
+
+    def wrong(code: str, message: str, line: int | None = None, param: str | None = None) -> None:
+        errors.append({"code": code, "message": message, "param": param, "line": line})
+        if len(errors) == MOST_ERRORS:
+            raise WrongInputError(errors)
+
+    for number, (start, end) in enumerate(_lines(data), 1):
+        if not data[start:end].strip():
+            continue
+        spans.append((start, end))
+        if len(spans) > most:
+            wrong("too_many_requests", f"The file has more than {most:,} requests, the server's limit", number)
+            break
+        try:
+            line = _CHECKED.decode(memoryview(data)[start:end])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            wrong("invalid_line", f"{error}; a line has custom_id, method (POST), url and body", number)
+            continue
+        if line.custom_id in ids:
+            wrong("duplicate_custom_id", f"Two lines have the id {line.custom_id!r:.100}", number, "custom_id")
+        if line.url != endpoint:
+            wrong("mismatched_url", f"The batch is for {endpoint}, not {line.url}", number, "url")
+        if line.body.stream:
+            wrong("invalid_request", "Answers of a batch are not streamed; leave out stream", number, "body.stream")
+        ids.add(line.custom_id)
+        models.add(line.body.model)
+    if len(models) > 1:
+        names = ", ".join(sorted(f"{name!r:.100}" for name in models))
+        wrong("mismatched_model", f"All requests of a batch must name the same model; this one has {names}")
+    if not spans:
+        wrong("empty_file", "The file has no requests")
+    if errors:
+        raise WrongInputError(errors)
+    return Requests(data, spans, models.pop())
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, int]]:
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        yield start, end
+        start = end + 1
+
+
+def unanswered(requests: Requests, row: int, code: str, message: str, line_id: str) -> bytes:
+    """The line in the file of errors of a request that was not asked."""
+    error = {"code": code, "message": message}
+    return msgspec.json.encode({"id": line_id, "custom_id": requests[row].custom_id, "response": None, "error": error})

@@ -1,0 +1,135 @@
+"""Requests of a batch, answered as if a client had sent them, but in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.routing import Route
+from starlette.types import Message
+
+from vlmserve.errors import VLMServeError
+from vlmserve.server.accounts import Account
+from vlmserve.server.app import count_and_handle_error
+from vlmserve.server.connection import RequestLog
+from vlmserve.server.guard import ACCOUNT, TENANT
+from vlmserve.server.history import OWNER
+from vlmserve.server.routes.answering import BACKGROUND
+from vlmserve.server.routes.chat import chat_completions
+from vlmserve.server.routes.completions import completions
+from vlmserve.server.routes.responses import create_response
+from vlmserve.server.service import Service
+from vlmserve.storage.batches import Batch
+
+ATTEMPTS = 6
+"""How often a request is asked that is refused because there is too much to do."""
+MOST_DEATHS = 2
+"""Of the engine while it answers a request, after which the request is not asked again."""
+_FIRST_PAUSE, _LAST_PAUSE = 0.5, 30.0
+_LOOK = 0.5
+"""Seconds between looks at whether the engine is there."""
+_AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
+
+
+@dataclass(frozen=True)
+class RowAnswer:
+    """The response to a request. body: JSON."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+    @property
+    def error_code(self) -> str | None:
+        """Of an error's body."""
+        if self.status == HTTPStatus.OK:
+            return None
+        code: str | None = msgspec.json.decode(self.body)["error"]["code"]
+        return code
+
+
+class Rows:
+    """Answers requests of batches with the server's own routes, below keys and rate limits."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        # Requests during which the engine has died are asked one at a time, so that none is blamed for another.
+        self._suspects = asyncio.Lock()
+        self._app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/responses", create_response, methods=["POST"]),
+            ],
+            middleware=[Middleware(RequestLog, service=service)],
+            exception_handlers={VLMServeError: count_and_handle_error},
+        )
+        self._app.state.service = self._app.state.front = service
+
+    async def answer(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
+        """What comes of a request, asked again where that may help."""
+        pause, deaths = _FIRST_PAUSE, 0
+        for attempt in range(1, ATTEMPTS + 1):
+            await self._until_serving()
+            if deaths:
+                async with self._suspects:
+                    answer = await self._ask(batch, account, body)
+            else:
+                answer = await self._ask(batch, account, body)
+            deaths += answer.error_code == "engine_dead"
+            if answer.status not in _AGAIN or attempt == ATTEMPTS or deaths == MOST_DEATHS:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
+        return answer
+
+    async def _until_serving(self) -> None:
+        """Wait while the engine is started again."""
+        while True:
+            try:
+                self._service.check_serving()
+                return
+            except VLMServeError:
+                await asyncio.sleep(_LOOK)
+
+    async def _ask(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": batch.endpoint,
+            "raw_path": batch.endpoint.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+            "client": None,
+            "server": None,
+            OWNER: batch.owner,
+            BACKGROUND: True,
+            **({TENANT: bytes.fromhex(batch.tenant)} if batch.tenant else {}),
+            **({} if account is None else {ACCOUNT: account}),
+        }
+        start: Message = {}
+        chunks: list[bytes] = []
+        unread = [body]
+
+        async def receive() -> Message:
+            if not unread:
+                await asyncio.Event().wait()  # nobody disconnects
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            else:
+                chunks.append(message.get("body", b""))
+
+        await self._app(scope, receive, send)
+        return RowAnswer(start["status"], Headers(raw=start["headers"])["x-request-id"], b"".join(chunks))
