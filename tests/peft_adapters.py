@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, XLoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch import nn
 
 
@@ -27,3 +29,33 @@ def make_adapter(base: nn.Module, folder: Path, *, seed: int = 0, **config: Any)
                     parameter.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.05 * torch.randn_like(parameter))
         model.save_pretrained(folder)
     return model.eval()
+
+
+def make_xlora(
+    base: nn.Module, folder: Path, adapters: Sequence[dict[str, Any]], *, seed: int = 0, **config: Any
+) -> PeftModel:
+    """An X-LoRA checkpoint in `folder` over adapters made by `make_adapter` with those configurations, in folders "0",
+    "1"… of it; config: fields of `XLoraConfig`. Returns the adapted model.
+
+    The classifier is random, and sharp enough that tokens get different adapters. PEFT leaves tensors of classifiers
+    out when it saves them, so these come from memory.
+    """
+    for number, one in enumerate(adapters):
+        make_adapter(base, folder / str(number), seed=seed + number, **one)
+    model = copy.deepcopy(base)
+    model.config.use_cache = False
+    text = model.config.get_text_config()
+    paths = {str(number): str(folder / str(number)) for number in range(len(adapters))}
+    settings = {"task_type": "CAUSAL_LM", "hidden_size": text.hidden_size, "xlora_size": 16, **config}
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mixed = get_peft_model(model, XLoraConfig(adapters=paths, **settings)).eval()
+        tensors = {name: value for name, value in mixed.state_dict().items() if "internal_xlora_classifier" in name}
+        for name, value in tensors.items():
+            value.normal_(std=1.0 if name.endswith("bias") else 3 / value.shape[1] ** 0.5)
+        for saved in mixed.peft_config.values():
+            if isinstance(saved, XLoraConfig):
+                saved.save_pretrained(folder)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "adapter_model.safetensors")
+    return mixed

@@ -57,8 +57,9 @@ class NewRequest(msgspec.Struct, frozen=True):
     """A request that the runner does not know yet, and the tokens ``start <= i < start + num_tokens`` of it to compute.
 
     token_ids: of the prompt, and of the part of an answer that a beam extends. block_ids: of the KV blocks of its first
-    tokens; those before `start` are computed. seed: of its random numbers. max_len: of prompt and answer together.
-    end_token_ids: tokens that end its answer. cross_key: of the `CrossStates` that it attends to.
+    tokens; those before `start` are computed. scaling_block_ids: likewise of its scaling pass, which computes the same
+    tokens before the step's other pass; none if it has no such pass. seed: of its random numbers. max_len: of prompt
+    and answer together. end_token_ids: tokens that end its answer. cross_key: of the `CrossStates` that it attends to.
     adapter: the digest of its adapter, which has a slot whenever the request is in a step.
     """
 
@@ -75,13 +76,14 @@ class NewRequest(msgspec.Struct, frozen=True):
     images: tuple[ImagePlacement, ...] = ()
     cross_key: bytes | None = None
     adapter: bytes = b""
+    scaling_block_ids: list[int] = []
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that the runner knows, and the tokens ``start <= i < start + num_tokens`` of it to compute.
 
     Tokens after those that the runner knows are drafts. new_block_ids: KV blocks to append to its block table. resumed:
-    it was preempted; `new_block_ids` are its whole block table.
+    it was preempted; `new_block_ids` are its whole block table. new_scaling_block_ids: likewise for its scaling pass.
     """
 
     request_id: str
@@ -89,6 +91,7 @@ class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     new_block_ids: tuple[int, ...] = ()
     resumed: bool = False
+    new_scaling_block_ids: tuple[int, ...] = ()
 
 
 class SchedulerOutput(msgspec.Struct):

@@ -89,3 +89,27 @@ def test_nothing_is_saved_that_is_cheaper_to_compute():
     cache = filled(3, 3, worth_saving=lambda: False)
     cache.pool.allocate(3)
     assert cache.block_copies == []
+
+
+def test_of_several_chains_only_what_all_have_is_found_and_none_is_evicted_for_another():
+    """The second chain lacks its third block. Two blocks are free beside those that are found."""
+    cache = PrefixCache(BlockPool(7))
+    for key, block in zip((*KEYS[:3], *KEYS[5:7]), cache.pool.allocate(5), strict=True):
+        cache.pool.register(block, key)
+    cache.pool.release(range(5))
+    chains = [KEYS[:3], KEYS[5:8]]
+    hits = cache.find_all(chains, [KEYS[3], KEYS[8]], whole)
+    assert hits == [Hit(0, (Place(0, False), Place(1, False))), Hit(0, (Place(3, False), Place(4, False)))]
+    assert sum(map(cache.num_taken, hits)) == 4
+    tables = cache.take_all(hits, chains, 1)
+    assert [table[:2] for table in tables] == [[0, 1], [3, 4]]
+    assert sorted(block for table in tables for block in table[2:]) == [5, 6]
+    assert cache.pool.num_free == 1
+
+
+def test_tails_are_found_in_all_chains_or_in_none():
+    cache = filled(6)
+    assert [hit.tail for hit in cache.find_all([[], []], [KEYS[0], KEYS[1]], whole)] == [
+        Place(0, False), Place(1, False),
+    ]  # fmt: skip
+    assert [hit.tail for hit in cache.find_all([[], []], [KEYS[0], KEYS[9]], whole)] == [None, None]

@@ -39,7 +39,7 @@ def expected_sums(x: Tensor, weight: Tensor, slots: np.ndarray, changes: dict[in
     for row, slot in enumerate(slots):
         if (change := changes.get(int(slot))) is None:
             continue
-        for down, up, start in change.parts:
+        for down, up, start, _ in change.parts:
             inner, most = F.linear(x[row], down.double()), F.linear(x[row].abs(), down.double().abs())
             sums[row, start : start + len(up)] += F.linear(inner, up.double())
             magnitude[row, start : start + len(up)] += F.linear(most, up.double().abs())
@@ -79,6 +79,44 @@ def test_rows_have_the_sums_of_their_adapters(slot_list, inputs, out, ranks, dty
     for row, slot in enumerate(slot_list):
         rows.set_all(slot)
         assert torch.equal(product(x[row : row + 1], adapters=adapters)[0], result[row]), "whatever is beside it"
+
+
+@given(st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=30), st.integers(0, 20), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_rows_are_scaled_between_the_factors(slot_list, rank, seed):
+    """The first slot's adapter mixes others by scalings of each row, the second one's does not."""
+    random = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(len(slot_list), 40, generator=random), torch.randn(70, 40, generator=random)
+    scalings = torch.rand(len(slot_list), 5, generator=random)
+    plain = Change(
+        tuple(
+            LowRank(torch.randn(rank + 3, 40, generator=random), torch.randn(35, rank + 3, generator=random), start)
+            for start in (0, 35)
+        )
+    )
+    columns = [torch.randint(0, 5, (rank + 3,), generator=random) for _ in plain.parts]
+    mixed = Change(tuple(part._replace(columns=of) for part, of in zip(plain.parts, columns, strict=True)))
+    product, rows = PackedLinear(weight), AdapterRows(SLOTS)
+    adapters = LinearAdapters(rows)
+    for slot, change in enumerate((mixed, plain)):
+        adapters.set(slot, PreparedChange(Change(), product.pack_change(change)))
+    slots = np.array(slot_list, np.int32)
+    rows.set(slots, scalings)
+    result = product(x, adapters=adapters)
+    expected = F.linear(x.double(), weight.double())
+    for row, slot in enumerate(slot_list):
+        for part, of in zip(plain.parts if slot in (0, 1) else (), columns, strict=False):
+            inner = part.down.double() @ x[row].double() * (scalings[row, of].double() if slot == 0 else 1)
+            expected[row, part.start : part.start + 35] += part.up.double() @ inner
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-3)
+    for row in range(len(slot_list)):
+        rows.set(slots[row : row + 1], scalings[row : row + 1])
+        assert torch.equal(product(x[row : row + 1], adapters=adapters)[0], result[row]), "whatever is beside it"
+    by_torch = LinearAdapters(rows)
+    for slot, change in enumerate((mixed, plain)):
+        by_torch.set(slot, PreparedChange(change, None))
+    rows.set(slots, scalings)
+    torch.testing.assert_close(by_torch.change(x, F.linear(x, weight), None), result, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])

@@ -26,7 +26,8 @@ def requests(draw):
     if not images and draw(st.booleans()):
         size = draw(st.integers(1, 4))
         cross = cross_input(draw(st.integers(5, 7)) * 10 + size, size, draw(st.integers(0, 4)))
-    return length, draw(st.integers(1, 12)), images, cross, draw(st.sampled_from(["", "", "other"]))
+    mixed = cross is None and draw(st.integers(0, 2)) == 2
+    return length, draw(st.integers(1, 12)), images, cross, draw(st.sampled_from(["", "", "other"])), mixed
 
 
 OPERATIONS = st.lists(
@@ -42,37 +43,46 @@ OPERATIONS = st.lists(
 class Contents:
     """What the blocks would hold if there were a model: a written slot knows which token of which request it is.
 
-    It knows of requests what a runner knows. roots: the key that all blocks of a request begin with.
+    It knows of requests what a runner knows. roots: the keys that all blocks of a request begin with, in each table.
     """
 
     def __init__(self) -> None:
         self.device: dict[int, list] = {}
         self.host: dict[int, list] = {}
 
-    def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, bytes], window) -> None:
+    def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, list[bytes]], window) -> None:
         for block in step.blocks_to_zero:
             self.device[block] = [None] * BLOCK
         for kind, source, target in step.block_copies:
             origin = self.host if kind == "load" else self.device
             (self.host if kind == "save" else self.device)[target] = list(origin[source])
 
-        def content(scheduled: ScheduledRequest, position: int):
+        def content(scheduled: ScheduledRequest, position: int, root: bytes):
             state = scheduled.state
             spans = (span for span in state.bidirectional_spans if span[0] <= position < span[1])
             start, reach = next(spans, (position, position + 1))
             images = [(one.key, position - one.start) for one in state.images_between(start, reach)]
             tokens = (state.token_ids + scheduled.draft_token_ids)[:reach]
-            return roots[state.request_id], state.position_offset, position, tuple(tokens), *images
+            return root, state.position_offset, position, tuple(tokens), *images
 
-        for scheduled in batch:
+        passes = [
+            (scheduled, table, root)
+            for scheduled in batch
+            for table, root in zip(tables_of(scheduled), roots[scheduled.state.request_id], strict=True)
+        ]
+        for scheduled, table, root in passes:
             for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
-                block = scheduled.state.block_table[position // BLOCK]
-                self.device.setdefault(block, [None] * BLOCK)[position % BLOCK] = content(scheduled, position)
-        for scheduled in batch:
+                block = self.device.setdefault(table[position // BLOCK], [None] * BLOCK)
+                block[position % BLOCK] = content(scheduled, position, root)
+        for scheduled, table, root in passes:
             seen_from = 0 if window is None else max(0, scheduled.start - window + 1)
             for position in range(seen_from, scheduled.start + scheduled.num_tokens):
-                block = scheduled.state.block_table[position // BLOCK]
-                assert self.device[block][position % BLOCK] == content(scheduled, position)
+                assert self.device[table[position // BLOCK]][position % BLOCK] == content(scheduled, position, root)
+
+
+def tables_of(scheduled: ScheduledRequest) -> list:
+    state = scheduled.state
+    return [state.block_table] if state.scaling_table is None else [state.block_table, state.scaling_table]
 
 
 def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:
@@ -167,41 +177,44 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
         for scheduled in batch:
             state, start, guessed = scheduled.state, scheduled.start, scheduled.draft_token_ids
             request, end = s[state.request_id], start + scheduled.num_tokens
-            assert (state.token_ids, state.block_table) == (request.token_ids, request.block_table)
+            assert state.token_ids == request.token_ids
+            assert tables_of(scheduled) == [table.blocks for table in request.tables]
             assert start == request.num_computed
-            assert end <= len(state.block_table) * BLOCK
+            assert all(end <= len(table) * BLOCK for table in tables_of(scheduled))
             assert end - len(guessed) <= len(state.token_ids)
             assert not guessed or end - len(guessed) == len(state.token_ids)
             assert max_short_len is None or len(state.token_ids) > max_short_len or end <= max_short_len
             assert request.bidirectional_span_at(end) is None, "a bidirectional span is computed in one step"
             assert all(one.key in embeddings for one in state.images_between(start, end))
             assert state.cross_key is None or state.cross_key in embeddings
-        roots = {scheduled.state.request_id: s[scheduled.state.request_id].block_keys[0] for scheduled in batch}
+        roots = {request.request_id: [table.keys[0] for table in request.tables] for request in s.running}
         contents.run(planned, batch, roots, window)
         for output in s.update(planned, sample(batch, token)):
             if output.finish_reason is not None:
                 open_requests.remove(output.request_id)
         if planned.has_work:
             assert len(states._states) <= len(s) + len(batch), "the runner forgets requests that are finished"
-        held = [block for running in s.running for block in running.block_table[running.first_block :]]
+        tables = [(running, table.blocks) for running in s.running for table in running.tables]
+        held = [block for running, table in tables for block in table[running.first_block :]]
         assert len(set(held)) == s.pool.num_used
         assert all(s.pool.ref_count(block) == held.count(block) for block in set(held))
         assert prefix_caching or len(held) == len(set(held))
         assert s.cache.host is None or s.cache.host.num_used == 0
-        for running in s.running:
-            for block in set(running.block_table[running.num_computed // BLOCK :]):
+        for running, table in tables:
+            for block in set(table[running.num_computed // BLOCK :]):
                 assert s.pool.ref_count(block) == 1, "a block that is still written to is in one hand only"
         assert s.images.cache.used_bytes <= encoder_bytes
         return planned
 
     for operation, argument in operations:
         if operation == "add":
-            length, max_tokens, images, cross, salt = argument
-            if length < capacity:
+            length, max_tokens, images, cross, salt, mixed = argument
+            most = num_blocks // 2 * BLOCK if mixed else capacity
+            if length < most:
                 name = f"request {added}"
                 given = {"images": images, "cross": cross, "salt": salt, "bidirectional": bidirectional}
-                given |= {"max_tokens": max_tokens, "max_short_len": max_short_len}
-                s.add(request(name, length, capacity=capacity, **given))
+                given |= {"max_tokens": max_tokens, "max_short_len": max_short_len, "mixed": mixed}
+                s.add(request(name, length, capacity=most, **given))
                 open_requests.add(name)
                 added += 1
         elif operation == "abort":

@@ -19,11 +19,10 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vlmserve.adapters.location import CONFIG, WEIGHTS
+from vlmserve.adapters.location import CONFIG, WEIGHTS, read_object
 from vlmserve.errors import AdapterError
 
 PICKLE = "adapter_model.bin"
-MAX_CONFIG_BYTES = 2**20
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
 Kind = Literal[
@@ -150,7 +149,7 @@ class AdapterCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._content = _read_config(folder)
+        self._content = read_object(folder, CONFIG)
         self.config = LoraConfig.parse(self._content)
         self._path = folder / WEIGHTS
         if not self._path.is_file():
@@ -218,18 +217,3 @@ def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> f
         except re.error as error:
             raise AdapterError(f"{CONFIG}: {pattern!r} is no regular expression: {error}") from error
     return default
-
-
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / CONFIG
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise AdapterError(f"{path} is larger than {MAX_CONFIG_BYTES:,} bytes")
-        content = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise AdapterError(f"{folder} is not an adapter: {CONFIG} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise AdapterError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise AdapterError(f"{path} does not hold a JSON object")
-    return content

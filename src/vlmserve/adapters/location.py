@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vlmserve.errors import AdapterError, ConfigurationError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+XLORA_CONFIG, XLORA_WEIGHTS = "xlora_config.json", "xlora_classifier.safetensors"
+"""What mistral.rs calls the files of an X-LoRA checkpoint."""
+MAX_CONFIG_BYTES = 2**20
 MAX_NAME = 200
+DEEPEST = 3
+"""Folders below an X-LoRA checkpoint's in which adapters are looked for."""
+_XLORA_FILES = [f"*{name}" for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS, "order*.json")]
+"""Those of its adapters are in folders inside of it."""
 
 
 class LoraModule(NamedTuple):
@@ -39,6 +47,40 @@ def read_module(text: str) -> LoraModule:
     return module
 
 
+def read_object(folder: Path, file: str) -> Mapping[str, Any]:
+    """A JSON object in an adapter's folder. Raises AdapterError if there is none, or a very large one."""
+    path = folder / file
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise AdapterError(f"{path} is larger than {MAX_CONFIG_BYTES:,} bytes")
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise AdapterError(f"{folder} is not an adapter: {file} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise AdapterError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise AdapterError(f"{path} does not hold a JSON object")
+    return content
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether a folder holds what looks like an adapter."""
+    return any((folder / file).is_file() for file in (CONFIG, XLORA_CONFIG))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of an adapter, there or not, and those of adapters in folders inside of it, which X-LoRA mixes."""
+    files = [folder / name for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS)]
+    for depth in range(1, DEEPEST + 1):
+        files += sorted(path for name in (CONFIG, WEIGHTS) for path in folder.glob("*/" * depth + name))
+    return files
+
+
+def is_xlora(folder: Path) -> bool:
+    """Whether a folder holds an X-LoRA checkpoint. Raises AdapterError for one that holds no adapter."""
+    return (folder / XLORA_CONFIG).is_file() or read_object(folder, CONFIG).get("peft_type") == "XLORA"
+
+
 def check_name(name: str) -> None:
     """Raises AdapterError for what is no name of an adapter."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
@@ -57,6 +99,9 @@ def find_adapter(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=[CONFIG, WEIGHTS]))
+        found = Path(snapshot_download(path, allow_patterns=[CONFIG, WEIGHTS, XLORA_CONFIG]))
+        if is_xlora(found):
+            found = Path(snapshot_download(path, allow_patterns=_XLORA_FILES))
+        return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AdapterError(f"there is no folder {path}, and no such repository can be reached: {error}") from error

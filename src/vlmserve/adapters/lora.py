@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.adapters.checkpoint import AdapterCheckpoint, Kind
+from vlmserve.adapters.mixture import Mixture
 from vlmserve.errors import AdapterError
 from vlmserve.layers.adapters import Change, LowRank, PreparedChange, TableChange
 from vlmserve.layers.linear import Linear, Weight
@@ -23,7 +24,8 @@ LAYERS = "language_model.layers."
 class Adapter:
     """An adapter as a model's layers take it. layers, tables: what it changes, by the path of the module.
 
-    num_bytes: that it takes in memory. max_rank: the highest of its layers.
+    num_bytes: that it takes in memory. max_rank: the highest of its layers. mixture: how the adapters that it mixes are
+    scaled, if it is one by X-LoRA.
     """
 
     digest: bytes
@@ -31,11 +33,21 @@ class Adapter:
     tables: dict[str, TableChange] = field(default_factory=dict)
     num_bytes: int = 0
     max_rank: int = 0
+    mixture: Mixture | None = None
 
     @property
     def vision(self) -> bool:
         """Whether it changes embeddings of images."""
         return any(not path.startswith("language_model.") for path in (*self.layers, *self.tables))
+
+    def set_layers(self, parts: Mapping[str, Sequence[tuple[Place, Change]]], model: AdaptableModel) -> None:
+        """Have changes of layers, by the path of their module, beside those of tables."""
+        for path, changes in parts.items():
+            module = model.weight_at(path)
+            assert isinstance(module, Weight)
+            self.layers[path] = module.prepare(_ordered(_merged(changes, module, model), module))
+        self.num_bytes = sum(layer.num_bytes for layer in self.layers.values())
+        self.num_bytes += sum(table.num_bytes for table in self.tables.values())
 
     @property
     def unpacked(self) -> bool:
@@ -49,7 +61,7 @@ def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_ra
     Everything is checked by the shapes in the file's header before values are read. Raises AdapterError for ranks above
     `max_rank`, tensors that do not fit the model or each other, values that are not finite, and what cannot be changed.
     """
-    reader = _Reader(checkpoint, model, max_rank)
+    reader = AdapterReader(checkpoint, model, max_rank)
     groups = reader.groups()
     adapter = Adapter(checkpoint.digest(), max_rank=reader.found_rank)
     parts: dict[str, list[tuple[Place, Change]]] = {}
@@ -60,12 +72,7 @@ def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_ra
                 parts.setdefault(group.place.path, []).append((group.place, head))
         else:
             parts.setdefault(group.place.path, []).append((group.place, reader.change(group)))
-    for path, changes in parts.items():
-        module = model.weight_at(path)
-        assert isinstance(module, Weight)
-        adapter.layers[path] = module.prepare(_ordered(_merged(changes, module, model), module))
-    adapter.num_bytes = sum(layer.num_bytes for layer in adapter.layers.values())
-    adapter.num_bytes += sum(table.num_bytes for table in adapter.tables.values())
+    adapter.set_layers(parts, model)
     return adapter
 
 
@@ -77,7 +84,7 @@ def layer_changes(
     Parts begin at 0. Changes of tied embeddings come a second time, as those of the output head that follow from them.
     Raises as `read_adapter` does, and AdapterError for a bias where the layer has none.
     """
-    reader = _Reader(checkpoint, model, max_rank)
+    reader = AdapterReader(checkpoint, model, max_rank)
     for group in reader.groups():
         name = group.place.name
         if group.place.is_table:
@@ -92,7 +99,7 @@ def layer_changes(
         yield name, replace(change, parts=tuple(part._replace(start=0) for part in change.parts))
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """The tensors about one layer. name: as the adapter calls it."""
 
     name: str
@@ -100,15 +107,15 @@ class _Group(NamedTuple):
     tensors: Mapping[Kind, str]
 
 
-class _Reader:
-    """found_rank: the highest of the adapter."""
+class AdapterReader:
+    """Reads what an adapter changes, layer by layer. found_rank: the highest of the adapter."""
 
     def __init__(self, checkpoint: AdapterCheckpoint, model: AdaptableModel, max_rank: int) -> None:
         self._checkpoint, self._model, self._max_rank = checkpoint, model, max_rank
         self._config = checkpoint.config
         self.found_rank = 0
 
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[Group]:
         """All layers that the adapter changes, their shapes checked."""
         found = []
         for name, tensors in self._checkpoint.layers.items():
@@ -119,7 +126,7 @@ class _Reader:
                     continue
                 raise AdapterError(self._unknown(name, canonical, tensors))
             self._check(name, place, tensors)
-            found.append(_Group(name, place, tensors))
+            found.append(Group(name, place, tensors))
         if not any(kind != "base_weight" for group in found for kind in group.tensors):
             raise AdapterError(f"{self._checkpoint.folder} changes no layer of this model")
         return found
@@ -193,7 +200,7 @@ class _Reader:
     def _read(self, key: str) -> Tensor:
         return self._checkpoint.read(key)
 
-    def _low_rank(self, group: _Group) -> tuple[Tensor, Tensor]:
+    def low_rank(self, group: Group) -> tuple[Tensor, Tensor]:
         """float32 ``[rank, in_features]`` and ``[outputs, rank]``, the second with the scale."""
         table = group.place.is_table
         down, up = (
@@ -201,12 +208,12 @@ class _Reader:
         )
         return down.flatten(1), up.flatten(1) * self._config.scale_of(group.name)
 
-    def table(self, group: _Group) -> TableChange:
+    def table(self, group: Group) -> TableChange:
         """What is changed in a table of embeddings."""
         dtype, device = self._model.dtype, self._model.device
         low_rank = factor = rows = weight = None
         if "table_down" in group.tensors:
-            down, up = self._low_rank(group)
+            down, up = self.low_rank(group)
             if "magnitude" in group.tensors:
                 # The table as a product's weight has its entries for inputs.
                 norm = (self._model.base_weight(group.place.name) + (up @ down).T).norm(dim=0)
@@ -221,7 +228,7 @@ class _Reader:
             weight = self._read(group.tensors["weight"]).to(device, dtype)
         return TableChange(low_rank, factor, rows, weight)
 
-    def tied_head(self, group: _Group, table: TableChange) -> Change | None:
+    def tied_head(self, group: Group, table: TableChange) -> Change | None:
         """What a change of tied embeddings changes in the output head: trained tokens always, as PEFT has it, and a
         whole table if it asks for that."""
         if group.place.path != EMBEDDINGS or not self._model.is_tied:
@@ -229,13 +236,13 @@ class _Reader:
         weight = table.weight if self._config.tied else None
         return None if table.rows is None and weight is None else Change(outputs=table.rows, weight=weight)
 
-    def change(self, group: _Group) -> Change:
+    def change(self, group: Group) -> Change:
         """What is changed in a layer; factor, shift and bias for its own outputs only."""
         place, tensors = group.place, group.tensors
         parts: tuple[LowRank, ...] = ()
         factor = shift = outputs = None
         if "down" in tensors:
-            down, up = self._low_rank(group)
+            down, up = self.low_rank(group)
             if "magnitude" in tensors:
                 norm = (self._model.base_weight(place.name) + up @ down).norm(dim=1)
                 factor = self._read(tensors["magnitude"]) / norm
@@ -279,7 +286,7 @@ def _replaced(
         if change.weight is not None:
             weight[rows] = change.weight
         else:
-            weight[rows] = model.base_weight(place.name) + sum(up @ down for down, up, _ in change.parts)
+            weight[rows] = model.base_weight(place.name) + sum(up @ down for down, up, *_ in change.parts)
             weight[rows] *= 1 if change.factor is None else change.factor[:, None]
         if change.bias is not None:
             bias[rows] = change.bias
@@ -309,9 +316,10 @@ def _ordered(change: Change, module: Weight) -> Change:
         return None if values is None else values[order]
 
     parts = []
-    for down, up, start in change.parts:
+    for part in change.parts:
         # Outputs move among those of the same part.
-        parts.append(LowRank(down, up[order[start : start + len(up)] - start], start))
+        rows = order[part.start : part.start + len(part.up)] - part.start
+        parts.append(part._replace(up=part.up[rows]))
     return replace(
         change, parts=tuple(parts), factor=place(change.factor), shift=place(change.shift),
         weight=place(change.weight), bias=place(change.bias),

@@ -109,7 +109,7 @@ def _merged(name: str, before: Tensor, changes: Mapping[str, Change | TableChang
 def _changed_weight(before: Tensor, change: Change) -> Tensor:
     if change.weight is not None:
         return change.weight.to(before.dtype).view(before.shape)
-    weight = before.flatten(1).float() + sum(up @ down for down, up, _ in change.parts)
+    weight = before.flatten(1).float() + sum(up @ down for down, up, *_ in change.parts)
     if change.factor is not None:
         weight *= change.factor[:, None]
     if change.outputs is not None:

@@ -60,15 +60,25 @@ class PrefixCache:
         first_visible: of a number of leading blocks, the first one that later tokens attend to. tail_key: of the partly
         filled block after them, if there is one.
         """
-        places: list[Place | None] = []
-        for key in keys:
-            place = self._place(key)
-            if place is None and first_visible(len(keys)) == 0:
+        return self.find_all([keys], [tail_key], first_visible)[0]
+
+    def find_all(
+        self, chains: Sequence[Sequence[bytes]], tail_keys: Sequence[bytes | None], first_visible: Callable[[int], int]
+    ) -> list[Hit]:
+        """As `find`, for several chains of keys of the same tokens: the longest run that is usable in all of them, of
+        each chain. Tails are found in all of them or in none."""
+        rows: list[list[Place] | None] = []
+        for keys in zip(*chains, strict=True):
+            places = [place for key in keys if (place := self._place(key)) is not None]
+            if len(places) < len(keys) and first_visible(len(chains[0])) == 0:
                 break
-            places.append(place)
-        end, first = _longest(places, first_visible)
-        tail = self._place(tail_key) if tail_key is not None and end == len(keys) else None
-        return Hit(first, tuple(place for place in places[first:end] if place is not None), tail)
+            rows.append(places if len(places) == len(keys) else None)
+        end, first = _longest(rows, first_visible)
+        tails = [None if key is None or end < len(chains[0]) else self._place(key) for key in tail_keys]
+        if None in tails:
+            tails = [None] * len(chains)
+        run = [row for row in rows[first:end] if row is not None]
+        return [Hit(first, tuple(row[number] for row in run), tail) for number, tail in enumerate(tails)]
 
     def num_taken(self, hit: Hit) -> int:
         """How many free device blocks it takes to use a hit; its tail is held only until its copy is scheduled."""
@@ -80,12 +90,23 @@ class PrefixCache:
 
         keys: as for `find`. Raises ValueError if too few blocks are free.
         """
-        kept = [*hit.places] if hit.tail is None else [*hit.places, hit.tail]
+        return self.take_all([hit], [keys], num_new)[0]
+
+    def take_all(self, hits: Sequence[Hit], chains: Sequence[Sequence[bytes]], num_new: int) -> list[list[int]]:
+        """As `take`, for each of several hits and chains that `find_all` gave and got."""
+        kept = [place for hit in hits for place in (*hit.places, hit.tail) if place is not None]
         on_host = [place.block for place in kept if place.on_host]
         # Shared first, so that the allocation does not evict what is about to be used.
         self.pool.share([place.block for place in kept if not place.on_host])
         if self.host is not None:
             self.host.share(on_host)
+        tables = [self._fill(hit, keys, num_new) for hit, keys in zip(hits, chains, strict=True)]
+        if self.host is not None:
+            self.host.release(on_host)
+        return tables
+
+    def _fill(self, hit: Hit, keys: Sequence[bytes], num_new: int) -> list[int]:
+        """The blocks of a hit that are shared already, and new ones."""
         fresh = self.pool.allocate(num_new + sum(place.on_host for place in hit.places))
         blocks = []
         for number, place in enumerate(hit.places, start=hit.first):
@@ -102,8 +123,6 @@ class PrefixCache:
             else:
                 self.block_copies.append(BlockCopy("copy", hit.tail.block, fresh[0]))
                 self.pool.release([hit.tail.block])
-        if self.host is not None:
-            self.host.release(on_host)
         return blocks + fresh
 
     def _place(self, key: bytes) -> Place | None:
@@ -144,7 +163,7 @@ class PrefixCache:
         host.release([block])
 
 
-def _longest(places: Sequence[Place | None], first_visible: Callable[[int], int]) -> tuple[int, int]:
+def _longest(places: Sequence[object | None], first_visible: Callable[[int], int]) -> tuple[int, int]:
     """The end and the beginning of the longest run of blocks that has all blocks that later tokens attend to."""
     known = 0
     best = (0, 0)

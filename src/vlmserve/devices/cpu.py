@@ -184,8 +184,10 @@ class ProgramExecutor:
         program = None if replaces or step.query_scale is not None else self.program(layers, x, caches, step)
         if program is None:
             return layers(x, caches, step)
-        slots = None if step.adapters is None else step.adapters.slots
-        return program.run(x, [rope.rows for rope in step.ropes], step.plan, slots)
+        ropes = [rope.rows for rope in step.ropes]
+        if step.adapters is None:
+            return program.run(x, ropes, step.plan)
+        return program.run(x, ropes, step.plan, step.adapters.slots, step.adapters.scalings)
 
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
         """The layers over these caches as one program; None if a layer has an operation without a native kernel."""

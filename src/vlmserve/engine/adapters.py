@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from vlmserve.adapters.location import check_name, find_adapter, read_module
 from vlmserve.adapters.lora import Adapter
-from vlmserve.adapters.store import AdapterStore
+from vlmserve.adapters.xlora_store import XLoraStore
 from vlmserve.config import EngineConfig
 from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import AdapterError, ConfigurationError
@@ -29,7 +29,7 @@ class _Load(NamedTuple):
 class AdapterLoading:
     """Owns the store, and the loads that callers wait for."""
 
-    def __init__(self, store: AdapterStore) -> None:
+    def __init__(self, store: XLoraStore) -> None:
         self.store = store
         self._loads: list[_Load] = []
 
@@ -50,7 +50,7 @@ class AdapterLoading:
                 f"--max-cpu-loras {config.max_cpu_loras} is less than --max-loras {config.max_loras}: adapters in a "
                 "batch are in memory"
             )
-        store = AdapterStore(
+        store = XLoraStore(
             model.adaptable,
             max_rank=config.max_lora_rank,
             max_loaded=config.max_cpu_loras,

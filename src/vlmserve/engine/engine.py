@@ -101,6 +101,7 @@ class Engine(BaseEngine):
             block_size=config.block_size,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
+            tables=2 if config.enable_lora else 1,
         )
         logger.info(
             "KV cache: %d blocks of %d tokens, %s, %d bytes a token",
@@ -114,6 +115,8 @@ class Engine(BaseEngine):
         self._end_token_ids = model.end_token_ids
         self._max_position = model.max_position
         self._max_len = min(max_model_len, num_blocks * config.block_size)
+        # Of requests with two block tables.
+        self._max_mixed_len = min(max_model_len, num_blocks // 2 * config.block_size)
         self._max_short_len = language_model.max_short_len
         self._first_position = language_model.first_position
         self._bidirectional = language_model.bidirectional
@@ -194,17 +197,20 @@ class Engine(BaseEngine):
         identity = self._identity + (b" from %d" % first_position if first_position else b"")
         if grammar is not None:
             self._grammars.matcher(grammar)  # refuses what cannot be compiled; the runner makes one of its own
+        digest = b"" if adapter is None else adapter.digest
+        scaling_root = self._scaling_root(request, adapter, identity)
+        max_len = self._max_len if scaling_root is None else self._max_mixed_len
         beams = None
         if request.beams is not None:
-            beams = Beams.start(request, self._end_token_ids, self._max_len - len(request.prompt.token_ids))
+            beams = Beams.start(request, self._end_token_ids, max_len - len(request.prompt.token_ids))
             request = msgspec.structs.replace(request, params=beams.params)
-        digest = b"" if adapter is None else adapter.digest
         queued = Request(
             request,
             root_key=root_key(identity, adapter=digest, salt=request.cache_salt),
             adapter=digest,
+            scaling_root=scaling_root,
             seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
-            max_len=self._max_len,
+            max_len=max_len,
             end_token_ids=self._end_token_ids,
             max_short_len=self._max_short_len,
             bidirectional=self._bidirectional,
@@ -382,6 +388,20 @@ class Engine(BaseEngine):
             raise UnknownModelError(f"there is no adapter {name!r:.100}: start with --enable-lora", param="model")
         return self._adapters.store[name]
 
+    def _scaling_root(self, request: EngineRequest, adapter: Served | None, identity: bytes) -> bytes | None:
+        """The root key of a request's scaling pass; None: it has none. Raises PromptTooLongError where the cache has no
+        room for two passes."""
+        known = None if adapter is None or self._adapters is None else self._adapters.store.scaling_pass(adapter)
+        if known is None:
+            return None
+        if len(request.prompt.token_ids) >= self._max_mixed_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(request.prompt.token_ids)} tokens, images included, and with X-LoRA, which takes "
+                f"twice the cache, at most {self._max_mixed_len - 1} fit",
+                param="messages",
+            )
+        return root_key(identity, adapter=known, salt=request.cache_salt)
+
     def _check_times(self, prompt: Prompt) -> None:
         """The frames of a slow video may have positions beyond those that the model has."""
         times = sum(int(span.image.grid[0] * span.image.frame_step) for span in prompt.images if span.image.grid)
@@ -457,7 +477,7 @@ def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
         num_computed_tokens=request.num_computed,
         num_cached_tokens=request.num_cached or 0,
         num_images=len(request.images_for(0, request.num_prompt_tokens)),
-        num_blocks=len(request.block_table) - request.first_block,
+        num_blocks=len(request.tables) * (len(request.block_table) - request.first_block),
     )
 
 

@@ -36,14 +36,16 @@ class NativeChange:
         if change.factor is not None or change.shift is not None:
             self._factor = _in_order(change.factor, order, 1.0)
             self._shift = _in_order(change.shift, order, 0.0)
-        fields = [self._down, self.rank, self._starts, self._panels, self._factor, self._shift]
+        self._columns = _columns(change, self.rank)
+        fields = [self._down, self.rank, self._starts, self._panels, self._factor, self._shift, self._columns]
         words = [0 if field is None else field if isinstance(field, int) else field.data_ptr() for field in fields]
         self._struct = torch.tensor(words, dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        tensors = [self._down, self._factor, self._shift, self._starts, self._panels, self._struct, *self._weights]
+        tensors = [self._down, self._factor, self._shift, self._starts, self._panels, self._struct, self._columns]
+        tensors += self._weights
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
@@ -75,11 +77,22 @@ def _pack_down(change: Change, rank: int, in_features: int, dtype: torch.dtype) 
     return packed[: rank * in_features].clone()
 
 
+def _columns(change: Change, rank: int) -> Tensor | None:
+    """int32 ``[rank]``: which scaling of a row each product with a first factor gets; None: none gets any."""
+    if all(part.columns is None for part in change.parts):
+        return None
+    columns = torch.zeros(rank, dtype=torch.int32)
+    known = [part.columns for part in change.parts if part.columns is not None]
+    assert len(known) == len(change.parts), "all parts of a change are scaled, or none is"
+    columns[: sum(map(len, known))] = torch.cat(known).int()
+    return columns
+
+
 def _pack_up(change: Change, order: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, int, int]]:
     """Panel, second factors that have outputs in it, ``[rank][16]``, and to which outputs of the first they belong."""
     found = []
     first = 0
-    for down, up, start in change.parts:
+    for down, up, start, _ in change.parts:
         rows = order - start
         inside = (order >= 0) & (rows >= 0) & (rows < len(up))
         arranged = torch.where(inside[:, None], up[rows.clamp(0, len(up) - 1)], 0).to(dtype)

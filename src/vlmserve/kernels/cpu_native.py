@@ -148,10 +148,12 @@ class PackedLinear:
             if residual.shape != output.shape or residual.dtype != self.dtype:
                 raise ValueError(f"a residual {tuple(residual.shape)} of {residual.dtype} is not like the output")
             residual = residual.contiguous()
-        table = slots = stride = 0
+        table = slots = stride = scalings = columns = 0
         if adapters is not None and adapters.active:
             row_slots, stride = adapters.row_slots
             table, slots = adapters.table.data_ptr(), row_slots.data_ptr()
+            if adapters.scalings is not None:
+                scalings, columns = adapters.scalings.data_ptr(), adapters.scalings.shape[1]
         self._linear(
             x.data_ptr(),
             self._packed.data_ptr(),
@@ -174,6 +176,8 @@ class PackedLinear:
             table,
             slots,
             stride,
+            scalings,
+            columns,
         )
         return output
 

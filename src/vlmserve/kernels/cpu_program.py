@@ -219,11 +219,12 @@ class Program:
         ropes: Sequence[RotaryRows],
         plan: object,
         row_slots: Tensor | None = None,
+        scalings: Tensor | None = None,
     ) -> Tensor:
         """``[tokens, width]`` through all operations.
 
         ropes: of each kind that was recorded. plan: a `CpuPlan`. row_slots: int32 ``[tokens]``, the slot of each row's
-        adapter, below 0 for none; None: no row has one.
+        adapter, below 0 for none; None: no row has one. scalings: see `AdapterRows`.
         """
         assert isinstance(plan, CpuPlan)
         expected = plan.num_tokens, self._widths[INPUT]
@@ -240,6 +241,8 @@ class Program:
             tables.buffer_info()[0],
             *plan.addresses,
             0 if row_slots is None else row_slots.data_ptr(),
+            0 if scalings is None else scalings.data_ptr(),
+            0 if scalings is None else scalings.shape[1],
             self._count,
             len(self._widths),
             plan.num_sequences,

@@ -1,5 +1,5 @@
 """What adapters change in layers, for rows of a batch that have one (LoRA: https://arxiv.org/abs/2106.09685, DoRA:
-https://arxiv.org/abs/2402.09353).
+https://arxiv.org/abs/2402.09353, X-LoRA: https://arxiv.org/abs/2402.07148).
 
 A model has a few slots for adapters. All its layers share one `AdapterRows`, which says which row of the batch that is
 being computed has the adapter of which slot.
@@ -30,6 +30,7 @@ class AdapterRows:
     """Which rows of the batch that is being computed have which adapter.
 
     slots: int32, that of each row, below 0 for none; one for all rows if `stride` is 0. runs: of rows with an adapter.
+    scalings: float32 ``[rows, columns]``, of the adapters that an X-LoRA adapter mixes; None: no row has one.
     unpacked: slots of adapters that replace weights within a decoder's layers, which programs do not know.
     """
 
@@ -53,6 +54,7 @@ class AdapterRows:
         """No row has an adapter."""
         self.runs: Sequence[Run] = ()
         self.slots, self.stride = self._none, 0
+        self.scalings: Tensor | None = None
 
     def set_all(self, slot: int) -> None:
         """All rows have the adapter of a slot; below 0: none."""
@@ -60,24 +62,33 @@ class AdapterRows:
             self.clear()
             return
         self.runs, self.slots, self.stride = (Run(0, None, slot),), torch.tensor([slot], dtype=torch.int32), 0
+        self.scalings = None
 
-    def set(self, slots: np.ndarray) -> None:
-        """slots: int32, a slot for each row."""
+    def set(self, slots: np.ndarray, scalings: Tensor | None = None) -> None:
+        """slots: int32, a slot for each row. scalings: see the class; rows without X-LoRA have some as well."""
         borders = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
         runs = [Run(a, b, int(slots[a])) for a, b in itertools.pairwise(borders) if a < b]
         self.runs = [run for run in runs if run.slot >= 0]
         self.slots, self.stride = torch.from_numpy(slots), 1
+        self.scalings = scalings
 
 
 class LowRank(NamedTuple):
     """``up @ down`` is added to rows ``start <= i < start + len(up)`` of a weight.
 
-    down: ``[rank, in_features]``. up: ``[outputs, rank]``, with the adapter's scale.
+    down: ``[rank, in_features]``. up: ``[outputs, rank]``, with the adapter's scale. columns: int64 ``[rank]``, the one
+    of a row's `AdapterRows.scalings` by which each product with `down` is multiplied; None: by none.
     """
 
     down: Tensor
     up: Tensor
     start: int = 0
+    columns: Tensor | None = None
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> LowRank:
+        """The same for inputs of a type on a device."""
+        columns = None if self.columns is None else self.columns.to(device)
+        return LowRank(self.down.to(device, dtype), self.up.to(device, dtype), self.start, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,7 @@ class Change:
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Change:
         """The same for inputs of a type on a device."""
-        parts = tuple(LowRank(down.to(device, dtype), up.to(device, dtype), start) for down, up, start in self.parts)
+        parts = tuple(part.to(dtype, device) for part in self.parts)
         factor, shift = (
             None if values is None else values.to(device, torch.float32) for values in (self.factor, self.shift)
         )
@@ -121,27 +132,29 @@ class TableChange:
     """What an adapter changes in a table of embeddings.
 
     low_rank: ``[count, rank]`` and ``[size, rank]``, the second with the adapter's scale. factor: float32 ``[size]``;
-    None: 1. rows: int64 indices, and the vectors that stand there. weight: in place of the whole table.
+    None: 1. rows: int64 indices, and the vectors that stand there. weight: in place of the whole table. columns: as in
+    `LowRank`.
     """
 
     low_rank: tuple[Tensor, Tensor] | None = None
     factor: Tensor | None = None
     rows: tuple[Tensor, Tensor] | None = None
     weight: Tensor | None = None
+    columns: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        tensors = [*(self.low_rank or ()), *(self.rows or ()), self.factor, self.weight]
+        tensors = [*(self.low_rank or ()), *(self.rows or ()), self.factor, self.weight, self.columns]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def apply(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """The vectors ``[rows, size]`` of those indices, changed."""
+    def apply(self, indices: Tensor, vectors: Tensor, scalings: Tensor | None = None) -> Tensor:
+        """The vectors ``[rows, size]`` of those indices, changed. scalings: of these rows."""
         if self.weight is not None:
             vectors = F.embedding(indices, self.weight)
         if self.low_rank is not None:
             down, up = self.low_rank
-            vectors = vectors + F.linear(F.embedding(indices, down), up)
+            vectors = vectors + F.linear(_scaled(F.embedding(indices, down), self.columns, scalings), up)
         if self.factor is not None:
             vectors = (vectors * self.factor).to(vectors.dtype)
         if self.rows is not None:
@@ -181,7 +194,7 @@ class PreparedChange(NamedTuple):
     def num_bytes(self) -> int:
         """Memory that it takes."""
         change = self.change
-        tensors = [tensor for part in change.parts for tensor in part[:2]]
+        tensors = [tensor for part in change.parts for tensor in part if isinstance(tensor, Tensor)]
         tensors += [one for one in (change.factor, change.shift, change.weight, change.bias) if one is not None]
         tensors += change.outputs or ()
         return sum(tensor.nbytes for tensor in tensors) + (0 if self.packed is None else self.packed.num_bytes)
@@ -204,7 +217,8 @@ class TableAdapters:
         """``[rows, size]``, a table's vectors at ``[rows]`` indices, with what adapters change. Overwrites them."""
         for first, last, slot in self._rows.runs:
             if (change := self._changes.get(slot)) is not None:
-                vectors[first:last] = change.apply(indices[first:last], vectors[first:last])
+                scalings = None if self._rows.scalings is None else self._rows.scalings[first:last]
+                vectors[first:last] = change.apply(indices[first:last], vectors[first:last], scalings)
         return vectors
 
 
@@ -233,6 +247,11 @@ class LinearAdapters:
         """`AdapterRows.slots` and their stride."""
         return self._rows.slots, self._rows.stride
 
+    @property
+    def scalings(self) -> Tensor | None:
+        """`AdapterRows.scalings`."""
+        return self._rows.scalings
+
     def set(self, slot: int, prepared: PreparedChange | None) -> None:
         """Put an adapter into a slot; None: empty it."""
         self._changes.pop(slot, None)
@@ -249,7 +268,8 @@ class LinearAdapters:
         inputs, outputs = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
         for first, last, slot in self._rows.runs:
             if (prepared := self._changes.get(slot)) is not None:
-                _apply(prepared.change, inputs[first:last], outputs[first:last], bias)
+                scalings = None if self._rows.scalings is None else self._rows.scalings[first:last]
+                _apply(prepared.change, inputs[first:last], outputs[first:last], bias, scalings)
         return output
 
     def replace(self, x: Tensor, residual: Tensor | None, output: Tensor, finish: Finish) -> Tensor:
@@ -278,15 +298,24 @@ class Finish(Protocol):
     def __call__(self, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor: ...
 
 
-def _apply(change: Change, x: Tensor, output: Tensor, bias: Tensor | None) -> None:
-    """x: ``[rows, in_features]``. output: ``[rows, out_features]``, in place."""
+def _apply(change: Change, x: Tensor, output: Tensor, bias: Tensor | None, scalings: Tensor | None) -> None:
+    """x: ``[rows, in_features]``. output: ``[rows, out_features]``, in place. scalings: of these rows."""
     if change.factor is not None and bias is not None:
         output -= bias
-    for down, up, start in change.parts:
-        output[:, start : start + len(up)] += F.linear(F.linear(x, down), up).to(output.dtype)
+    for down, up, start, columns in change.parts:
+        inner = _scaled(F.linear(x, down), columns, scalings)
+        output[:, start : start + len(up)] += F.linear(inner, up).to(output.dtype)
     if change.factor is not None:
         output *= change.factor
         if bias is not None:
             output += bias
     if change.shift is not None:
         output += change.shift
+
+
+def _scaled(inner: Tensor, columns: Tensor | None, scalings: Tensor | None) -> Tensor:
+    """``[rows, rank]`` products with a first factor, each multiplied with its column of the rows' scalings."""
+    if columns is None:
+        return inner
+    assert scalings is not None, "rows of X-LoRA have scalings"
+    return inner * scalings[:, columns].to(inner.dtype)

@@ -460,6 +460,17 @@ class TransformersCheckpoint:
             raise UnsupportedModelError("its config names no token that stands for images (image_token_id)")
         return found
 
+    def module_names(self) -> list[str]:
+        """Of all modules, in transformers' order. Raises UnsupportedModelError for a model that it does not know."""
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        auto = AutoModelForCausalLM if self.image_token_id is None else AutoModelForImageTextToText
+        try:
+            with torch.device("meta"):
+                return [name for name, _ in auto.from_config(self.config).named_modules()]
+        except (*_MISFITS, ImportError) as error:
+            raise UnsupportedModelError(f"transformers does not make this model: {_first_line(error)}") from error
+
     def sample(self, model: Any) -> Sample | None:
         """An image to check the model with, if it takes images."""
         if self.image_token_id is None:

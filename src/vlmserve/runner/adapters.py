@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from vlmserve.adapters.lora import Adapter
+from vlmserve.adapters.mixture import Mixture
 from vlmserve.adapters.slots import AdapterSlots
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.requests import ScheduledRequest
@@ -25,17 +29,29 @@ class RunnerAdapters:
         self._slots = AdapterSlots(model.adaptable, num_slots)
         self._rows = model.language_model.adapter_rows = self._slots.rows
         self._source = source
+        self._device = model.device.torch_device
         self._by_digest: dict[bytes, int] = {}
+        self._mixtures: dict[bytes, Mixture] = {}
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
         """Put adapters into slots."""
         for slot, digest in loads:
             self._by_digest = {known: place for known, place in self._by_digest.items() if place != slot}
-            self._slots.set(slot, self._source(digest))
+            self._mixtures = {known: mixture for known, mixture in self._mixtures.items() if known in self._by_digest}
+            adapter = self._source(digest)
+            self._slots.set(slot, adapter)
             self._by_digest[digest] = slot
+            if adapter.mixture is not None:
+                self._mixtures[digest] = adapter.mixture
 
-    def use_for_batch(self, batch: Sequence[ScheduledRequest], num_rows: int) -> None:
-        """Rows of a batch have their requests' adapters; those behind them, which only pad, none."""
+    @property
+    def mixes(self) -> bool:
+        """Whether an adapter with a slot is one by X-LoRA."""
+        return bool(self._mixtures)
+
+    def use_for_batch(self, batch: Sequence[ScheduledRequest], num_rows: int, scalings: Tensor | None = None) -> None:
+        """Rows of a batch have their requests' adapters; those behind them, which only pad, none. scalings: see
+        `AdapterRows`."""
         if not any(request.state.adapter for request in batch):
             if self._rows.active:
                 self._rows.clear()
@@ -43,7 +59,44 @@ class RunnerAdapters:
         slots = np.full(num_rows, -1, np.int32)
         counts = [request.num_tokens for request in batch]
         slots[: sum(counts)] = np.repeat(self._slots_of(batch), counts)
-        self._rows.set(slots)
+        self._rows.set(slots, scalings)
+
+    def use_for_scaling_pass(self, batch: Sequence[ScheduledRequest], num_rows: int) -> None:
+        """Rows of a batch have their requests' adapters, all mixed with one scaling; those for which it is 0, none."""
+        slots = np.full(num_rows, -1, np.int32)
+        constants = [self._mixtures[request.state.adapter].of_scaling_pass for request in batch]
+        if all(constant is None for constant in constants):
+            self._rows.clear()
+            return
+        scalings = torch.zeros(num_rows, self._num_columns(batch), device=self._device)
+        first = 0
+        for request, constant, slot in zip(batch, constants, self._slots_of(batch).tolist(), strict=True):
+            if constant is not None:
+                rows = slice(first, first + request.num_tokens)
+                slots[rows], scalings[rows, : len(constant)] = slot, constant
+            first += request.num_tokens
+        self._rows.set(slots, scalings)
+
+    def scalings(self, batch: Sequence[ScheduledRequest], mixed: Sequence[ScheduledRequest], hidden: Tensor) -> Tensor:
+        """float32 ``[rows of the batch, columns]``: those of adapters in rows of `mixed` requests, a part of the batch,
+        by their final hidden states of the scaling pass, ``[rows of mixed, hidden_size]``."""
+        ends = itertools.accumulate(request.num_tokens for request in batch)
+        begins = {one.state.request_id: end - one.num_tokens for one, end in zip(batch, ends, strict=True)}
+        num_rows = sum(request.num_tokens for request in batch)
+        scalings = torch.zeros(num_rows, self._num_columns(mixed), device=self._device)
+        first = 0
+        for digest, group in itertools.groupby(mixed, lambda request: request.state.adapter):
+            requests = list(group)
+            num_rows = sum(request.num_tokens for request in requests)
+            found = self._mixtures[digest].scalings(hidden[first : first + num_rows])
+            first += num_rows
+            for request, own in zip(requests, torch.split(found, [one.num_tokens for one in requests]), strict=True):
+                begin = begins[request.state.request_id]
+                scalings[begin : begin + len(own), : own.shape[1]] = own
+        return scalings
+
+    def _num_columns(self, batch: Sequence[ScheduledRequest]) -> int:
+        return max(self._mixtures[request.state.adapter].num_columns for request in batch)
 
     def use_for_samples(self, batch: Sequence[ScheduledRequest]) -> None:
         """So have the rows of which tokens are sampled."""

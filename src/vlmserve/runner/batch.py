@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows
@@ -64,6 +66,23 @@ class BatchDevice(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Unstaged:
+    """A `BatchDevice` for batches that are computed while another one lies in the memory through which a device gets
+    its batches. Nothing is padded."""
+
+    torch_device: torch.device
+    padding_blocks: int = 0
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """See `Device.upload`. Each array by itself."""
+        return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
+
+    def padded_decodes(self, count: int) -> int:
+        """See `Device.padded_decodes`."""
+        return count
+
+
 class BatchBuilder:
     """Packs a step's requests into one batch, in memory that it keeps: a batch is valid until the next is built.
 
@@ -76,10 +95,12 @@ class BatchBuilder:
         device: BatchDevice,
         padding_block: int = 0,
         cross_states: Mapping[bytes, Tensor] = _NO_STATES,
+        table_of: Callable[[RequestState], array[int]] = attrgetter("block_table"),
     ) -> None:
         """padding_block: which block rows that only pad a batch write to and read from. cross_states: by key, what is
-        in memory at each step."""
+        in memory at each step. table_of: the KV blocks of a request's tokens."""
         self._cross_states = cross_states
+        self._table_of = table_of
         self._block_size = block_size
         self._device = device
         self._padding_block = padding_block
@@ -102,15 +123,16 @@ class BatchBuilder:
         """
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
-        num_tokens, width = sum(counts), max(len(request.state.block_table) for request in scheduled)
+        tables = [self._table_of(request.state) for request in scheduled]
+        num_tokens, width = sum(counts), max(map(len, tables))
         padding = 0
         if num_tokens == len(counts) and not any(request.state.cross_key for request in scheduled):
             padding = self._device.padded_decodes(num_tokens) - num_tokens
             # A table's width is part of its shape, and few shapes are to come.
             width = 1 << (width - 1).bit_length() if self._device.padding_blocks else width
         self._reserve(num_tokens + padding, len(counts) + padding, width)
-        for row, request in enumerate(scheduled):
-            self._keep_table(row, request.state.block_table)
+        for row, table in enumerate(tables):
+            self._keep_table(row, table)
         ends = np.cumsum(counts)
         owner = np.repeat(np.arange(len(counts)), counts)
         positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
@@ -137,11 +159,11 @@ class BatchBuilder:
             sources = [drawn.get(request.state.request_id, 0) for request in scheduled]
             arrays.append(np.asarray(sources + [0] * padding, np.int64))
         uploaded = self._device.upload([*arrays, *further])
-        query_starts, contexts, tables, slot_mapping, tokens, places, sampled_rows = uploaded[:7]
+        query_starts, contexts, block_tables, slot_mapping, tokens, places, sampled_rows = uploaded[:7]
         metadata = BatchMetadata(
             query_starts=query_starts,
             context_lens=contexts,
-            block_tables=tables,
+            block_tables=block_tables,
             slot_mapping=slot_mapping,
             query_lens=counts,
             host_context_lens=context_lens,

@@ -50,12 +50,15 @@ def run_largest_step(
     )
 
 
-def num_kv_blocks(*, budget: int, bytes_per_block: int, block_size: int, max_model_len: int, max_num_seqs: int) -> int:
-    """Blocks that fit into `budget` bytes, at most as many as `max_num_seqs` full contexts can fill.
+def num_kv_blocks(
+    *, budget: int, bytes_per_block: int, block_size: int, max_model_len: int, max_num_seqs: int, tables: int = 1
+) -> int:
+    """Blocks that fit into `budget` bytes, at most as many as `max_num_seqs` full contexts can fill, each of which has
+    so many tables.
 
     Raises ConfigurationError if not even one block and the token after it fit.
     """
-    useful = max_num_seqs * -(-max_model_len // block_size)
+    useful = tables * max_num_seqs * -(-max_model_len // block_size)
     blocks = min(budget // bytes_per_block, useful)
     if blocks < 1:
         raise ConfigurationError(

@@ -23,7 +23,8 @@ class RequestState:
     """A request's tokens, its KV blocks, and how its next token is sampled.
 
     token_ids: prompt and answer. block_table: grows while the request keeps its blocks; after a preemption a new one
-    takes its place. bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions.
+    takes its place. scaling_table: likewise for its scaling pass; None: it has none. bidirectional_spans: tokens
+    ``first <= i < last`` that attend to each other in both directions.
     adapter: the digest of its adapter; empty: none.
     matcher: where its answer stands in its grammar. logits_processor: its biases and penalties.
     num_scored: leading tokens of the prompt whose logprobs are known, while some are asked for that are not; else None.
@@ -45,6 +46,7 @@ class RequestState:
         "num_scored",
         "params",
         "request_id",
+        "scaling_table",
         "seed",
         "token_ids",
     )
@@ -54,6 +56,7 @@ class RequestState:
         self.token_ids = list(request.token_ids)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.block_table = array("i", request.block_ids)
+        self.scaling_table = array("i", request.scaling_block_ids) if request.scaling_block_ids else None
         self.params = request.params
         self.seed = request.seed
         self.max_len = request.max_len
@@ -107,6 +110,10 @@ class RequestState:
         if scheduled.resumed:
             self.block_table = array("i")
         self.block_table.extend(scheduled.new_block_ids)
+        if scheduled.new_scaling_block_ids:
+            if scheduled.resumed or self.scaling_table is None:
+                self.scaling_table = array("i")
+            self.scaling_table.extend(scheduled.new_scaling_block_ids)
 
     def _text_tokens(self) -> list[int]:
         """The prompt without the tokens of images."""

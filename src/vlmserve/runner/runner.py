@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -14,7 +15,7 @@ from vlmserve.devices.device import Clock
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
-from vlmserve.runner.batch import Batch, BatchBuilder
+from vlmserve.runner.batch import Batch, BatchBuilder, Unstaged
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.runner.prompt_logprobs import score_prompts
@@ -95,6 +96,9 @@ class ModelRunner:
         # The block behind all others belongs to rows that only pad a batch.
         self._images = ImageEncoder(model, adapters)
         self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings)
+        self._scaling_batches = BatchBuilder(
+            block_size, Unstaged(model.device.torch_device), table_of=attrgetter("scaling_table")
+        )
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         # What the last step drew, at least one token, and which request each is of.
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
@@ -169,9 +173,10 @@ class ModelRunner:
         batch = self._batches.build(scheduled, self._drawn_rows, further)
         if clock is not None:
             clock.mark()
-        if self._adapters is not None:
-            self._adapters.use_for_batch(scheduled, len(batch.token_ids))
         try:
+            if self._adapters is not None:
+                scalings = self._scalings(scheduled)
+                self._adapters.use_for_batch(scheduled, len(batch.token_ids), scalings)
             hidden = self._hidden(batch)
             if self._adapters is not None:
                 self._adapters.use_for_samples(scheduled)
@@ -180,6 +185,19 @@ class ModelRunner:
             logger.warning("A step of %d tokens ran out of memory: %s", len(batch.token_ids), error)
             return None
         return _Run(batch, hidden, logits, later, sampled)
+
+    def _scalings(self, scheduled: list[ScheduledRequest]) -> Tensor | None:
+        """Of the adapters that requests mix by X-LoRA, for all rows of the batch: from a pass over those requests'
+        tokens, with blocks of its own. None: no request does."""
+        assert self._adapters is not None
+        if not self._adapters.mixes:
+            return None
+        mixed = [request for request in scheduled if request.state.scaling_table is not None]
+        if not mixed:
+            return None
+        batch = self._scaling_batches.build(mixed, self._drawn_rows)
+        self._adapters.use_for_scaling_pass(mixed, len(batch.token_ids))
+        return self._adapters.scalings(scheduled, mixed, self._hidden(batch))
 
     def _hidden(self, batch: Batch) -> Tensor:
         """``[tokens, hidden_size]``: the final hidden states."""

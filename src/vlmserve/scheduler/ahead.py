@@ -23,10 +23,10 @@ def plan_ahead(
             return None
     going = [request for _, request in step if len(request.token_ids) + 1 < request.max_len]
     growing = [one for one in going if len(one.token_ids) >= len(one.block_table) * block_size]
-    if not going or len(growing) > pool.num_free:
+    if not going or sum(len(one.tables) for one in growing) > pool.num_free:
         return None
     for request in growing:
-        request.block_table.extend(pool.allocate(1))
+        request.grow(1, pool)
     return [request.next_token() for request in going]
 
 

@@ -7,7 +7,9 @@ from array import array
 
 import msgspec
 
+from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
+from vlmserve.scheduler.block_table import BlockTable
 from vlmserve.steps import CachedRequest, NewRequest
 from vlmserve.types import (
     Bidirectional,
@@ -24,9 +26,9 @@ class Request:
     """Tokens so far, how many of them are in the KV cache, and where.
 
     answer_id: under which its answer is output; its own, but for a beam. token_ids: prompt and answer. num_computed:
-    leading tokens whose keys and values are in `block_table`'s blocks.
-    block_table: ids of its KV blocks; a preempted request gets a new table.
-    first_block: the first block of the table that is held; those before it are outside the attention window.
+    leading tokens whose keys and values are in the blocks of its tables.
+    tables: its KV blocks, and behind them those of its scaling pass, if its adapter has one; all equally long.
+    first_block: the first block of the tables that is held; those before it are outside the attention window.
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
@@ -43,17 +45,13 @@ class Request:
 
     __slots__ = (
         "_known_to_runner",
-        "_long_root_key",
-        "_num_blocks_sent",
-        "_tail",
+        "_long_root_keys",
         "adapter",
         "answer_id",
         "answered",
         "arrived",
         "arrived_at",
         "bidirectional_spans",
-        "block_keys",
-        "block_table",
         "cross",
         "cross_key",
         "end_token_ids",
@@ -71,6 +69,7 @@ class Request:
         "request_id",
         "seed",
         "started",
+        "tables",
         "token_ids",
         "vision_seconds",
         "vision_started",
@@ -85,9 +84,11 @@ class Request:
         max_len: int,
         end_token_ids: frozenset[int],
         adapter: bytes = b"",
+        scaling_root: bytes | None = None,
         max_short_len: int | None = None,
         bidirectional: Bidirectional | None = None,
     ) -> None:
+        """scaling_root: the root key of its scaling pass; None: it has none."""
         self.request_id = request.request_id
         self.answer_id = request.request_id
         self.params = request.params
@@ -105,9 +106,7 @@ class Request:
         self.num_encoded = 0
         self.arrived = self.started = self.vision_started = self.answered = 0.0
         self.arrived_at = self.vision_seconds = 0.0
-        self.block_table = array("i")
         self.first_block = 0
-        self._num_blocks_sent = 0
         self._known_to_runner = False
         self.cross = request.prompt.cross
         self.cross_key: bytes | None = None
@@ -116,14 +115,19 @@ class Request:
             root_key = cross_attention_root(root_key, self.cross_key)
         placements = [span.placement for span in self.image_spans]
         self.bidirectional_spans = bidirectional_spans(placements, self.num_prompt_tokens, bidirectional)
-        self._long_root_key = block_key(root_key, (), ())
+        roots = [root_key] if scaling_root is None else [root_key, scaling_root]
+        self._long_root_keys = [block_key(root, (), ()) for root in roots]
         self.max_short_len = max_short_len
-        self.block_keys = [self._long_root_key if self.is_long else root_key]
-        self._tail = (0, b"")
+        self.tables = [BlockTable(root) for root in (self._long_root_keys if self.is_long else roots)]
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
         wanted = max_len if self.params.max_tokens is None else self.num_prompt_tokens + self.params.max_tokens
         self.max_len = min(max_len, wanted)
+
+    @property
+    def block_table(self) -> array[int]:
+        """Ids of its KV blocks."""
+        return self.tables[0].blocks
 
     @property
     def num_uncomputed(self) -> int:
@@ -151,18 +155,18 @@ class Request:
 
     def message(self, num_tokens: int) -> NewRequest | CachedRequest:
         """The message that schedules the next `num_tokens` tokens: a new request, or what is new of a known one."""
-        sent, self._num_blocks_sent = self._num_blocks_sent, len(self.block_table)
         if self._known_to_runner:
-            new_blocks = () if sent == len(self.block_table) else tuple(self.block_table[sent:])
-            return CachedRequest(self.request_id, self.num_computed, num_tokens, new_blocks, sent == 0)
+            resumed = self.tables[0].num_sent == 0
+            return CachedRequest(self.request_id, self.num_computed, num_tokens, *self._new_blocks(resumed))
         self._known_to_runner = True
+        block_ids = [table.new_blocks().tolist() for table in self.tables]
         return NewRequest(
             self.request_id,
             self.num_computed,
             num_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             token_ids=self.token_ids[:],
-            block_ids=self.block_table.tolist(),
+            block_ids=block_ids[0],
             params=_without_model(self.params),
             seed=self.seed,
             max_len=self.max_len,
@@ -170,34 +174,45 @@ class Request:
             images=tuple(span.placement for span in self.image_spans),
             cross_key=self.cross_key,
             adapter=self.adapter,
+            scaling_block_ids=block_ids[1] if len(block_ids) > 1 else [],
         )
 
     def next_token(self) -> CachedRequest:
         """The message that schedules the token which the step before gives, and which is not known yet."""
-        sent, self._num_blocks_sent = self._num_blocks_sent, len(self.block_table)
-        return CachedRequest(self.request_id, len(self.token_ids), 1, tuple(self.block_table[sent:]))
+        return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks())
+
+    def _new_blocks(self, resumed: bool = False) -> tuple[tuple[int, ...], bool, tuple[int, ...]]:
+        """The last fields of a `CachedRequest`."""
+        new = self.tables[0].new_blocks() if self.tables[0].num_sent != len(self.block_table) else ()
+        scaling = self.tables[1].new_blocks() if len(self.tables) > 1 else ()
+        return tuple(new), resumed, tuple(scaling)
+
+    def grow(self, num_blocks: int, pool: BlockPool) -> None:
+        """Take that many blocks for each table."""
+        for table in self.tables:
+            table.blocks.extend(pool.allocate(num_blocks))
 
     def fork(self, request_id: str, token_id: int) -> Request:
         """Another request with the same tokens and one more. It holds nothing, and the runner does not know it."""
         child = copy.copy(self)
         child.request_id = request_id
         child.token_ids = [*self.token_ids, token_id]
-        child.block_keys = self.block_keys[:]
+        child.tables = [table.fork() for table in self.tables]
         child._known_to_runner = False
         child.drop_blocks()
         return child
 
     def drop_blocks(self) -> None:
-        """Forget its block table after its blocks were freed: all of its tokens have to be computed or found again."""
-        self.block_table = array("i")
+        """Forget its tables after its blocks were freed: all of its tokens have to be computed or found again."""
+        for table in self.tables:
+            table.drop()
         self.first_block = 0
         self.num_computed = 0
-        self._num_blocks_sent = 0
 
     def reset_block_keys(self) -> None:
         """Drop the keys of blocks that were computed while it was short."""
-        self.block_keys = [self._long_root_key]
-        self._tail = (0, b"")
+        for table, root in zip(self.tables, self._long_root_keys, strict=True):
+            table.restart(root)
 
     def spans_between(self, start: int, end: int) -> list[ImageSpan]:
         """Images with a placeholder in ``start <= i < end``."""
@@ -216,15 +231,17 @@ class Request:
             return None
         return next((span for span in self.bidirectional_spans if span[0] < place < span[1]), None)
 
-    def keys_of_full_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
-        while len(self.block_keys) <= count:
-            start = (len(self.block_keys) - 1) * block_size
-            self.block_keys.append(self._key(self.block_keys[-1], start, start + block_size))
-        return self.block_keys[1 : count + 1]
+    def keys_of_full_blocks(self, table: BlockTable, count: int, block_size: int) -> list[bytes]:
+        """Keys of a table's first `count` blocks, whose tokens are all known; each is computed once."""
+        keys = table.keys
+        while len(keys) <= count:
+            start = (len(keys) - 1) * block_size
+            keys.append(self._key(keys[-1], start, start + block_size))
+        return keys[1 : count + 1]
 
-    def tail_key(self, num_tokens: int, block_size: int) -> bytes | None:
-        """The key of the partly filled block after the last full one of the first `num_tokens` tokens; None: none.
+    def tail_key(self, table: BlockTable, num_tokens: int, block_size: int) -> bytes | None:
+        """The key of the partly filled block of a table after the last full one of the first `num_tokens` tokens; None:
+        none.
 
         Kept for the last `num_tokens` that was asked for.
         """
@@ -232,10 +249,10 @@ class Request:
         start = full * block_size
         if start == num_tokens:
             return None
-        if self._tail[0] != num_tokens:
-            self.keys_of_full_blocks(full, block_size)
-            self._tail = num_tokens, self._key(self.block_keys[full], start, num_tokens)
-        return self._tail[1]
+        if table.tail[0] != num_tokens:
+            self.keys_of_full_blocks(table, full, block_size)
+            table.tail = num_tokens, self._key(table.keys[full], start, num_tokens)
+        return table.tail[1]
 
     def _key(self, parent: bytes, start: int, end: int) -> bytes:
         """The key of a block with tokens ``start <= i < end``, and with all later ones that those attend to."""

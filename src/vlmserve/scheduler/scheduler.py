@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -237,19 +238,10 @@ class Scheduler:
             self._requests[child.request_id] = child
             needs_copy = number > 0 and filled > 0
             is_full = number > 0 and len(self.running) > self._max_num_seqs
-            if place is None or is_full or (needs_copy and self.pool.num_free == 0):
+            if place is None or is_full or (needs_copy and self.pool.num_free < len(parent.tables)):
                 enter_first(self.waiting, child)
                 continue
-            shared = parent.block_table[parent.first_block : full]
-            self.pool.share(shared)
-            child.block_table.extend(parent.block_table[:full])
-            if needs_copy:
-                [own] = self.pool.allocate(1)
-                self.cache.block_copies.append(BlockCopy("copy", parent.block_table[full], own))
-                child.block_table.append(own)
-            elif filled:
-                self.pool.share(parent.block_table[full:])
-                child.block_table.append(parent.block_table[full])
+            self._share_blocks(parent, child, full, "copy" if needs_copy else "share" if filled else "none")
             child.first_block, child.num_computed = parent.first_block, parent.num_computed
             self.images.fork(parent, child)
             if self.adapters is not None:
@@ -260,6 +252,20 @@ class Scheduler:
         if place is not None and any(not child.block_table for child in children):
             self._register_tail(parent, parent.num_computed)
         self._remove(parent)
+
+    def _share_blocks(self, parent: Request, child: Request, full: int, last: Literal["copy", "share", "none"]) -> None:
+        """Let a request have the first `full` blocks of another one's tables. last: what it gets of the block after
+        them."""
+        for source, target in zip(parent.tables, child.tables, strict=True):
+            self.pool.share(source.blocks[parent.first_block : full])
+            target.blocks.extend(source.blocks[:full])
+            if last == "copy":
+                [own] = self.pool.allocate(1)
+                self.cache.block_copies.append(BlockCopy("copy", source.blocks[full], own))
+                target.blocks.append(own)
+            elif last == "share":
+                self.pool.share(source.blocks[full:])
+                target.blocks.append(source.blocks[full])
 
     def _end_search(self, search: Search) -> None:
         for member in search.members:
@@ -299,22 +305,25 @@ class Scheduler:
 
     def _give_way(self) -> None:
         """Preempt requests of lower priority as far as those that wait could run in their place in this step."""
-        num_seqs, num_blocks, num_tokens = 0, 0, 0
+        num_seqs, num_tables, num_blocks, num_tokens = 0, 0, 0, 0
         for request in list(self.waiting):
             if not self._has_to_give_way(request) or num_tokens >= self._max_num_batched_tokens:
                 return
             if self.adapters is not None and not self.adapters.may_run(request):
                 continue
-            keys = self._shareable_keys(request)
-            hit = self._find(request, keys)
-            if self._is_being_computed(request, keys, hit):
+            chains = self._shareable_keys(request)
+            hits = self._find(request, chains)
+            if self._is_being_computed(request, chains[0], hits[0]):
                 continue
             num_seqs += 1
-            num_blocks += self._num_missing_blocks(request, hit) + self.cache.num_taken(hit)
-            num_tokens += len(request.token_ids) - hit.end * self._block_size
+            num_tables += len(request.tables)
+            num_blocks += len(request.tables) * self._num_missing_blocks(request, hits[0])
+            num_blocks += sum(map(self.cache.num_taken, hits))
+            num_tokens += len(request.token_ids) - hits[0].end * self._block_size
             while self._has_to_give_way(request):
-                num_running = len(self.running) + num_seqs
-                if num_running <= self._max_num_seqs and num_blocks <= self.pool.num_free - num_running:
+                num_growing = self._num_growing + num_tables
+                fits = len(self.running) + num_seqs <= self._max_num_seqs
+                if fits and num_blocks <= self.pool.num_free - num_growing:
                     break
                 self._preempt(self.running.pop())
 
@@ -329,11 +338,11 @@ class Scheduler:
             if budget == 0:
                 break
             if request.num_computed == len(request.block_table) * self._block_size:
-                while self.pool.num_free == 0 and request.block_table:
+                while self.pool.num_free < len(request.tables) and request.block_table:
                     self._preempt(self.running.pop())
                 if not request.block_table:
                     break  # preempted, and so are all that were admitted later
-                request.block_table.extend(self.pool.allocate(1))
+                request.grow(1, self.pool)
             drafts: Sequence[int] = ()
             if self.propose_drafts is not None and request.answer_id not in self._searches:
                 drafts = self._limit_drafts(request, self.propose_drafts(request), budget - (len(decoding) - index))
@@ -353,8 +362,8 @@ class Scheduler:
         end = len(request.token_ids) + len(drafts)
         missing = -(-end // self._block_size) - len(request.block_table)
         if missing > 0:
-            spare = self.pool.num_free - len(self.running)
-            request.block_table.extend(self.pool.allocate(max(0, min(missing, spare))))
+            spare = (self.pool.num_free - self._num_growing) // len(request.tables)
+            request.grow(max(0, min(missing, spare)), self.pool)
         return drafts[: len(request.block_table) * self._block_size - len(request.token_ids)]
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int, above: float = math.inf) -> int:
@@ -370,30 +379,33 @@ class Scheduler:
             if self.adapters is not None and not self.adapters.may_run(request):
                 deferred.append(request)
                 continue
-            keys = self._shareable_keys(request)
-            hit = self._find(request, keys)
-            if self._is_being_computed(request, keys, hit):
+            chains = self._shareable_keys(request)
+            hits = self._find(request, chains)
+            if self._is_being_computed(request, chains[0], hits[0]):
                 deferred.append(request)
                 continue
-            if not self._admit(request, keys, hit):
+            if not self._admit(request, chains, hits):
                 self.waiting.appendleft(request)
                 break
             budget -= self._schedule_chunk(step, request, budget)
         self.waiting.extendleft(reversed(deferred))
         return budget
 
-    def _shareable_keys(self, request: Request) -> list[bytes]:
-        """Keys of a waiting request's full blocks to look up; at least one token is left to compute, for its logits."""
+    def _shareable_keys(self, request: Request) -> list[list[bytes]]:
+        """Keys of a waiting request's full blocks to look up, of each of its tables; at least one token is left to
+        compute, for its logits."""
         if not self._prefix_caching or request.prompt_logprobs is not None:
-            return []
-        return request.keys_of_full_blocks((len(request.token_ids) - 1) // self._block_size, self._block_size)
+            return [[] for _ in request.tables]
+        full, size = (len(request.token_ids) - 1) // self._block_size, self._block_size
+        return [request.keys_of_full_blocks(table, full, size) for table in request.tables]
 
-    def _find(self, request: Request, keys: list[bytes]) -> Hit:
-        """The cached prefix of a waiting request with these shareable keys."""
+    def _find(self, request: Request, chains: list[list[bytes]]) -> list[Hit]:
+        """The cached prefix of a waiting request with these shareable keys, in each of its tables."""
         if not self._prefix_caching or request.prompt_logprobs is not None:
-            return Hit()
-        tail_key = request.tail_key(len(request.token_ids) - 1, self._block_size)
-        return self.cache.find(keys, tail_key, self._first_visible_block)
+            return [Hit() for _ in request.tables]
+        num_tokens = len(request.token_ids) - 1
+        tail_keys = [request.tail_key(table, num_tokens, self._block_size) for table in request.tables]
+        return self.cache.find_all(chains, tail_keys, self._first_visible_block)
 
     def _first_visible_block(self, num_blocks: int) -> int:
         """The first block that tokens after that many blocks attend to."""
@@ -409,25 +421,31 @@ class Scheduler:
         missing = len(request.token_ids) - hit.end * self._block_size
         return end > hit.end and 2 * (end - hit.end) * self._block_size >= missing
 
-    def _admit(self, request: Request, keys: list[bytes], hit: Hit) -> bool:
+    @property
+    def _num_growing(self) -> int:
+        """Blocks that running requests may need soon: one for each table."""
+        return sum(len(request.tables) for request in self.running)
+
+    def _admit(self, request: Request, chains: list[list[bytes]], hits: list[Hit]) -> bool:
         """Move a request to the running ones, with blocks for all tokens that it needs at a time, if there are enough.
 
         With a sliding window, these are a window and a chunk; more are allocated as blocks before the window are freed.
         """
-        missing = self._num_missing_blocks(request, hit)
-        # A free block is left for each running request, or this one would soon be preempted.
-        free = self.pool.num_free - missing - len(self.running)
-        if hit.tail is not None and self.cache.num_taken(hit) > free:
-            hit = hit._replace(tail=None)
-        if self.cache.num_taken(hit) > free:
+        missing, end = self._num_missing_blocks(request, hits[0]), hits[0].end
+        # Free blocks are left for running requests, or this one would soon be preempted.
+        free = self.pool.num_free - missing * len(request.tables) - self._num_growing
+        if hits[0].tail is not None and sum(map(self.cache.num_taken, hits)) > free:
+            hits = [hit._replace(tail=None) for hit in hits]
+        if sum(map(self.cache.num_taken, hits)) > free:
             return False
-        request.first_block = hit.first
-        request.block_table.extend([0] * hit.first)
-        request.block_table.extend(self.cache.take(hit, keys, missing))
-        request.num_computed = hit.end * self._block_size
-        if hit.tail is not None:
+        request.first_block = hits[0].first
+        for table, blocks in zip(request.tables, self.cache.take_all(hits, chains, missing), strict=True):
+            table.blocks.extend([0] * request.first_block)
+            table.blocks.extend(blocks)
+        request.num_computed = end * self._block_size
+        if hits[0].tail is not None:
             request.num_computed = len(request.token_ids) - 1
-        for key in keys[hit.end :]:
+        for key in chains[0][end:]:
             self._computing.setdefault(key, request)
         if request.num_cached is None:
             request.num_cached = request.num_computed
@@ -439,7 +457,7 @@ class Scheduler:
         return True
 
     def _num_missing_blocks(self, request: Request, hit: Hit) -> int:
-        """How many blocks a waiting request needs at a time beside those that were found."""
+        """How many blocks a waiting request needs at a time in each table, beside those that were found."""
         reach = len(request.token_ids)
         if self._window is not None:
             reach = min(reach, hit.end * self._block_size + self._window + self._max_num_batched_tokens)
@@ -449,16 +467,18 @@ class Scheduler:
         """Register the keys of the blocks that become full when `num_computed` tokens are computed."""
         before, after = request.num_computed // self._block_size, num_computed // self._block_size
         if after > before and self._prefix_caching:
-            keys = request.keys_of_full_blocks(after, self._block_size)
-            for index in range(before, after):
-                self.pool.register(request.block_table[index], keys[index])
-                self._computing.pop(keys[index], None)
+            for table in request.tables:
+                keys = request.keys_of_full_blocks(table, after, self._block_size)
+                for index in range(before, after):
+                    self.pool.register(table.blocks[index], keys[index])
+                    self._computing.pop(keys[index], None)
 
     def _register_tail(self, request: Request, num_tokens: int) -> None:
         """Register the key of the partly filled block that ends with token `num_tokens`, all of them computed."""
-        key = request.tail_key(num_tokens, self._block_size) if self._prefix_caching else None
-        if key is not None:
-            self.pool.register(request.block_table[num_tokens // self._block_size], key)
+        for table in request.tables if self._prefix_caching else ():
+            key = request.tail_key(table, num_tokens, self._block_size)
+            if key is not None:
+                self.pool.register(table.blocks[num_tokens // self._block_size], key)
 
     def _allocate_blocks(self, request: Request, num_tokens: int) -> int:
         """Allocate the blocks that the next tokens of a request need, as far as blocks are free.
@@ -468,7 +488,7 @@ class Scheduler:
         reach = min(request.num_computed + num_tokens, len(request.token_ids))
         missing = -(-reach // self._block_size) - len(request.block_table)
         if missing > 0:
-            request.block_table.extend(self.pool.allocate(min(missing, self.pool.num_free)))
+            request.grow(min(missing, self.pool.num_free // len(request.tables)), self.pool)
         return min(num_tokens, len(request.block_table) * self._block_size - request.num_computed)
 
     def _free_blocks_before_window(self, request: Request) -> None:
@@ -477,7 +497,8 @@ class Scheduler:
             return
         needed = max(0, request.num_computed - self._window + 1) // self._block_size
         if needed > request.first_block:
-            self.pool.release(request.block_table[request.first_block : needed])
+            for table in request.tables:
+                self.pool.release(table.blocks[request.first_block : needed])
             request.first_block = needed
 
     def _schedule_chunk(self, step: SchedulerOutput, request: Request, budget: int, drafts: Sequence[int] = ()) -> int:
@@ -517,16 +538,18 @@ class Scheduler:
 
         A block is read as a whole, and a masked NaN still makes a sum NaN.
         """
-        for block in request.block_table[request.first_block :]:
-            self.pool.unregister(block)
-            if self.pool.ref_count(block) == 1:
-                self._not_finite.append(block)
+        for table in request.tables:
+            for block in table.blocks[request.first_block :]:
+                self.pool.unregister(block)
+                if self.pool.ref_count(block) == 1:
+                    self._not_finite.append(block)
 
     def _release(self, request: Request) -> None:
         # The last block first: it is of no use without those before it, so it is evicted before them.
-        self.pool.release(reversed(request.block_table[request.first_block :]))
+        for table in request.tables:
+            self.pool.release(reversed(table.blocks[request.first_block :]))
         request.drop_blocks()
-        for key in request.block_keys:
+        for key in request.tables[0].keys:
             if self._computing.get(key) is request:
                 del self._computing[key]
         self.images.release(request)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlmserve.adapters.location import CONFIG, WEIGHTS, check_name, read_module
+from vlmserve.adapters.location import check_name, files_of, holds_adapter, read_module
 from vlmserve.config import EngineConfig, ServerConfig
 from vlmserve.errors import AdapterError, ConfigurationError, UnknownModelError, VLMServeError
 from vlmserve.frontend.client import EngineClient
@@ -100,7 +100,7 @@ class Adapters:
             raise AdapterError("adapters are loaded only from the folder of --lora-folder, and none is set")
         folder = (self.folder / path).resolve()
         inside = folder != self.folder and folder.is_relative_to(self.folder)
-        if not inside or not all((folder / file).resolve().is_relative_to(self.folder) for file in (CONFIG, WEIGHTS)):
+        if not inside or not all(file.resolve().is_relative_to(self.folder) for file in files_of(folder)):
             raise AdapterError(f"{path!r:.200} is not inside the folder of --lora-folder")
         info = await client.load_adapter(name, str(folder))
         self._loaded[name] = folder
@@ -137,7 +137,7 @@ class Adapters:
             return None
         try:
             folder = (self.folder / name).resolve()
-            known = folder.is_relative_to(self.folder) and (folder / CONFIG).is_file()
+            known = folder.is_relative_to(self.folder) and holds_adapter(folder)
         except OSError:  # a name that is too long
             return None
         return folder if known else None
@@ -146,8 +146,8 @@ class Adapters:
 def _signature(folder: Path) -> Signature:
     """A value that changes with the files."""
     found = []
-    for name in (CONFIG, WEIGHTS):
+    for path in files_of(folder):
         with contextlib.suppress(OSError):
-            status = (folder / name).stat()
+            status = path.stat()
             found.append((status.st_ino, status.st_size, status.st_mtime_ns))
     return tuple(found)

@@ -7,7 +7,7 @@
 // Rows are rearranged alike, [rows / block][in / pair][block], so that what is broadcast lies side by side.
 #pragma once
 
-#include "adapters.h"
+#include "scalings.h"
 #include "formats.h"
 
 namespace {
@@ -136,6 +136,7 @@ INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, M
         for (long block = from; block < to; ++block) prepare(block);
     });
     if (args.adapters) shrink(args);
+    if (args.adapters && args.scalings) scale_shrunk(args);
     for (long first = 0; first < blocks; first += cached_blocks) {
         long last = smaller(blocks, first + cached_blocks);
         each_range(args.threads, tiles, args.in * TILE, [&](long from, long to, int) {

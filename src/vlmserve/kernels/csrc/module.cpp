@@ -144,7 +144,7 @@ PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 21);
+    Arguments from(values, count, 23);
     LinearArgs args;
     args.x = from.address();
     args.weight = from.address();
@@ -167,6 +167,8 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.adapters = static_cast<const Adapters*>(from.address());
     args.row_slots = static_cast<const std::int32_t*>(from.address());
     args.slot_stride = from.integer();
+    args.scalings = static_cast<const float*>(from.address());
+    args.scaling_stride = from.integer();
     if (from.ok()) {
         args.scratch = scratch(selected->linear_scratch(args));
         if (!args.scratch) return PyErr_NoMemory();
@@ -223,7 +225,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 17);
+    Arguments from(values, count, 19);
     ProgramArgs args;
     args.operations = static_cast<const Operation*>(from.address());
     args.widths = static_cast<const long*>(from.address());
@@ -235,6 +237,8 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.block_tables = static_cast<const std::int32_t*>(from.address());
     args.slots = static_cast<const std::int64_t*>(from.address());
     args.row_slots = static_cast<const std::int32_t*>(from.address());
+    args.scalings = static_cast<const float*>(from.address());
+    args.scaling_stride = from.integer();
     for (long* size : {&args.count, &args.buffers, &args.sequences, &args.tokens, &args.table_stride}) *size = from.integer();
     args.dtype = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());

@@ -114,6 +114,8 @@ private:
         args.adapters = args_.row_slots ? op.adapters : nullptr;
         args.row_slots = args_.row_slots;
         args.slot_stride = 1;
+        args.scalings = args_.scalings;
+        args.scaling_stride = args_.scaling_stride;
         return args;
     }
 

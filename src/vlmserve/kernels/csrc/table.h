@@ -19,6 +19,7 @@ struct Adapter {
     const AdapterPanel* panels;
     const float* factor;         // [panels][16]; null: 1 and no shift
     const float* shift;          // likewise
+    const std::int32_t* columns;  // [rank]: of a row's scalings, for each output of the first factor; null: not scaled
 };
 
 // The adapters of a layer by their slots; null where one does not change it.
@@ -43,6 +44,8 @@ struct LinearArgs {
     const Adapters* adapters;       // null: rows have none
     const std::int32_t* row_slots;  // the slot of each row's adapter, below 0: none; `slot_stride` from row to row, 0 or 1
     long slot_stride;
+    const float* scalings;  // `scaling_stride` elements from row to row; null: no adapter is scaled
+    long scaling_stride;
     float* shrunk;  // [rows, most_rank], part of `scratch`
 };
 
@@ -116,6 +119,8 @@ struct ProgramArgs {
     const std::int32_t* block_tables;
     const std::int64_t* slots;
     const std::int32_t* row_slots;  // [tokens]: as in LinearArgs; null: no row has an adapter
+    const float* scalings;  // as in LinearArgs
+    long scaling_stride;
     void* scratch;  // `program_scratch(args)` bytes
     long count, buffers, sequences, tokens, table_stride;
     int dtype, threads;

@@ -1,0 +1,193 @@
+"""What an X-LoRA checkpoint (https://arxiv.org/abs/2402.07148) says about itself, in PEFT's layout and in that of
+mistral.rs, and where its adapters are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from vlmserve.adapters.location import CONFIG, DEEPEST, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS, read_object
+from vlmserve.errors import AdapterError
+
+MAX_ADAPTERS = 64
+"""That one classifier may mix."""
+CLASSIFIER = "internal_xlora_classifier"
+"""What PEFT calls the classifier's tensors."""
+
+_READ = {
+    "hidden_size", "adapters", "enable_softmax", "enable_softmax_topk", "layerwise_scalings", "xlora_depth",
+    "softmax_temperature", "top_k_lora", "scaling_pass_value", "global_scaling_weight",
+}  # fmt: skip
+_ONLY_TRAINING = {"xlora_size", "xlora_dropout_p", "use_trainable_adapters"}
+_OF_PEFT = {
+    "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+}  # fmt: skip
+_OF_MISTRAL = {"enable_relu_and_dropout", "use_bias", "base_model_id", "stop_token_id", "device"}
+_OF_ORDERINGS = {"order", "layers", "base_model_id", "preload_adapters"}
+
+
+@dataclass(frozen=True)
+class XLoraConfig:
+    """How scalings are computed from hidden states. names: of the adapters, in the order of the classifier's outputs.
+
+    softmax: over the adapters, of outputs divided by `temperature`. top_k: so many of a token's adapters keep their
+    scalings; None: all. softmax_topk: those that are kept get a softmax over them. layerwise: each adapted layer has
+    scalings of its own. relu: between the classifier's products. pass_value: of all scalings in the pass that gives
+    the classifier its hidden states. weight: what all adapters are multiplied with.
+    """
+
+    hidden_size: int
+    depth: int
+    names: tuple[str, ...]
+    softmax: bool
+    softmax_topk: bool
+    temperature: float
+    layerwise: bool
+    top_k: int | None
+    relu: bool
+    pass_value: float
+    weight: float
+
+    @classmethod
+    def parse(cls, content: Mapping[str, Any], file: str, order: Sequence[str] | None) -> XLoraConfig:
+        """file: which the content is of; it says the layout. order: of the adapters; None: as the content has it.
+
+        Raises AdapterError for what is no X-LoRA configuration, or asks for what is not supported.
+        """
+        of_peft = file == CONFIG
+        known = _READ | _ONLY_TRAINING | (_OF_PEFT if of_peft else _OF_MISTRAL)
+        if unknown := sorted(name for name, value in content.items() if value and name not in known):
+            raise AdapterError(f"{file}: {', '.join(unknown)} is not supported")
+        names = _names(content.get("adapters"), file, of_peft) if order is None else tuple(order)
+        try:
+            value, top_k = content.get("scaling_pass_value", 0.0), content.get("top_k_lora")
+            config = cls(
+                hidden_size=int(content["hidden_size"]),
+                depth=int(content.get("xlora_depth", 1)),
+                names=names,
+                softmax=bool(content.get("enable_softmax", True)),
+                softmax_topk=bool(content.get("enable_softmax_topk")),
+                temperature=float(content.get("softmax_temperature", 1.0)),
+                layerwise=bool(content.get("layerwise_scalings")),
+                top_k=None if top_k is None else int(top_k),
+                relu=of_peft or bool(content.get("enable_relu_and_dropout")),
+                pass_value=1 / len(names) if value is None else float(value),
+                weight=float(content.get("global_scaling_weight", 1.0)),
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise AdapterError(f"{file} does not describe an X-LoRA model: {error}") from error
+        config._check(file)
+        return config
+
+    def _check(self, file: str) -> None:
+        for name, holds, what in [
+            ("xlora_depth", self.depth >= 1, "at least 1"),
+            ("softmax_temperature", math.isfinite(self.temperature) and self.temperature > 0, "above 0"),
+            ("top_k_lora", self.top_k is None or 1 <= self.top_k <= len(self.names), f"1 to {len(self.names)}"),
+            ("scaling_pass_value", math.isfinite(self.pass_value), "finite"),
+            ("global_scaling_weight", math.isfinite(self.weight), "finite"),
+        ]:
+            if not holds:
+                raise AdapterError(f"{file}: {name} must be {what}")
+
+
+def _names(adapters: object, file: str, of_peft: bool) -> tuple[str, ...]:
+    if not isinstance(adapters, Mapping | Sequence) or isinstance(adapters, str) or not adapters:
+        raise AdapterError(f"{file} names no adapters")
+    names = tuple(str(name) for name in adapters)
+    if len(names) > MAX_ADAPTERS:
+        raise AdapterError(f"{file} names {len(names)} adapters, and at most {MAX_ADAPTERS} can be mixed")
+    if not of_peft:
+        return names
+    # PEFT numbers adapters in the order of the classifier's outputs, and writes them in the order of their names.
+    if set(names) != {str(number) for number in range(len(names))}:
+        raise AdapterError(f'{file}: PEFT calls adapters "0" to "{len(names) - 1}", and these are {", ".join(names)}')
+    return tuple(sorted(names, key=int))
+
+
+@dataclass(frozen=True)
+class XLoraFolder:
+    """A checkpoint's files. adapters: folders, in the order of the classifier's outputs. weights: of the classifier.
+
+    layers: by the name of an adapted layer, its place among the scalings; None: nothing says it.
+    """
+
+    config: XLoraConfig
+    weights: Path
+    adapters: tuple[Path, ...]
+    layers: Mapping[str, int] | None
+
+    @classmethod
+    def find(cls, folder: Path) -> XLoraFolder:
+        """Raises AdapterError for a folder that is not whole, or whose adapters are neither in it nor beside it."""
+        of_mistral = (folder / XLORA_CONFIG).is_file()
+        file, weights = (XLORA_CONFIG, XLORA_WEIGHTS) if of_mistral else (CONFIG, WEIGHTS)
+        content = read_object(folder, file)
+        order, layers = _ordering(folder) if of_mistral else (None, None)
+        config = XLoraConfig.parse(content, file, order)
+        if not (folder / weights).is_file():
+            raise AdapterError(f"{folder} has no {weights}, which holds the classifier")
+        paths = content.get("adapters")
+        paths = paths if isinstance(paths, Mapping) else {}
+        adapters = tuple(_find_adapter(folder, name, str(paths.get(name, name))) for name in config.names)
+        return cls(config, folder / weights, adapters, layers)
+
+
+def _ordering(folder: Path) -> tuple[Sequence[str] | None, Mapping[str, int] | None]:
+    """The order of adapters and the places of layers by mistral.rs' ordering file; None for what it does not say."""
+    found = sorted(path for path in folder.glob("*order*.json") if path.is_file())
+    if not found:
+        return None, None
+    if len(found) > 1:
+        raise AdapterError(f"{folder} has several ordering files: {', '.join(path.name for path in found)}")
+    content = read_object(folder, found[0].name)
+    if unknown := sorted(name for name, value in content.items() if value and name not in _OF_ORDERINGS):
+        raise AdapterError(f"{found[0].name}: {', '.join(unknown)} is not supported")
+    if content.get("preload_adapters"):
+        raise AdapterError(f"{found[0].name}: preload_adapters is not supported")
+    order, layers = content.get("order"), content.get("layers")
+    if order is not None:
+        order = _names(order, found[0].name, of_peft=False)
+        if len(set(order)) < len(order):
+            raise AdapterError(f"{found[0].name} names an adapter twice")
+    if layers is not None:
+        places = layers.values() if isinstance(layers, Mapping) else ()
+        if sorted(place for place in places if isinstance(place, int)) != list(range(len(layers))) or not layers:
+            raise AdapterError(f'{found[0].name}: "layers" must number the layers from 0 on')
+    return order, layers
+
+
+def _find_adapter(folder: Path, name: str, path: str) -> Path:
+    """Where an adapter is: in the checkpoint's folder or beside it, under its name or under the end of the path that
+    the configuration has for it, which is often one of the machine that trained it."""
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    candidates = [folder / name]
+    candidates += [root.joinpath(*parts[start:]) for root in (folder, folder.parent) for start in range(len(parts))]
+    if _is_plain(name):
+        candidates += [found for depth in range(1, DEEPEST) for found in sorted(folder.glob("*/" * depth + name))]
+    root, around = folder.resolve(), folder.resolve().parent
+    for candidate in candidates:
+        found = candidate.resolve()
+        if found not in (root, around) and found.is_relative_to(around) and _holds_adapter(found):
+            return found
+    raise AdapterError(f"{folder} has no adapter {name!r:.100}: put it into the folder {name!r:.100} inside of it")
+
+
+def _is_plain(name: str) -> bool:
+    return name.replace("_", "").replace("-", "").isalnum()
+
+
+def _holds_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter. PEFT writes the classifier a second time where adapters would be."""
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        return (folder / CONFIG).is_file()
+    try:
+        with safe_open(folder / WEIGHTS, framework="numpy") as file:
+            return not any(CLASSIFIER in key for key in file.keys())  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{folder / WEIGHTS} is broken: {error}") from error

@@ -1,0 +1,50 @@
+"""X-LoRA checkpoints among the adapters that are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vlmserve.adapters.location import is_xlora
+from vlmserve.adapters.lora import Adapter
+from vlmserve.adapters.store import AdapterStore, Served
+from vlmserve.adapters.xlora import read_xlora
+from vlmserve.models.adaptable import AdaptableModel
+
+
+class XLoraStore(AdapterStore):
+    """An `AdapterStore` that reads X-LoRA checkpoints as well, and knows which adapters these are."""
+
+    def __init__(self, model: AdaptableModel, *, max_rank: int, max_loaded: int = 64, max_bytes: int = 2**31) -> None:
+        super().__init__(model, max_rank=max_rank, max_loaded=max_loaded, max_bytes=max_bytes)
+        self._scaling_passes: dict[bytes, bytes] = {}
+
+    def scaling_pass(self, served: Served) -> bytes | None:
+        """By what the KV blocks of an adapter's scaling pass are known, in place of the adapter's digest: nothing where
+        that pass is one of the base model. None: the adapter has no scaling pass."""
+        return self._scaling_passes.get(served.digest)
+
+    def serve(self, name: str, folder: Path, adapter: Adapter) -> Served:
+        """See `AdapterStore.serve`."""
+        served = super().serve(name, folder, adapter)
+        if adapter.mixture is not None:
+            of_base = adapter.mixture.of_scaling_pass is None
+            self._scaling_passes[adapter.digest] = b"" if of_base else adapter.digest + b" scaling pass"
+        self._forget()
+        return served
+
+    def unload(self, name: str) -> None:
+        """See `AdapterStore.unload`."""
+        super().unload(name)
+        self._forget()
+
+    def _forget(self) -> None:
+        served = {self[name].digest for name in self.names}
+        self._scaling_passes = {digest: known for digest, known in self._scaling_passes.items() if digest in served}
+
+    def _read(self, folder: Path) -> Adapter:
+        if not is_xlora(folder):
+            return super()._read(folder)
+        with torch.inference_mode():
+            return read_xlora(folder, self.model, max_rank=self._max_rank)

@@ -1,0 +1,205 @@
+"""X-LoRA against PEFT, in float32, with the classifier in memory: logits and greedy tokens, for each field of the
+configuration, alone and beside other requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from tests.adapters.test_parity import answers, compare
+from tests.checkpoints import make_llama, make_text_model
+from tests.engine.test_parity import Oracle, engine_for, llava_oracle, text_oracle
+from tests.peft_adapters import make_adapter, make_xlora
+from vlmserve.errors import PromptTooLongError
+from vlmserve.types import BeamSearch, EngineRequest, Prompt, SamplingParams
+
+TEXT = r".*language_model.*(q|k|v|o|gate|up|down)_proj"
+ADAPTERS = [
+    {"target_modules": TEXT},
+    {"target_modules": r".*language_model.*(q|v|down)_proj", "r": 3, "use_rslora": True},
+    {"target_modules": TEXT, "r": 6, "rank_pattern": {"v_proj": 2}, "lora_alpha": 20},
+]
+CASES = {
+    "softmax": {"xlora_depth": 1},
+    "depth and temperature": {"xlora_depth": 3, "softmax_temperature": 0.4, "xlora_dropout_p": 0.0},
+    "no softmax": {"xlora_depth": 2, "enable_softmax": False, "global_scaling_weight": 0.1},
+    "layerwise": {"xlora_depth": 2, "layerwise_scalings": True},
+    "top k": {"xlora_depth": 2, "top_k_lora": 1, "layerwise_scalings": True, "global_scaling_weight": 0.5},
+    "softmax over top k": {"enable_softmax": False, "enable_softmax_topk": True, "top_k_lora": 2},
+    "another scaling pass": {"xlora_depth": 2, "scaling_pass_value": 0.4},
+    "top k in the scaling pass": {"top_k_lora": 2, "scaling_pass_value": 0.6, "layerwise_scalings": True},
+    "softmax over top k in the scaling pass": {
+        "enable_softmax_topk": True, "top_k_lora": 2, "scaling_pass_value": 0.4, "global_scaling_weight": 0.5,
+    },
+}  # fmt: skip
+SETTINGS = {"enable_lora": True, "max_loras": 11}
+PARTS = [(5, "image", 30), (40,), ("image", 20)]
+LORA = "a plain adapter"
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A model, its folder, an engine, and PEFT's opinions by X-LoRA checkpoint and for a plain adapter."""
+    folder = tmp_path_factory.mktemp("llava")
+    oracle = llava_oracle(folder)
+    engine = engine_for(oracle, **SETTINGS)
+    oracles = {}
+    for seed, (name, config) in enumerate(CASES.items()):
+        model = make_xlora(oracle.model, folder / name, ADAPTERS, seed=10 * seed, **config)
+        oracles[name] = replace(oracle, model=model)
+    oracles[LORA] = replace(oracle, model=make_adapter(oracle.model, folder / LORA, target_modules="all-linear"))
+    for name in oracles:
+        engine.adapter_store.load(name, folder / name)
+    return oracle, folder, engine, oracles
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_field_gives_the_logits_of_peft(llava, case):
+    _, _, engine, oracles = llava
+    compare(engine, oracles[case], case, oracles[case].prompt(3, *PARTS[0]))
+
+
+@pytest.mark.parametrize("case", ["layerwise", "another scaling pass"])
+def test_greedy_tokens_are_those_of_pefts_generate(llava, case):
+    _, _, engine, oracles = llava
+    prompt = oracles[case].prompt(5, *PARTS[0])
+    assert answers(engine, [(case, prompt)]) == [oracles[case].greedy(prompt, 8)]
+
+
+def mixed_requests(oracle: Oracle, cases):
+    """With X-LoRA, with a plain adapter and with none, in turn, about the same images and texts."""
+    return [(case, oracle.prompt(seed, *parts)) for seed, parts in enumerate(PARTS) for case in ["", *cases]]
+
+
+@pytest.fixture(scope="module")
+def alone(llava):
+    """Requests and what each is answered by itself."""
+    oracle, folder, _, oracles = llava
+    engine = engine_for(oracle, **SETTINGS, enable_prefix_caching=False)
+    for name in oracles:
+        engine.adapter_store.load(name, folder / name)
+    requests = mixed_requests(oracle, oracles)
+    expected = [answers(engine, [request])[0] for request in requests]
+    assert len(set(map(tuple, expected))) > len(expected) / 2, "or these tests would prove little"
+    return requests, expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 7, "block_size": 4},
+        {"max_loras": 2, "max_num_seqs": 6, "kv_offload_memory": "8MiB"},
+        {"kernels": "torch", "encoder_step_share": 0.01},
+    ],
+    ids=["together", "in chunks", "with few slots", "by torch"],
+)
+def test_requests_are_answered_in_batches_as_they_are_alone(llava, alone, settings):
+    oracle, folder, _, oracles = llava
+    requests, expected = alone
+    engine = engine_for(oracle, **{**SETTINGS, **settings})
+    for name in oracles:
+        engine.adapter_store.load(name, folder / name)
+    assert answers(engine, requests) == expected
+    # Again, with prefixes of the first time.
+    before = engine.stats().prefix_cached_tokens
+    assert answers(engine, requests[::-1]) == expected[::-1]
+    assert engine.stats().prefix_cached_tokens > before
+
+
+def test_a_request_that_is_preempted_is_answered_as_before(llava, alone):
+    oracle, folder, _, oracles = llava
+    requests, expected = alone
+    probe = engine_for(oracle, block_size=4)
+    block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
+    longest = max(len(prompt.token_ids) for _, prompt in requests) + 8
+    engine = engine_for(oracle, **SETTINGS, block_size=4, kv_cache_memory=(longest // 2 + 8) * block_bytes)
+    for name in oracles:
+        engine.adapter_store.load(name, folder / name)
+    assert answers(engine, requests) == expected
+    assert engine.stats().preemptions > 0
+
+
+def test_beams_and_logprobs_of_prompts_follow_the_scalings(llava):
+    _, _, engine, oracles = llava
+    case = "layerwise"
+    prompt = oracles[case].prompt(3, 20)
+    engine.add(EngineRequest("a", prompt, SamplingParams(max_tokens=3, prompt_logprobs=0), adapter=case))
+    [output] = [out for _ in range(3) for out in engine.step() if out.prompt_logprobs]
+    expected = oracles[case].forward(Prompt(prompt.token_ids[:1]), prompt.token_ids[1:]).log_softmax(1)
+    for place, token in enumerate(prompt.token_ids[1:]):
+        assert output.prompt_logprobs[place + 1].logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
+    engine.abort(["a"])
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    engine.add(EngineRequest("b", prompt, params, beams=BeamSearch(width=3), adapter=case))
+    found = []
+    while engine.has_work():
+        found += [output.token_ids for output in engine.step()]
+    theirs = oracles[case].model.generate(
+        input_ids=torch.tensor([prompt.token_ids]), max_new_tokens=6, num_beams=3, do_sample=False
+    )
+    assert found[-1] == theirs[0, len(prompt.token_ids) :].tolist()
+    assert engine.stats().kv_blocks_used == 0
+
+
+def test_blocks_of_a_scaling_pass_without_adapters_are_those_of_the_model(llava):
+    oracle, folder, _, _ = llava
+    engine = engine_for(oracle, **SETTINGS, block_size=4)
+    for name in ("softmax", "layerwise", "another scaling pass"):
+        engine.adapter_store.load(name, folder / name)
+    prompt = oracle.prompt(9, 10, "image", 10)
+
+    def cached(adapter: str) -> int:
+        before = engine.stats().prefix_cached_tokens
+        answers(engine, [(adapter, prompt)], max_tokens=1)
+        return engine.stats().prefix_cached_tokens - before
+
+    whole = len(prompt.token_ids) - 1
+    assert cached("softmax") == 0
+    assert cached("") == whole, "the model finds what the scaling pass computed"
+    assert cached("layerwise") == 0, "of the other pass nothing is known"
+    used = engine.stats().kv_blocks_cached
+    assert cached("another scaling pass") == 0
+    assert engine.stats().kv_blocks_cached - used >= 2 * (whole // 4), "both of its passes are its own"
+    assert [cached(name) for name in ("softmax", "layerwise", "another scaling pass")] == [whole] * 3
+
+
+def test_a_prompt_that_fits_only_once_is_refused_with_xlora(llava):
+    oracle, folder, engine, _ = llava
+    block_bytes = engine.info.kv_cache_bytes // engine.stats().kv_blocks_total
+    engine = engine_for(oracle, **SETTINGS, kv_cache_memory=4 * block_bytes)
+    engine.adapter_store.load("x", folder / "softmax")
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    fits, large = oracle.prompt(1, 31), oracle.prompt(1, 32)
+    with pytest.raises(PromptTooLongError, match="at most 31 fit"):
+        engine.add(EngineRequest("large", large, params, adapter="x"))
+    assert [len(answer) for answer in answers(engine, [("x", fits), ("", large)], max_tokens=64)] == [1, 32]
+
+
+@pytest.mark.parametrize("kind", ["int8", "embeddings", "another order of layers"])
+def test_other_bases_give_the_logits_of_peft_over_what_these_stand_for(tmp_path, kind):
+    """On weights of 8 bits, with adapters of embeddings, and where layers come in another order than Llama's."""
+    if kind == "another order of layers":
+        config = {"pad_token_id": 0}
+        oracle = text_oracle(make_text_model(tmp_path / "base", Phi3ForCausalLM, Phi3Config, **config))
+    else:
+        oracle = text_oracle(make_llama(tmp_path / "base", tie_word_embeddings=kind == "embeddings"))
+    engine = engine_for(oracle, **SETTINGS, kernels="torch", quantize="int8" if kind == "int8" else "none")
+    if kind == "int8":
+        for name, place in engine.adapter_store.model.places.items():
+            if not place.is_table:
+                weight = oracle.model.get_parameter(
+                    f"model.{name}.weight".replace("language_model.", "").replace("model.lm_head", "lm_head")
+                )
+                weight.data.copy_(engine.adapter_store.model.base_weight(name))
+    adapters = {
+        "int8": ["q_proj", "down_proj"], "embeddings": ["embed_tokens", "up_proj"],
+        "another order of layers": ["o_proj", "qkv_proj", "down_proj"],
+    }[kind]  # fmt: skip
+    configs = [{"target_modules": adapters, "init_lora_weights": False}, {"target_modules": adapters[:1], "r": 2}]
+    model = make_xlora(oracle.model, tmp_path / "x", configs, layerwise_scalings=True, scaling_pass_value=0.3)
+    engine.adapter_store.load("x", tmp_path / "x")
+    compare(engine, replace(oracle, model=model), "x", oracle.prompt(3, 30))
