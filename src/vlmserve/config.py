@@ -198,17 +198,29 @@ def _problem(kind: type[Settings], problem: ErrorDetails, spelling: Callable[[st
 
 
 Scheme = Literal["none", "int8", "int4"]
+QuantizeMethod = Literal["rtn", "awq", "gptq", "awq+gptq"]
+
+
+def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises ValueError for what is no PATTERN=SCHEME."""
+    for override in overrides:
+        pattern, _, scheme = override.rpartition("=")
+        if not pattern or scheme not in get_args(Scheme):
+            raise ValueError(f"write PATTERN=SCHEME with the scheme {', '.join(get_args(Scheme))}, not {override}")
+    return overrides
 
 
 class QuantizationConfig(Settings):
-    """How weights are quantized at load.
+    """How weights are quantized.
 
     scheme: int8 has a scale for each output, int4 a scale and a least value for each group of inputs of an output.
+    method: rtn rounds to nearest; the others calibrate with data.
     overrides: schemes of layers by a pattern of their names, like ``{"language_model.layers.0.*": "int8"}``; the last
     one that fits counts. vision: whether the layers outside the language model are quantized as well.
     """
 
     scheme: Scheme = "none"
+    method: QuantizeMethod = "rtn"
     group_size: Literal[32, 64, 128] = 32
     symmetric: bool = False
     vision: bool = False
@@ -312,14 +324,7 @@ class EngineConfig(Settings):
     mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
     mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")
 
-    @field_validator("quantize_overrides")
-    @classmethod
-    def _check_overrides(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
-        for override in overrides:
-            pattern, _, scheme = override.rpartition("=")
-            if not pattern or scheme not in get_args(Scheme):
-                raise ValueError(f"write PATTERN=SCHEME with the scheme {', '.join(get_args(Scheme))}, not {override}")
-        return overrides
+    _check_overrides = field_validator("quantize_overrides")(check_overrides)
 
     @property
     def quantization(self) -> QuantizationConfig:

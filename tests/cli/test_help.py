@@ -118,7 +118,7 @@ def test_a_wrong_line_is_one_line_that_says_what_is_right(line, message):
         ("bench --scheme int2", 2, "--scheme int2: must be one of none, int8, int4"),
         ("quantize pixie {binary}/out", 1, "{binary}/out: Not a directory"),
         ("quantize pixie {folder}", 2, "{folder} must be a new or an empty folder"),
-        ("quantize pixie {folder}/new --quantize none", 2, "--quantize none leaves nothing to quantize; choose int8"),
+        ("quantize pixie {folder}/new --layers *=none", 2, "no layer is left to quantize; give some of them int8"),
         ("ask --chat-template nope.jinja hello", 2, "--chat-template nope.jinja: the file cannot be read: No such"),
         ("bench --kernels foo --scheme none", 2, "--kernels foo: not available on this machine; choose one of auto, "),
         (
@@ -147,7 +147,7 @@ def test_a_command_that_cannot_do_it_says_why_in_one_line(tmp_path, line, status
 
 def test_quantize_needs_no_flags(tmp_path):
     shown = run("quantize", "--help").stdout
-    assert "[default: int8]" in " ".join(shown.split())
+    assert "[default: 8]" in " ".join(shown.split())
     result = run("quantize", "pixie", str(tmp_path / "small"), width=200)
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "small" / "config.json").read_text())

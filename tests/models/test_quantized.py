@@ -244,7 +244,7 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path: Path) -> None:
     int8 = QuantizationConfig(scheme="int8")
     with pytest.raises(ConfigurationError, match="a new or an empty folder"):
         save_quantized(folder, folder, int8)
-    with pytest.raises(ConfigurationError, match="nothing to quantize"):
+    with pytest.raises(ConfigurationError, match="no layer is left"):
         save_quantized(folder, tmp_path / "none", QuantizationConfig())
     with pytest.raises(ConfigurationError, match="groups of 128"):
         save_quantized(folder, tmp_path / "groups", QuantizationConfig(scheme="int4", group_size=128))
@@ -257,10 +257,10 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path: Path) -> None:
 
 def test_the_command_writes_what_can_be_loaded(tmp_path: Path) -> None:
     folder, out = make_llama(tmp_path / "plain", **GROUPS_FIT), tmp_path / "saved"
-    result = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--quantize", "int4"])
+    result = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--bits", "4"])
     assert result.exit_code == 0, result.output
     assert "MB" in result.output
     assert torch.equal(logits(out), logits(folder, quantization=QuantizationConfig(scheme="int4")))
-    again = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--quantize", "int4"])
+    again = CliRunner().invoke(app, ["quantize", str(folder), str(out), "--bits", "4"])
     assert again.exit_code == 2
     assert "a new or an empty folder" in again.output

@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.cli.cluster import cluster, gateway, worker
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
@@ -309,21 +310,21 @@ def verify(
 
 
 @app.command(cls=SettingsCommand)
-@command(("revision", "quantize", *QUANTIZATION_DETAILS), defaults={"quantize": "int8"})
+@command(("revision", "kernels", "num_threads", *QuantizeConfig.model_fields))
 def quantize(
     engine: EngineConfig,
+    how: QuantizeConfig,
     model: Annotated[str, typer.Argument(help="Local folder or Hugging Face repository id.")],
-    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    out: Annotated[Path, typer.Argument(help="A new folder, or an unfinished one to go on with.")],
 ) -> None:
-    """Write a checkpoint with its weights in 4 or 8 bits.
+    """Write a checkpoint with its weights in 8 or 4 bits.
 
-    For example: vlmserve quantize MODEL OUT --quantize int4. Without --quantize, weights get 8 bits. All commands load
-    the folder like any other. With int8, or with --quantize-symmetric, it is in the compressed-tensors format, which
-    other servers read as well.
+    For example: vlmserve quantize MODEL OUT --method gptq --bits 4. All commands load the folder like any other. With 8
+    bits, or with --symmetric, it is in the compressed-tensors format, which other servers read as well.
     """
     from vlmserve.cli.quantize import run_quantize
 
-    run_quantize(engine, out)
+    run_quantize(engine, how, out)
 
 
 @app.command(cls=HelpfulCommand)

@@ -492,7 +492,7 @@ def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
     from vlmserve.models.hub import resolve_model
     from vlmserve.models.registry import load_model
 
-    _set_threads(config.num_threads)
+    set_threads(config.num_threads)
     return load_model(
         resolve_model(config.model, config.revision) if folder is None else folder,
         device=find_device(config.device),
@@ -504,7 +504,7 @@ def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
     )
 
 
-def _set_threads(wanted: int | None) -> None:
+def set_threads(wanted: int | None) -> None:
     """Set torch's threads as configured. By default, keep what the program or environment set, up to the cores."""
     if wanted is not None:
         torch.set_num_threads(wanted)

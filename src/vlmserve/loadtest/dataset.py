@@ -38,22 +38,31 @@ class Entry:
 
 
 def read_dataset(config: WorkloadConfig) -> list[Entry]:
-    """All lines that are not empty; paths of images are relative to the file. Raises ConfigurationError."""
-    path = Path(str(config.dataset_path)).expanduser()
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"--dataset-path {path}: the file cannot be read: {error.strerror}") from None
-    entries = [_entry(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not entries:
-        raise ConfigurationError(f"--dataset-path {path}: the file is empty; write a JSON object on each line")
+    """The dataset of a workload. Raises ConfigurationError."""
+    entries = read_entries(Path(str(config.dataset_path)), "--dataset-path")
     if config.images or config.turns > 1:
         raise ConfigurationError("--images and --turns are for random workloads; a dataset has its own")
     return entries
 
 
-def _entry(path: Path, number: int, text: bytes) -> Entry:
-    where = f"--dataset-path {path}: line {number}"
+def read_entries(path: Path, flag: str) -> list[Entry]:
+    """All lines that are not empty; paths of images are relative to the file. flag: which named the file.
+
+    Raises ConfigurationError for a file that cannot be read or is broken.
+    """
+    path = path.expanduser()
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {path}: the file cannot be read: {error.strerror}") from None
+    entries = [_entry(path, f"{flag} {path}", number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not entries:
+        raise ConfigurationError(f"{flag} {path}: the file is empty; write a JSON object on each line")
+    return entries
+
+
+def _entry(path: Path, named: str, number: int, text: bytes) -> Entry:
+    where = f"{named}: line {number}"
     try:
         line = msgspec.json.decode(text, type=_Line)
     except msgspec.DecodeError as error:

@@ -206,14 +206,20 @@ class Decoder(nn.Module):
     def deinterleave(self) -> None:
         """Once weights are loaded: bring the rows of queries and keys into the order in which `apply_rope` pairs them,
         where the family pairs neighbours."""
-        for layer, spec, rope in self._interleaved():
-            order = torch.arange(spec.head_size)
-            order[: rope.size] = order[: rope.size].view(-1, 2).T.flatten()
-            heads = spec.num_heads + spec.num_kv_heads
-            rows = torch.arange((heads + spec.num_kv_heads) * spec.head_size)
-            rotated = rows[: heads * spec.head_size].view(heads, -1)
-            rotated.copy_(rotated[:, order].clone())
-            layer.self_attn.qkv_proj.reorder(rows.to(self.device))
+        for layer in self.layers:
+            self.deinterleave_layer(cast(DecoderLayer, layer))
+
+    def deinterleave_layer(self, layer: DecoderLayer) -> None:
+        """As `deinterleave`, of one layer."""
+        for own, spec, rope in self._interleaved():
+            if own is layer:
+                order = torch.arange(spec.head_size)
+                order[: rope.size] = order[: rope.size].view(-1, 2).T.flatten()
+                heads = spec.num_heads + spec.num_kv_heads
+                rows = torch.arange((heads + spec.num_kv_heads) * spec.head_size)
+                rotated = rows[: heads * spec.head_size].view(heads, -1)
+                rotated.copy_(rotated[:, order].clone())
+                layer.self_attn.qkv_proj.reorder(rows.to(self.device))
 
     def interleaved(self) -> list[nn.Module]:
         """The layers whose rows `deinterleave` is about to move."""

@@ -26,7 +26,7 @@ from vlmserve.quant.formats.compressed_tensors import describe, to_tensors
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
 
-HEAD = "language_model.lm_head.weight"
+HEAD, TABLE = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -96,7 +96,11 @@ class QuantizedFolder:
             (self.out / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
         layers = {name: key.removesuffix(".weight") for name, key in self.names.items()}
         quantized = {layers[name]: width for name, width in self.bits.items()}
-        _write_config(self.description, self.out, quantized, [layers[name] for name in self._plain], self._config)
+        plain = [layers[name] for name in self._plain]
+        if self._tied and TABLE not in self.bits:
+            # A head of which the checkpoint has nothing is a linear layer to others.
+            plain.append("re:.*lm_head$")
+        _write_config(self.description, self.out, quantized, plain, self._config)
         for path in self._folder.iterdir():
             if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in (*INDEX_NAMES, "config.json"):
                 shutil.copy(path, self.out)
@@ -144,7 +148,7 @@ def _plan(
             )
         bits |= dict.fromkeys(weight_names(path, module), width)
     if not bits:
-        raise ConfigurationError("--quantize none leaves nothing to quantize; choose int8 or int4")
+        raise ConfigurationError("no layer is left to quantize; give some of them int8 or int4")
     linear = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
     names = [name for path, module in linear for name in weight_names(path, module)]
     return bits, [name for name in names if name not in bits], spec.tied_embeddings

@@ -47,8 +47,9 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
 def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, int]]:
     """The layers that are to be quantized, with their names and how many bits each is to have.
 
-    The output head, tied or not, takes 8 bits at least: it is where rounding costs most. Raises ConfigurationError for
-    an override that fits no layer.
+    The output head, tied or not, takes 8 bits at least: it is where rounding costs most. So do patch embeddings, which
+    have few weights, and numbers of inputs that groups do not divide. Raises ConfigurationError for an override that
+    fits no layer.
     """
     unused = set(config.overrides)
     for name, module in model.named_modules():
@@ -59,7 +60,7 @@ def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tupl
         usual = config.scheme if config.vision or name.startswith("language_model.") else "none"
         scheme = config.overrides[fitting[-1]] if fitting else usual
         if scheme != "none":
-            yield name, module, 8 if name.endswith(HEADS) else BITS[scheme]
+            yield name, module, 8 if name.endswith(HEADS) or module.weight.ndim != 2 else BITS[scheme]
     if unused:
         raise ConfigurationError(f"no layer of this model has a name like {', '.join(sorted(unused))}")
 

@@ -1,0 +1,1 @@
+"""Calibration: prompts through a model, layer by layer, and weights that are quantized on the way."""

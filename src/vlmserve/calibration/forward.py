@@ -1,0 +1,159 @@
+"""Prompts through a decoder, one layer at a time: all prompts through the first layer, then all through the second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from vlmserve.devices.device import Device, LayerStack
+from vlmserve.kernels.attention import LayerCache
+from vlmserve.layers.attention import StepContext
+from vlmserve.models.decoder import Decoder, DecoderLayer
+from vlmserve.models.protocols import VisionEncoder
+from vlmserve.quant.calibration import Observer
+from vlmserve.runner.batch import BatchBuilder
+from vlmserve.runner.requests import RequestState, ScheduledRequest
+from vlmserve.sampling.grammar import Matcher
+from vlmserve.steps import NewRequest
+from vlmserve.types import Grammar, Prompt, SamplingParams
+
+BLOCK_SIZE = 16
+TOKENS_AT_ONCE = 2048
+
+
+class OneLayer:
+    """Runs one layer instead of all, on states of its own instead of embeddings. A `LayerExecutor`."""
+
+    def __init__(self) -> None:
+        self.layer: DecoderLayer | None = None
+        self.states: Tensor | None = None
+
+    def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
+        """See `LayerExecutor.run`. While there is no layer, what enters the first one is returned."""
+        if self.layer is None:
+            return x
+        assert self.states is not None
+        output: Tensor = self.layer(self.states, caches[0], step)
+        return output
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Prompts that are computed together."""
+
+    scheduled: list[ScheduledRequest]
+    num_tokens: int
+    num_blocks: int
+
+
+class LayerByLayer:
+    """Prompts at their way through the layers of a decoder whose executor is `executor`.
+
+    states: of each group of prompts, ``[tokens, hidden_size]``: what the next layer gets.
+    """
+
+    def __init__(self, decoder: Decoder, executor: OneLayer, device: Device, prompts: Sequence[Prompt]) -> None:
+        self._decoder, self._executor = decoder, executor
+        self._groups = list(_groups(decoder, prompts))
+        self._batches = BatchBuilder(BLOCK_SIZE, device)
+        self._most_blocks = max(group.num_blocks for group in self._groups)
+        self.states: list[Tensor] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(group.num_tokens for group in self._groups)
+
+    def embed(self, images: Mapping[bytes, Tensor]) -> None:
+        """Begin: embeddings of all prompts. images: embeddings by key."""
+        self._executor.layer = None
+        self.states = [self._run(group, 0, images=images) for group in self._groups]
+
+    def through(
+        self, index: int, *, observer: Observer | None = None, image_weight: float = 1.0, keep: bool = True
+    ) -> None:
+        """Compute a layer on all states. observer: watches, rows of images counting less. keep: what comes out are the
+        new states."""
+        self._executor.layer = cast(DecoderLayer, self._decoder.layers[index])
+        for number, group in enumerate(self._groups):
+            if observer is not None:
+                observer.row_weights = self._row_weights(group, image_weight)
+            self._executor.states = self.states[number]
+            output = self._run(group, index)
+            if keep:
+                self.states[number] = output
+
+    def _run(self, group: _Group, index: int, images: Mapping[bytes, Tensor] | None = None) -> Tensor:
+        decoder = self._decoder
+        batch = self._batches.build(group.scheduled)
+        spec = decoder.spec.attention[index]
+        cache = decoder.backend.allocate(self._most_blocks, BLOCK_SIZE, spec, decoder.dtype, decoder.device)
+        if images is None:
+            embeddings = torch.zeros(
+                len(batch.token_ids), decoder.hidden_size, dtype=decoder.dtype, device=decoder.device
+            )
+        else:
+            embeddings = decoder.embed(batch.token_ids)
+            for rows in batch.image_rows:
+                embeddings[rows.first : rows.last] = images[rows.key][
+                    rows.offset : rows.offset + rows.last - rows.first
+                ]
+        return decoder.forward(embeddings, batch.positions, batch.metadata, [cache])
+
+    def _row_weights(self, group: _Group, image_weight: float) -> Tensor | None:
+        batch = self._batches.build(group.scheduled)
+        if image_weight == 1 or not batch.image_rows:
+            return None
+        weights = torch.ones(len(batch.token_ids), device=self._decoder.device)
+        for rows in batch.image_rows:
+            weights[rows.first : rows.last] = image_weight
+        return weights
+
+
+def _groups(decoder: Decoder, prompts: Sequence[Prompt]) -> Iterator[_Group]:
+    group: list[ScheduledRequest] = []
+    tokens = blocks = 0
+    # As attention needs it, those of one token come first.
+    for number, prompt in enumerate(sorted(prompts, key=lambda prompt: len(prompt.token_ids))):
+        length = len(prompt.token_ids)
+        if group and tokens + length > TOKENS_AT_ONCE:
+            yield _Group(group, tokens, blocks)
+            group, tokens, blocks = [], 0, 0
+        needed = -(-length // BLOCK_SIZE)
+        group.append(_scheduled(decoder, prompt, number, range(blocks, blocks + needed)))
+        tokens, blocks = tokens + length, blocks + needed
+    yield _Group(group, tokens, blocks)
+
+
+def _scheduled(decoder: Decoder, prompt: Prompt, number: int, block_ids: range) -> ScheduledRequest:
+    length = len(prompt.token_ids)
+    request = NewRequest(
+        request_id=str(number),
+        start=0,
+        num_tokens=length,
+        num_prompt_tokens=length,
+        token_ids=list(prompt.token_ids),
+        block_ids=list(block_ids),
+        params=SamplingParams(),
+        seed=0,
+        max_len=length + 1,
+        end_token_ids=[],
+        images=tuple(span.placement for span in prompt.images),
+    )
+    return ScheduledRequest(RequestState(request, decoder, _no_grammar), 0, length, [], 0)
+
+
+def _no_grammar(grammar: Grammar) -> Matcher:
+    raise AssertionError("prompts of calibration have no grammar")
+
+
+def encode_images(
+    vision: VisionEncoder, device: Device, prompts: Sequence[Prompt], dtype: torch.dtype
+) -> Iterator[tuple[bytes, Tensor]]:
+    """The embeddings of all images, each once, by key."""
+    images = {span.image.key: span.image for prompt in prompts for span in prompt.images}
+    for key, image in images.items():
+        yield key, vision.encode([device.upload_pixels(image.pixels, dtype)], [image.tiling])[0]

@@ -1,0 +1,288 @@
+"""Calibrated quantization of a checkpoint: one pass over its layers, each read, quantized, written and forgotten."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from vlmserve import __version__
+from vlmserve.calibration.forward import LayerByLayer, OneLayer, encode_images
+from vlmserve.config import QuantizationConfig
+from vlmserve.devices.choice import open_device
+from vlmserve.errors import ConfigurationError
+from vlmserve.layers.linear import Linear, MergedLinear
+from vlmserve.models.decoder import DecoderLayer
+from vlmserve.models.folding import QKV, layer_folds
+from vlmserve.models.identity import weights_digest
+from vlmserve.models.quantized import QuantizedFolder, Saving
+from vlmserve.models.weights import merge_as_stored, module_slots, weight_names, weight_slots
+from vlmserve.quant.calibration import Observer, Outcome, Target, quantize_layers
+from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quant.model import choose_layers
+from vlmserve.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED, STATES = "unfinished.json", "states.unfinished"
+OBSERVED_BYTES = 256 * 1024**2
+"""Memory for what is kept of inputs of a vision tower's layers at a time."""
+DECODER = "language_model."
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a checkpoint. errors: of each layer, see `Outcome`. notes: what went wrong, for people."""
+
+    saving: Saving
+    errors: dict[str, float]
+    notes: list[str]
+
+
+class Calibration:
+    """A checkpoint with prompts, quantized into a folder.
+
+    folder: in Hugging Face layout. out: new, empty, or what an interrupted run with the same settings has left, which
+    goes on there. image_weight: how much a token of an image counts, beside 1 for one of text.
+    Raises what `QuantizedFolder` raises, and ConfigurationError for an `out` that holds anything else, and for models
+    that cannot be calibrated.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        out: Path,
+        config: QuantizationConfig,
+        prompts: Sequence[Prompt],
+        *,
+        image_weight: float,
+        kernels: str = "auto",
+    ) -> None:
+        if not prompts:
+            raise ConfigurationError("calibration needs at least one prompt")
+        self._writer = QuantizedFolder(folder, out, config)
+        self._config, self._prompts, self._image_weight = config, prompts, image_weight
+        description, checkpoint = self._writer.description, self._writer.checkpoint
+        device = torch.device("cpu")
+        with description.errors():
+            spec = description.spec(checkpoint)
+            self._device, dtype = open_device(device, kernels, checkpoint.dtype(), automatic=True)
+            backend = self._device.attention(
+                spec.attention, dtype, bidirectional=spec.bidirectional is not None, quantized_cache=False
+            )
+            self._executor = OneLayer()
+            parts = description.build(spec, backend, self._executor, dtype=dtype, device=device)
+        if parts.cross is not None:
+            raise ConfigurationError(f"{description.architecture} cannot be calibrated; use --method rtn")
+        self._model, self._decoder, self._vision = parts.modules, parts.language_model, parts.vision
+        merge_as_stored(self._model, checkpoint.names)
+        self._slots = [name for name, _ in weight_slots(self._model)]
+        self._chosen = {path: (module, bits) for path, module, bits in choose_layers(self._model, config)}
+        self._errors: dict[str, float] = {}
+        self._notes: list[str] = []
+
+    @torch.inference_mode()
+    def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
+        """Quantize and write everything. progress: is told the stages done and how many there are."""
+        flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
+        count = len(self._decoder.layers)
+        stage = self._begin(flow)
+        progress(stage, count + 2)
+        for index in range(stage, count + 2):
+            if index == 0:
+                self._embed(flow)
+            elif index <= count:
+                self._layer(flow, index - 1)
+            else:
+                self._rest()
+            if index <= count:
+                self._note(flow, index + 1)
+            progress(index + 1, count + 2)
+        out = self._writer.out
+        for name in (UNFINISHED, STATES):
+            (out / name).unlink(missing_ok=True)
+        return Result(self._writer.finish(), self._errors, self._notes)
+
+    def _begin(self, flow: LayerByLayer) -> int:
+        """The stage to go on with, its states read; 0 in a new folder."""
+        out = self._writer.out
+        settings, path = self._settings(), out / UNFINISHED
+        if not path.is_file():
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise ConfigurationError(f"{out} must be a new or an empty folder")
+            out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"settings": settings}) + "\n", "utf-8")
+            return 0
+        if json.loads(path.read_text("utf-8")).get("settings") != settings:
+            raise ConfigurationError(
+                f"{out} holds an unfinished checkpoint that was begun with other settings; finish it with those, or "
+                "delete the folder"
+            )
+        if not (out / STATES).is_file():
+            return 0
+        with safe_open(out / STATES, framework="pt") as file:
+            about = file.metadata()
+            flow.states = [file.get_tensor(str(number)).clone() for number in range(len(file.keys()))]
+        self._errors, self._notes = json.loads(about["errors"]), json.loads(about["notes"])
+        stage = int(about["stage"])
+        logger.info("going on with layer %d", stage)
+        return stage
+
+    def _note(self, flow: LayerByLayer, stage: int) -> None:
+        """Write what a run that is interrupted from now on can go on with."""
+        about = {"stage": str(stage), "errors": json.dumps(self._errors), "notes": json.dumps(self._notes)}
+        tensors = {str(number): states for number, states in enumerate(flow.states)}
+        self._writer.write(STATES, tensors, about)
+
+    def _settings(self) -> str:
+        """A digest of all that the result depends on."""
+        hasher = blake3(weights_digest(self._writer.checkpoint.folder))
+        hasher.update(
+            f"{__version__} {self._config.model_dump_json()} {self._image_weight} {self._decoder.dtype}".encode()
+        )
+        for prompt in self._prompts:
+            hasher.update(json.dumps([prompt.token_ids, [span.image.key.hex() for span in prompt.images]]).encode())
+        return hasher.hexdigest()
+
+    def _embed(self, flow: LayerByLayer) -> None:
+        """Quantize the vision tower, if it is to be, and make the first layer's inputs."""
+        layers = f"{DECODER}layers."
+        self._load(lambda name: not name.startswith(layers) and not name.startswith(f"{DECODER}lm_head"))
+        images: dict[bytes, Tensor] = {}
+        if self._vision is not None:
+            outcome = self._quantize_vision()
+            images = dict(encode_images(self._vision, self._device, self._prompts, self._decoder.dtype))
+            self._write(0, [name for name in self._writer.names if not name.startswith(DECODER)], outcome)
+        flow.embed(images)
+        _forget(self._decoder.embed_tokens)
+        for name, module in self._model.named_children():
+            if name != DECODER.removesuffix("."):
+                _forget(module)
+
+    def _quantize_vision(self) -> Outcome:
+        assert self._vision is not None
+        targets = {
+            path: Target(module, bits)
+            for path, (module, bits) in self._chosen.items()
+            if not path.startswith(DECODER) and isinstance(module, Linear)
+        }
+        for target in targets.values():
+            if target.module.weight.ndim != 2:
+                self._round(target)
+        whole = Outcome()
+        for some in _within_memory(targets):
+            observer = Observer({path: target.module for path, target in some.items()})
+            with observer.watching():
+                for _ in encode_images(self._vision, self._device, self._prompts, self._decoder.dtype):
+                    pass
+            whole.add(quantize_layers(some, (), observer.statistics, self._config))
+        return whole
+
+    def _round(self, target: Target) -> None:
+        """A patch embedding has the shape of a convolution, and pixels go in. It is rounded to nearest."""
+        weight = target.module.weight.data
+        config = self._config
+        rounded = round_to_nearest(
+            weight.flatten(1), bits=target.bits, group_size=config.group_size, symmetric=config.symmetric
+        )
+        weight.copy_(rounded.dequantize().view_as(weight))
+
+    def _layer(self, flow: LayerByLayer, index: int) -> None:
+        prefix = f"{DECODER}layers.{index}."
+        layer = cast(DecoderLayer, self._decoder.layers[index])
+        self._load(lambda name: name.startswith(prefix))
+        self._decoder.deinterleave_layer(layer)
+        values = self._decoder.spec.attention[index]
+        targets = {}
+        for path, (module, bits) in self._chosen.items():
+            if path.startswith(prefix) and isinstance(module, Linear):
+                name = path.removeprefix(prefix)
+                unclipped = module.out_features - values.num_kv_heads * values.head_size if name == QKV else 0
+                targets[name] = Target(module, bits, unclipped)
+        observer = Observer({name: target.module for name, target in targets.items()})
+        with observer.watching():
+            flow.through(index, observer=observer, image_weight=self._image_weight, keep=False)
+        outcome = quantize_layers(
+            targets, list(layer_folds(layer, self._decoder.spec)), observer.statistics, self._config
+        )
+        del observer
+        flow.through(index)
+        self._write(index + 1, [name for name in self._writer.names if name.startswith(prefix)], outcome, prefix)
+        _forget(layer)
+
+    def _rest(self) -> None:
+        """What is left of the decoder: tables, the last norm, the head."""
+        layers = f"{DECODER}layers."
+        names = [name for name in self._writer.names if name.startswith(DECODER) and not name.startswith(layers)]
+        self._write(len(self._decoder.layers) + 1, names, Outcome())
+
+    def _load(self, wanted: Callable[[str], bool]) -> None:
+        filled = {name for name in self._slots if not wanted(name)}
+        self._writer.checkpoint.load(self._model, filled=filled)
+
+    def _write(self, number: int, names: Sequence[str], outcome: Outcome, prefix: str = "") -> None:
+        """Write a stage's tensors. names: canonical. prefix: before the outcome's names."""
+        paths = {module: path for path, module in self._model.named_modules()}
+        written: dict[str, dict[str, Tensor]] = {}
+        for name, weight in outcome.weights.items():
+            module = cast(Linear, self._model.get_submodule(prefix + name))
+            for own, rows in _as_stored(prefix + name, module):
+                written[own] = self._writer.packed(own, weight[rows])
+        for changed in outcome.changed:
+            for own, slot in _plain_slots(paths[changed], changed):
+                written.setdefault(own, {self._writer.names[own]: slot.clone()})
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensors |= written[name] if name in written else self._writer.rounded(name)
+        total = len(self._decoder.layers) + 2
+        if tensors:
+            self._writer.write(f"model-{number + 1:05}-of-{total:05}.safetensors", tensors)
+        self._errors |= {prefix + name: error for name, error in outcome.errors.items()}
+        self._notes += [prefix + note for note in outcome.notes]
+
+
+def _as_stored(path: str, module: Linear) -> Iterator[tuple[str, Tensor]]:
+    """Each weight that a layer is made of in its checkpoint, with the layer's outputs that it has, in its order."""
+    order = torch.arange(module.out_features) if module.order is None else module.order.argsort()
+    sizes = list(module.parts.values()) if isinstance(module, MergedLinear) else [module.out_features]
+    yield from zip(weight_names(path, module), torch.split(order, sizes), strict=True)
+
+
+def _plain_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's tensors as its checkpoint has them, without the weights of linear layers."""
+    if not isinstance(module, Linear):
+        yield from module_slots(path, module)
+        return
+    assert module.bias is not None
+    for name, rows in _as_stored(path, module):
+        yield name.removesuffix("weight") + "bias", module.bias.data[rows]
+
+
+def _within_memory(targets: dict[str, Target]) -> Iterator[dict[str, Target]]:
+    """Layers in their order, as many at a time as may be observed together. What is no matrix is left out."""
+    some: dict[str, Target] = {}
+    taken = 0
+    for path, target in targets.items():
+        if target.module.weight.ndim != 2:
+            continue
+        needed = 4 * target.module.in_features**2
+        if some and taken + needed > OBSERVED_BYTES:
+            yield some
+            some, taken = {}, 0
+        some[path], taken = target, taken + needed
+    if some:
+        yield some
+
+
+def _forget(module: nn.Module) -> None:
+    """Free the memory of a module's parameters."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)

@@ -1,0 +1,48 @@
+"""What `vlmserve quantize` is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from vlmserve.config import QuantizationConfig, QuantizeMethod, Scheme, Settings, check_overrides
+
+
+class QuantizeConfig(Settings):
+    """How weights are quantized."""
+
+    method: QuantizeMethod = Field(
+        "rtn", description="rtn rounds to nearest; gptq and awq calibrate with data, awq+gptq does both."
+    )
+    bits: Literal[8, 4] = Field(8, description="Bits of weights; output heads have 8 at least.")
+    group_size: Literal[32, 64, 128] = Field(32, description="4 bits: inputs that share a scale.")
+    symmetric: bool = Field(False, description="4 bits: zero in the middle of the range, as other servers read it.")
+    vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
+    layers: Annotated[tuple[str, ...], AfterValidator(check_overrides)] = Field(
+        (), description="Layers with a scheme of their own, as PATTERN=SCHEME: '*.down_proj=int8'."
+    )
+    calibration: str | None = Field(
+        None,
+        description="Prompts to calibrate with: a file as load tests read it (JSONL), or a folder of images; default: "
+        "text and drawn images that come along.",
+    )
+    calibration_tokens: int = Field(16384, ge=1, description="Tokens to calibrate with, those of images included.")
+    image_weight: float = Field(
+        1.0, gt=0, le=1, description="How much a token of an image counts in calibration, beside 1 for one of text."
+    )
+
+    @property
+    def quantization(self) -> QuantizationConfig:
+        """What decides which weights become what."""
+        scheme: Scheme = "int8" if self.bits == 8 else "int4"
+        overrides: Mapping[str, Scheme] = dict(one.rpartition("=")[::2] for one in self.layers)  # type: ignore[misc]
+        return QuantizationConfig(
+            scheme=scheme,
+            method=self.method,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            vision=self.vision,
+            overrides=overrides,
+        )

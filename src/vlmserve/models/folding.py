@@ -1,0 +1,38 @@
+"""Where a decoder layer can take factors of its inputs without computing anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vlmserve.models.decoder import DecoderLayer
+from vlmserve.models.spec import ArchSpec
+from vlmserve.quant.calibration import Fold
+
+QKV, OUT, GATE_UP, UP, DOWN = (
+    "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+
+
+def layer_folds(layer: DecoderLayer, spec: ArchSpec) -> Iterator[Fold]:
+    """The folds of a layer, by the names that its modules have inside it.
+
+    Norms take factors of what they feed; values take those of the output projection, one for all heads that attend to
+    the same; ups take those of downs, as they are only multiplied.
+    """
+    first = GATE_UP if spec.gated else UP
+    if layer.attention_norm is not None:
+        yield Fold((QKV, first) if spec.parallel else (QKV,), norm=layer.attention_norm)
+    attention = layer.self_attn.spec
+    values = attention.num_kv_heads * attention.head_size
+    outputs = layer.self_attn.qkv_proj.out_features
+    yield Fold(
+        (OUT,),
+        producer=QKV,
+        rows=(outputs - values, outputs),
+        heads=attention.num_heads,
+        shared=attention.num_heads // attention.num_kv_heads,
+    )
+    if layer.mlp_norm is not None:
+        yield Fold((first,), norm=layer.mlp_norm)
+    if spec.gated:
+        yield Fold((DOWN,), producer=GATE_UP, rows=(spec.intermediate_size, 2 * spec.intermediate_size))

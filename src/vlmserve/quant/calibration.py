@@ -1,0 +1,212 @@
+"""Quantizing layers from what goes into them: the inputs are watched, then weights are rounded so that outputs stay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.config import QuantizationConfig
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.linear import Linear
+from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.quant.grid import Grid
+from vlmserve.quant.methods import awq
+from vlmserve.quant.methods.gptq import DAMPINGS, gptq
+from vlmserve.quant.statistics import InputStatistics, output_error
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A layer to quantize. unclipped: leading outputs whose ranges are never clipped: queries and keys, whose errors
+    softmax magnifies."""
+
+    module: Linear
+    bits: int
+    unclipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Where factors of layers' inputs go: the inputs are divided by them in a norm, or in the layer that makes them.
+
+    consumers: names of all layers with that input. norm: what makes it; None: the outputs ``rows[0] <= i < rows[1]``
+    of the layer `producer`. heads, shared: of the consumers' inputs, see `awq.input_scales`; each `shared` heads of
+    them are one of the producer.
+    """
+
+    consumers: tuple[str, ...]
+    norm: RMSNorm | LayerNorm | None = None
+    producer: str = ""
+    rows: tuple[int, int] = (0, 0)
+    heads: int = 1
+    shared: int = 1
+
+
+@dataclass
+class Outcome:
+    """What became of layers. weights: by name. changed: norms and layers whose plain parameters took factors.
+    errors: the error of each layer's outputs as a share of the outputs' squares. notes: what went wrong, for people."""
+
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    changed: list[nn.Module] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        """Add what became of other layers."""
+        self.weights |= other.weights
+        self.changed += other.changed
+        self.errors |= other.errors
+        self.notes += other.notes
+
+
+class Observer:
+    """Adds up the inputs of layers while it watches them. row_weights: of the batch that is computed; None: 1 each."""
+
+    def __init__(self, modules: Mapping[str, Linear]) -> None:
+        self.row_weights: Tensor | None = None
+        self.statistics = {
+            name: InputStatistics(module.in_features, device=module.weight.device) for name, module in modules.items()
+        }
+        self._modules = modules
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch in this block."""
+        hooks = [
+            module.register_forward_pre_hook(self._hook(self.statistics[name]))
+            for name, module in self._modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, statistics: InputStatistics) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            statistics.add(inputs[0], self.row_weights)
+
+        return add
+
+
+def quantize_layers(
+    targets: Mapping[str, Target],
+    folds: Sequence[Fold],
+    statistics: Mapping[str, InputStatistics],
+    config: QuantizationConfig,
+) -> Outcome:
+    """Quantize layers by what went into them. The modules get the rounded weights in their own type.
+
+    folds: in the order in which factors are found; those of layers that are not all in `targets` are left out.
+    statistics: of each target; what it divides by factors changes with them.
+    """
+    outcome = Outcome()
+    weights = {name: target.module.weight.data.float() for name, target in targets.items()}
+    if "awq" in config.method:
+        for fold in folds:
+            names = [*fold.consumers, *([fold.producer] if fold.producer else [])]
+            if all(name in targets and _usable(statistics[name]) for name in names):
+                _scale(fold, targets, weights, statistics, config, outcome)
+    for name, target in targets.items():
+        quantized = _quantize(name, target, weights.pop(name), statistics[name], config, outcome)
+        outcome.weights[name] = quantized
+        target.module.weight.data.copy_(quantized.dequantize())
+    return outcome
+
+
+def _usable(statistics: InputStatistics) -> bool:
+    return statistics.count > 0 and bool(statistics.largest.any())
+
+
+def _scale(
+    fold: Fold,
+    targets: Mapping[str, Target],
+    weights: dict[str, Tensor],
+    statistics: Mapping[str, InputStatistics],
+    config: QuantizationConfig,
+    outcome: Outcome,
+) -> None:
+    """Find the factors of a fold and put them into weights, statistics, and what makes the input."""
+    first = statistics[fold.consumers[0]]
+    bits = min(targets[name].bits for name in fold.consumers)
+
+    def make_grid(weight: Tensor) -> Grid:
+        return Grid.fit(weight, bits=bits, group_size=config.group_size, symmetric=config.symmetric)
+
+    joint = torch.cat([weights[name] for name in fold.consumers])
+    hessian = first.hessian
+    factors = awq.input_scales(joint, first.mean_magnitude, hessian, make_grid, shared=fold.shared, heads=fold.heads)
+    if fold.norm is not None:
+        factors = _divide_norm(fold.norm, factors)
+        outcome.changed.append(fold.norm)
+    else:
+        rows = slice(*fold.rows)
+        own = factors.view(fold.heads // fold.shared, fold.shared, -1)[:, 0].flatten()
+        weights[fold.producer][rows] /= own[:, None]
+        producer = targets[fold.producer].module
+        if producer.bias is not None:
+            producer.bias.data[rows] = (producer.bias.data[rows].float() / own).to(producer.bias.dtype)
+            outcome.changed.append(producer)
+    for name in fold.consumers:
+        weights[name] *= factors
+        statistics[name].divide(factors)
+
+
+def _divide_norm(norm: RMSNorm | LayerNorm, factors: Tensor) -> Tensor:
+    """Divide what a norm returns. Gives the factors by which it is divided once its weights are rounded to their
+    type."""
+    offset = norm.offset if isinstance(norm, RMSNorm) else 0.0
+    before = norm.weight.data.float() + offset
+    norm.weight.data.copy_(before / factors - offset)
+    after = norm.weight.data.float() + offset
+    factors = torch.where(after == 0, torch.ones_like(factors), before / after)
+    if isinstance(norm, LayerNorm):
+        norm.bias.data.copy_(norm.bias.data.float() / factors)
+    return factors
+
+
+def _quantize(
+    name: str,
+    target: Target,
+    weight: Tensor,
+    statistics: InputStatistics,
+    config: QuantizationConfig,
+    outcome: Outcome,
+) -> QuantizedWeight:
+
+    def make_grid(rows: Tensor, shrink: Tensor | float = 1.0) -> Grid:
+        return Grid.fit(rows, bits=target.bits, group_size=config.group_size, symmetric=config.symmetric, shrink=shrink)
+
+    grid = make_grid(weight)
+    if not _usable(statistics):
+        outcome.notes.append(f"{name}: no input was seen, so it was rounded to nearest")
+        return grid.weight(grid.values(weight))
+    if statistics.num_left_out:
+        outcome.notes.append(f"{name}: {statistics.num_left_out} rows of inputs were not finite and were left out")
+    hessian = statistics.hessian
+    if "awq" in config.method:
+        shrinks = awq.clip(weight, hessian, make_grid, grid.groups)
+        shrinks[: target.unclipped] = 1
+        grid = make_grid(weight, shrinks)
+    if "gptq" in config.method:
+        rounded = gptq(weight, hessian, grid)
+        quantized = rounded.weight
+        if rounded.damping is None:
+            outcome.notes.append(f"{name}: its inputs depend on each other too much, so it was rounded to nearest")
+        elif rounded.damping > DAMPINGS[0]:
+            outcome.notes.append(f"{name}: its inputs depend on each other; H was damped by {rounded.damping}")
+        if rounded.dead:
+            outcome.notes.append(f"{name}: {rounded.dead} of {weight.shape[1]} inputs were always zero")
+    else:
+        quantized = grid.weight(grid.values(weight))
+    whole = output_error(weight, hessian)
+    outcome.errors[name] = float(output_error(quantized.dequantize() - weight, hessian) / whole) if whole else 0.0
+    return quantized

@@ -1,0 +1,116 @@
+"""What models are calibrated with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.checkpoints import make_llama
+from vlmserve.calibration.prompts import calibration_prompts
+from vlmserve.cli import app
+from vlmserve.config import MediaConfig, read_settings
+from vlmserve.errors import ConfigurationError
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.models.hub import resolve_model
+from vlmserve.perplexity import python_manual
+
+
+def preparer_of(folder: Path) -> RequestPreparer:
+    return RequestPreparer(folder, read_settings(MediaConfig, {}))
+
+
+@pytest.fixture(scope="module")
+def pixie() -> RequestPreparer:
+    return preparer_of(resolve_model("pixie"))
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    (folder / "inner").mkdir(parents=True)
+    for number, name in enumerate(("b.png", "inner/a.jpg")):
+        Image.new("RGB", (40, 30), (number * 90, 20, 30)).save(folder / name)
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def test_a_model_that_sees_gets_drawn_images_with_answers_and_text(pixie: RequestPreparer) -> None:
+    prompts = calibration_prompts(None, pixie, 4000)
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    assert 4000 <= tokens < 4700
+    seeing = [prompt for prompt in prompts if prompt.images]
+    assert 0.6 < sum(len(prompt.token_ids) for prompt in seeing) / tokens < 0.9
+    assert len({span.image.key for prompt in seeing for span in prompt.images}) > 10
+    assert [prompt.token_ids for prompt in calibration_prompts(None, pixie, 4000)] == [
+        prompt.token_ids for prompt in prompts
+    ]
+
+
+def test_text_is_the_end_of_the_manual_which_perplexity_does_not_measure(tmp_path: Path) -> None:
+    preparer = preparer_of(make_llama(tmp_path))
+    prompts = calibration_prompts(None, preparer, 1200)
+    pieces = [preparer.tokens(piece).token_ids for piece in _pieces(preparer.encode(python_manual())[-1200:])]
+    assert [prompt.token_ids for prompt in prompts] == pieces
+
+
+def _pieces(ids: list[int]) -> list[list[int]]:
+    return [ids[first : first + 512] for first in range(0, len(ids), 512)]
+
+
+def test_prompts_are_read_from_a_file_of_a_load_test(pixie: RequestPreparer, images: Path) -> None:
+    lines = [
+        {"prompt": "What is in the image?", "images": ["b.png"], "max_tokens": 5},
+        {"messages": [{"role": "user", "content": "Hello"}]},
+    ]
+    file = images / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    first, second = calibration_prompts(str(file), pixie, 10**6)
+    assert len(first.images) == 1
+    assert not second.images
+    assert len(calibration_prompts(str(file), pixie, 5)) == 1
+
+
+def test_prompts_are_made_of_a_folder_of_images(pixie: RequestPreparer, images: Path) -> None:
+    prompts = calibration_prompts(str(images), pixie, 10**6)
+    assert [len(prompt.images) for prompt in prompts] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no images in the folder"),
+        ("", "the file is empty"),
+        ('{"prompt": "a", "images": ["nowhere.png"]}', "line 1: the image .*nowhere.png cannot be read"),
+        ('{"max_tokens": 3}', "line 1: needs either prompt or messages"),
+        ('{"messages": [{"role": "nobody", "content": "a"}]}', "line 1: .*role"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    tmp_path: Path, pixie: RequestPreparer, content: str | None, message: str
+) -> None:
+    source = tmp_path / "source"
+    if content is None:
+        source.mkdir()
+    else:
+        source.write_text(content)
+    with pytest.raises(ConfigurationError, match=f"--calibration {source}.*{message}"):
+        calibration_prompts(str(source), pixie, 100)
+
+
+def test_images_for_a_model_that_takes_none_are_refused(tmp_path: Path, images: Path) -> None:
+    with pytest.raises(ConfigurationError, match="takes no images"):
+        calibration_prompts(str(images), preparer_of(make_llama(tmp_path / "model")), 100)
+
+
+def test_the_command_calibrates(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = ["quantize", "pixie", str(out), "--method", "gptq", "--bits", "4", "--group-size", "64", "--vision"]
+    result = CliRunner().invoke(app, [*line, "--calibration-tokens", "600"])
+    assert result.exit_code == 0, result.output
+    assert "12.6 MB of weights became" in result.stdout
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {4, 8}
