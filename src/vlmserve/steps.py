@@ -182,7 +182,8 @@ class ModelRunnerOutput(msgspec.Struct):
     fewer if the answer ended. An end token is the last one. logprobs: one for each token, where they are asked for.
     prompt_logprobs: of the prompt's next tokens, where they are asked for; None for those of images.
     finish_reasons: of answers that their grammar has finished: "stop" where nothing can follow, "length" where the
-    answer was closed because few tokens were left. failures: requests that cannot continue.
+    answer was closed because few tokens were left. failures: requests that cannot continue. scalings: of each adapter
+    that X-LoRA mixes for a request, its layers' mean, added up over the tokens that were computed.
     """
 
     token_ids: dict[str, list[int]] = {}
@@ -190,4 +191,5 @@ class ModelRunnerOutput(msgspec.Struct):
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
     finish_reasons: dict[str, Literal["stop", "length"]] = {}
     failures: dict[str, RequestFailure] = {}
+    scalings: dict[str, list[float]] = {}
     timings: RunTimings = RunTimings()

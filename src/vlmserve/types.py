@@ -406,7 +406,8 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
     state: "preempted" waits as well, after it has run. num_tokens: prompt and answer so far; num_computed_tokens:
     leading ones of them whose keys and values are in `num_blocks` KV blocks, shared ones included.
-    num_cached_tokens: as `EngineOutput.cached_tokens`.
+    num_cached_tokens: as `EngineOutput.cached_tokens`. adapter_shares: of each adapter that X-LoRA mixes for it, its
+    share of all scalings so far; none without.
     """
 
     request_id: str
@@ -417,6 +418,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     num_images: int
     num_blocks: int
+    adapter_shares: list[float] = []
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):

@@ -167,6 +167,21 @@ def test_blocks_of_a_scaling_pass_without_adapters_are_those_of_the_model(llava)
     assert [cached(name) for name in ("softmax", "layerwise", "another scaling pass")] == [whole] * 3
 
 
+def test_snapshots_have_the_shares_of_adapters(llava):
+    _, _, engine, oracles = llava
+    prompt = oracles["layerwise"].prompt(23, 20)
+    for name in ("", "layerwise"):
+        engine.add(EngineRequest(name, prompt, SamplingParams(max_tokens=3, ignore_eos=True), adapter=name))
+    engine.step()
+    shares = {request.request_id: request.adapter_shares for request in engine.inspect().requests}
+    model = oracles["layerwise"].model
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([prompt.token_ids]))
+    expected = model.base_model.internal_xlora_scalings.mean((0, 1, 2)).tolist()
+    engine.abort(["", "layerwise"])
+    assert shares == {"": [], "layerwise": pytest.approx(expected, abs=1e-5)}
+
+
 def test_a_prompt_that_fits_only_once_is_refused_with_xlora(llava):
     oracle, folder, engine, _ = llava
     block_bytes = engine.info.kv_cache_bytes // engine.stats().kv_blocks_total

@@ -18,11 +18,13 @@ class Mixture:
     """A classifier: from a token's final hidden state to the scalings of adapters in each layer.
 
     products: weights and biases, float32, in order. num_layers: that have scalings of their own; 1: all have the same.
+    labels: what people call the adapters, in the order of the scalings.
     """
 
     config: XLoraConfig
     products: Sequence[tuple[Tensor, Tensor | None]]
     num_layers: int
+    labels: tuple[str, ...] = ()
 
     @property
     def num_columns(self) -> int:

@@ -133,7 +133,8 @@ def _read_classifier(files: XLoraFolder, model: AdaptableModel, num_layers: int)
         if not fits:
             raise AdapterError(f"{weights.name}: layers of the classifier do not fit each other or the model")
         expected = weight.shape[0]
-    mixture = Mixture(config, [(product["weight"], product.get("bias")) for product in products], num_layers)
+    labels = tuple(path.name for path in files.adapters)
+    mixture = Mixture(config, [(product["weight"], product.get("bias")) for product in products], num_layers, labels)
     if expected != mixture.num_columns:
         raise AdapterError(
             f"{weights.name}: the classifier has {expected} outputs, and {mixture.num_columns} are the scalings of "

@@ -449,6 +449,30 @@ def eval_pixie(
         typer.echo(f"Written into {card}")
 
 
+@evaluations.command("routing", cls=SettingsCommand)
+@command((*LOCAL_FIELDS, *QUANTIZATION_DETAILS, "kernels", "max_lora_rank"))
+def eval_routing(
+    engine: EngineConfig,
+    adapter: Annotated[str, typer.Argument(help="An X-LoRA checkpoint: local folder or Hugging Face id.")],
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="About this image; may be repeated.")] = None,
+    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Most tokens of the answer.")] = 64,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the scalings of all tokens: an SVG.")] = None,
+) -> None:
+    """Show which adapters X-LoRA gives the tokens of a question, its images and its answer."""
+    from vlmserve.adapters.location import find_adapter
+    from vlmserve.routing import Router
+
+    parts: list[dict[str, object]] = [{"type": "image", "image": str(path)} for path in image or ()]
+    conversation = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+    routing = Router(engine, find_adapter(adapter)).route(conversation, tokens)
+    typer.echo(routing.answer)
+    typer.echo(routing.to_markdown())
+    if plot is not None:
+        plot.write_text(routing.to_svg(), "utf-8")
+        typer.echo(f"Written: {plot}")
+
+
 @evaluations.command("perplexity", cls=SettingsCommand)
 @command(("revision", "device", "dtype", "kernels", "kv_cache_dtype", "num_threads", *QUANTIZATION_DETAILS))
 def eval_perplexity(

@@ -28,7 +28,7 @@ from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError, UnknownModelError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.runner.adapters import RunnerAdapters
+from vlmserve.runner.adapters import Observer, RunnerAdapters
 from vlmserve.runner.memory import num_kv_blocks, run_largest_step
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.sampling.sampler import draw_seed
@@ -136,10 +136,10 @@ class Engine(BaseEngine):
             self._costs.worth_saving,
         )
         self._adapters = AdapterLoading.of(config, model)
-        slots = places = None
+        slots = places = self._slots = None
         if self._adapters is not None:
             store = self._adapters.store
-            slots = RunnerAdapters(model, config.max_loras, store.get)
+            slots = self._slots = RunnerAdapters(model, config.max_loras, store.get)
             places = AdapterScheduler(config.max_loras, store)
         # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
@@ -277,6 +277,13 @@ class Engine(BaseEngine):
         if self._adapters is None:
             raise ConfigurationError("no adapters are served here: start with --enable-lora")
         return self._adapters.store
+
+    def observe_scalings(self, observer: Observer | None) -> None:
+        """Have an observer told how X-LoRA scales adapters, or none any more. Raises ConfigurationError without
+        --enable-lora."""
+        if self._slots is None:
+            raise ConfigurationError("no adapters are served here: start with --enable-lora")
+        self._slots.observer = observer
 
     @property
     def adapters(self) -> list[AdapterInfo]:
@@ -478,6 +485,7 @@ def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
         num_cached_tokens=request.num_cached or 0,
         num_images=len(request.images_for(0, request.num_prompt_tokens)),
         num_blocks=len(request.tables) * (len(request.block_table) - request.first_block),
+        adapter_shares=[one / (sum(map(abs, request.scalings)) or 1.0) for one in request.scalings],
     )
 
 

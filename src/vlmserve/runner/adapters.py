@@ -16,12 +16,14 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import AdapterLoad
 
+Observer = Callable[[str, int, Mixture, Tensor], None]
+"""Is told a request, its first token of a step, its mixture and the scalings of its tokens, ``[tokens, columns]``."""
 AdapterSource = Callable[[bytes], Adapter]
 """From a digest to the adapter, which is in memory when a step loads it."""
 
 
 class RunnerAdapters:
-    """Owns the model's slots for adapters, and knows which adapter has which."""
+    """Owns the model's slots for adapters, and knows which adapter has which. observer: is told all scalings."""
 
     def __init__(self, model: LoadedModel, num_slots: int, source: AdapterSource) -> None:
         if model.adaptable is None:
@@ -32,6 +34,7 @@ class RunnerAdapters:
         self._device = model.device.torch_device
         self._by_digest: dict[bytes, int] = {}
         self._mixtures: dict[bytes, Mixture] = {}
+        self.observer: Observer | None = None
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
         """Put adapters into slots."""
@@ -77,9 +80,18 @@ class RunnerAdapters:
             first += request.num_tokens
         self._rows.set(slots, scalings)
 
-    def scalings(self, batch: Sequence[ScheduledRequest], mixed: Sequence[ScheduledRequest], hidden: Tensor) -> Tensor:
+    def scalings(
+        self,
+        batch: Sequence[ScheduledRequest],
+        mixed: Sequence[ScheduledRequest],
+        hidden: Tensor,
+        sums: dict[str, list[float]],
+    ) -> Tensor:
         """float32 ``[rows of the batch, columns]``: those of adapters in rows of `mixed` requests, a part of the batch,
-        by their final hidden states of the scaling pass, ``[rows of mixed, hidden_size]``."""
+        by their final hidden states of the scaling pass, ``[rows of mixed, hidden_size]``.
+
+        sums: gets those of each adapter, their layers' mean, added up over a request's tokens.
+        """
         ends = itertools.accumulate(request.num_tokens for request in batch)
         begins = {one.state.request_id: end - one.num_tokens for one, end in zip(batch, ends, strict=True)}
         num_rows = sum(request.num_tokens for request in batch)
@@ -88,9 +100,16 @@ class RunnerAdapters:
         for digest, group in itertools.groupby(mixed, lambda request: request.state.adapter):
             requests = list(group)
             num_rows = sum(request.num_tokens for request in requests)
-            found = self._mixtures[digest].scalings(hidden[first : first + num_rows])
+            mixture = self._mixtures[digest]
+            found = mixture.scalings(hidden[first : first + num_rows])
             first += num_rows
-            for request, own in zip(requests, torch.split(found, [one.num_tokens for one in requests]), strict=True):
+            means = found.view(num_rows, mixture.num_layers, -1).mean(1)
+            counts = [request.num_tokens for request in requests]
+            totals = torch.stack([part.sum(0) for part in torch.split(means, counts)]).tolist()
+            sums.update(zip((request.state.request_id for request in requests), totals, strict=True))
+            for request, own in zip(requests, torch.split(found, counts), strict=True):
+                if self.observer is not None:
+                    self.observer(request.state.request_id, request.start, mixture, own)
                 begin = begins[request.state.request_id]
                 scalings[begin : begin + len(own), : own.shape[1]] = own
         return scalings

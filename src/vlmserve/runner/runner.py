@@ -28,13 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 class _Run(NamedTuple):
-    """What a step has computed. later: what draws its tokens without waiting for them, one for each of `sampled`."""
+    """What a step has computed. later: what draws its tokens without waiting for them, one for each of `sampled`.
+    scalings: as in `ModelRunnerOutput`."""
 
     batch: Batch
     hidden: Tensor
     logits: Tensor
     later: DrawLater | None
     sampled: list[ScheduledRequest]
+    scalings: dict[str, list[float]]
 
 
 def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
@@ -139,6 +141,7 @@ class ModelRunner:
             transfer, vision, *_ = clock.seconds()
             output.timings = RunTimings(transfer=transfer, vision=vision, products=products)
             return lambda: output
+        output.scalings = run.scalings
         clock.mark()
         tokens: Callable[[], list[int]] | None = None
         if run.later is None:
@@ -173,9 +176,10 @@ class ModelRunner:
         batch = self._batches.build(scheduled, self._drawn_rows, further)
         if clock is not None:
             clock.mark()
+        sums: dict[str, list[float]] = {}
         try:
             if self._adapters is not None:
-                scalings = self._scalings(scheduled)
+                scalings = self._scalings(scheduled, sums)
                 self._adapters.use_for_batch(scheduled, len(batch.token_ids), scalings)
             hidden = self._hidden(batch)
             if self._adapters is not None:
@@ -184,9 +188,9 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             logger.warning("A step of %d tokens ran out of memory: %s", len(batch.token_ids), error)
             return None
-        return _Run(batch, hidden, logits, later, sampled)
+        return _Run(batch, hidden, logits, later, sampled, sums)
 
-    def _scalings(self, scheduled: list[ScheduledRequest]) -> Tensor | None:
+    def _scalings(self, scheduled: list[ScheduledRequest], sums: dict[str, list[float]]) -> Tensor | None:
         """Of the adapters that requests mix by X-LoRA, for all rows of the batch: from a pass over those requests'
         tokens, with blocks of its own. None: no request does."""
         assert self._adapters is not None
@@ -197,7 +201,7 @@ class ModelRunner:
             return None
         batch = self._scaling_batches.build(mixed, self._drawn_rows)
         self._adapters.use_for_scaling_pass(mixed, len(batch.token_ids))
-        return self._adapters.scalings(scheduled, mixed, self._hidden(batch))
+        return self._adapters.scalings(scheduled, mixed, self._hidden(batch), sums)
 
     def _hidden(self, batch: Batch) -> Tensor:
         """``[tokens, hidden_size]``: the final hidden states."""

@@ -34,6 +34,7 @@ class Request:
     computed in one step; in order.
     adapter: the digest of its adapter; empty: none. priority: see `EngineRequest`.
     num_encoded: images encoded for it. cross, cross_key: its cross-attention input and the key of its states, if any.
+    scalings: of each adapter that X-LoRA mixes for it, added up over the tokens that were computed; none without.
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
     max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
     prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet; until then
@@ -67,6 +68,7 @@ class Request:
         "priority",
         "prompt_logprobs",
         "request_id",
+        "scalings",
         "seed",
         "started",
         "tables",
@@ -106,6 +108,7 @@ class Request:
         self.num_encoded = 0
         self.arrived = self.started = self.vision_started = self.answered = 0.0
         self.arrived_at = self.vision_seconds = 0.0
+        self.scalings: list[float] = []
         self.first_block = 0
         self._known_to_runner = False
         self.cross = request.prompt.cross
@@ -201,6 +204,10 @@ class Request:
         child._known_to_runner = False
         child.drop_blocks()
         return child
+
+    def add_scalings(self, sums: list[float]) -> None:
+        """More tokens were computed, with these scalings altogether."""
+        self.scalings = [a + b for a, b in zip(self.scalings, sums, strict=True)] if self.scalings else sums
 
     def drop_blocks(self) -> None:
         """Forget its tables after its blocks were freed: all of its tokens have to be computed or found again."""

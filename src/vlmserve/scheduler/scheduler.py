@@ -163,7 +163,9 @@ class Scheduler:
         if ended:
             step.cached_requests = [one for one in step.cached_requests if one.request_id not in ended]
             step.new_requests = [one for one in step.new_requests if one.request_id not in ended]
-            for results in (output.token_ids, output.logprobs, output.prompt_logprobs, output.failures):
+            for results in (
+                output.token_ids, output.logprobs, output.prompt_logprobs, output.failures, output.scalings,
+            ):  # fmt: skip
                 for request_id in ended:
                     results.pop(request_id, None)
 
@@ -181,6 +183,9 @@ class Scheduler:
             known = self._requests[request_id].prompt_logprobs
             assert known is not None
             known += logprobs
+        for request_id, sums in output.scalings.items():
+            if (mixing := self._requests.get(request_id)) is not None:
+                mixing.add_scalings(sums)
         outputs = []
         for scheduled in step.requests:
             request = self._requests.get(scheduled.request_id)
