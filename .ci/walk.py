@@ -46,6 +46,7 @@ CHECKS = {
     ".venv/bin/vlmserve keys add alice": r"(?m)^vlm-\w+",
     ".venv/bin/vlmserve loadtest": r"(?i)\bTTFT\b",
     "from PIL import Image": r"(?i)What colour is the circle\? -> .*\bred\b",
+    "import asyncio": r"(?i)^red (3|three)\n.*circle",
     ".venv/bin/vlmserve batch": r"answers\.jsonl: 1 of 1 rows have an answer",
     "mkdir -p build && cp -r": "",
     ".venv/bin/python -m pip install --quiet 'vlmserve[gguf]'": "",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vlmserve.cores import bound_spinning
 
 if TYPE_CHECKING:
+    from vlmserve.async_llm import AsyncLLM
     from vlmserve.llm import LLM
     from vlmserve.offline import LoRARequest
     from vlmserve.outputs import CompletionOutput, Logprob, RequestOutput
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Grammar",
     "LoRARequest",
@@ -33,6 +35,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "vlmserve.llm",
+    "AsyncLLM": "vlmserve.async_llm",
     "CompletionOutput": "vlmserve.outputs",
     "LoRARequest": "vlmserve.offline",
     "Logprob": "vlmserve.outputs",

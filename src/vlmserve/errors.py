@@ -6,6 +6,7 @@ A message says what was wrong and what to do about it. Only the server turns the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 MAX_SHOWN_ERRORS = 20
 """How many of several errors their common message shows."""
@@ -122,6 +123,17 @@ class AdapterError(InvalidRequestError):
 
     def __init__(self, message: str, *, param: str | None = "lora_path") -> None:
         super().__init__(message, param=param)
+
+
+class AnswerError(VLMServeError):
+    """An answer that is not the object that it was to be: it was cut off, or failed, or the model refuses it.
+
+    output: the `RequestOutput`, with the answer as text.
+    """
+
+    def __init__(self, message: str, output: Any) -> None:
+        super().__init__(message)
+        self.output = output
 
 
 class OverloadedError(VLMServeError):

@@ -11,43 +11,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
-from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, OfflineConfig, check_names, read_settings
-from vlmserve.errors import InvalidRequestError, InvalidRequestsError, UnknownModelError, VLMServeError
+from vlmserve.config import BUILT_IN_MODEL
+from vlmserve.errors import InvalidRequestError, UnknownModelError, VLMServeError
 from vlmserve.offline import LoRARequest, OfflineBatch, OfflineRequests, Prepared
+from vlmserve.offline_calls import (
+    Adapters,
+    Call,
+    ChatOptions,
+    Conversation,
+    OnError,
+    Outcome,
+    Params,
+    Prompts,
+    TextPrompt,
+    adapters_of,
+    is_conversation,
+    is_prompt,
+    set_up,
+)
 from vlmserve.outputs import RequestOutput
-from vlmserve.types import Prompt, SamplingParams
+from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from vlmserve.engine.protocol import VLMEngine
 
-Message: TypeAlias = Mapping[str, Any]
-Conversation: TypeAlias = Sequence[Message]
-TextPrompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
-Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
-OnError: TypeAlias = Literal["raise", "return"]
-Outcome: TypeAlias = RequestOutput | InvalidRequestError
-
-UNBOUNDED_QUEUE = 2**31
-"""Offline, all requests come from one caller who waits for them, so the queue needs no limit."""
 _LOAD_INTERVAL = 0.002
-WINDOWS = 4
-"""Finished results may wait for an earlier, slow one, up to this many times the running requests."""
-
-
-class ChatOptions(TypedDict, total=False):
-    """Further options of `LLM.chat`, which describes them."""
-
-    add_generation_prompt: bool
-    chat_template_kwargs: Mapping[str, Any] | None
-    cache_salt: str | None
-    lora_request: Adapters
 
 
 class LLM:
@@ -63,26 +56,15 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
-        from vlmserve.frontend.defaults import default_sampling
-        from vlmserve.frontend.requests import RequestPreparer
-        from vlmserve.models.hub import resolve_model
-
-        check_names(options, (EngineConfig, MediaConfig, OfflineConfig))
-        media = {name: options.pop(name) for name in list(options) if name in MediaConfig.model_fields}
-        offline = {name: options.pop(name) for name in list(options) if name in OfflineConfig.model_fields}
-        self._media = read_settings(MediaConfig, media)
-        self._offline = read_settings(OfflineConfig, offline)
-        self.config = read_settings(EngineConfig, {"max_waiting": UNBOUNDED_QUEUE, **options, "model": model})
-        folder = resolve_model(self.config.model, self.config.revision)
-        self.default_sampling_params = default_sampling(folder)
-        self._preparer = RequestPreparer(
-            folder, self._media, self.config.model_impl, self.config.chat_template, engine=self.config
-        )
-        self._folder = folder
+        setup = set_up(model, options)
+        self.config, self._folder, self._preparer = setup.engine, setup.folder, setup.preparer
+        self.default_sampling_params = setup.params
+        self._setup = setup
+        self._prompts = Prompts(setup.preparer)
         self._adapter_paths: dict[str, str] = {}
         if self.config.load == "eager":
             self.load()
-        self._requests = OfflineRequests(lambda: self.engine, self._preparer)
+        self._requests = OfflineRequests(lambda: self.engine, setup.preparer)
 
     def load(self) -> None:
         """Load the model now if it is not loaded. Raises ModelLoadError and ConfigurationError."""
@@ -106,6 +88,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         on_error: Literal["raise"] = "raise",
+        schema: None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
@@ -118,6 +101,7 @@ class LLM:
         *,
         stream: Literal[True],
         on_error: Literal["raise"] = "raise",
+        schema: None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]: ...
 
@@ -130,8 +114,22 @@ class LLM:
         *,
         stream: bool = False,
         on_error: OnError,
+        schema: None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterable[Outcome]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        stream: bool = False,
+        on_error: OnError = "raise",
+        schema: Any,
+        **options: Unpack[ChatOptions],
+    ) -> Iterable[Any]: ...
 
     def chat(
         self,
@@ -141,6 +139,7 @@ class LLM:
         *,
         stream: bool = False,
         on_error: OnError = "raise",
+        schema: Any = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
@@ -157,6 +156,10 @@ class LLM:
         as well. Closing it ends all requests.
         on_error: "raise" ends the call with what is wrong in all conversations and answers none; "return" answers the
         others, and has an InvalidRequestError in the place of a result.
+        schema: a JSON schema (dict) or a pydantic model that answers fit. Results are objects then: what the JSON says,
+        or instances of the model. An answer that is none, because its limit of tokens cut it off, is an AnswerError,
+        which is raised, or is in the place of a result. `SamplingParams(grammar=Grammar.json(schema))` returns
+        `RequestOutput` with the same objects in `parsed`.
         add_generation_prompt: whether the prompt ends with the beginning of an answer (True). chat_template_kwargs:
         values that the model's chat template may know by name, such as ``enable_thinking``. cache_salt: nothing that is
         cached is shared with requests of another salt, or of none. lora_request: the adapter that answers, one for all,
@@ -166,29 +169,21 @@ class LLM:
         InvalidRequestsError for several. A request that fails while it runs ends with finish_reason "error"; the others
         go on.
         """
-        from vlmserve.frontend.messages import check_cache_salt, check_conversations
+        from vlmserve.frontend.messages import check_conversations
 
         check_conversations(messages)
-        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
-            raise InvalidRequestError("chat_template_kwargs must be a dict", param="chat_template_kwargs")
-        salt = check_cache_salt(cache_salt)
-
-        def prepare(conversation: Any) -> Prepared:
-            prompt = self._preparer.chat(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                allow_local=True,
-                cache_salt=salt,
-                template_settings=chat_template_kwargs,
-            )
-            return Prepared(prompt, salt)
-
+        call = self._prompts.chat_call(
+            sampling_params,
+            on_error,
+            schema=schema,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            cache_salt=cache_salt,
+        )
         adapters = partial(self._adapters_of, lora_request)
-        check = self._preparer.check_files
-        call = _Call("conversations", prepare, check, sampling_params, use_tqdm, on_error, adapters)
-        if _is_conversation(messages):
-            return self._answer(call, [messages], stream=stream, is_one=True)
-        return self._answer(call, messages, stream=stream)
+        if is_conversation(messages):
+            return self._answer(call, adapters, [messages], stream=stream, use_tqdm=use_tqdm, is_one=True)
+        return self._answer(call, adapters, messages, stream=stream, use_tqdm=use_tqdm)
 
     @overload
     def generate(
@@ -242,11 +237,11 @@ class LLM:
         image token in the text for every image, a list of token ids, or ``{"prompt_token_ids": [...]}``; the dicts may
         have a "cache_salt". For the rest see `chat`.
         """
+        call = self._prompts.text_call(sampling_params, on_error)
         adapters = partial(self._adapters_of, lora_request)
-        call = _Call("prompts", self._text_prompt, self._check_prompt, sampling_params, use_tqdm, on_error, adapters)
-        if isinstance(prompts, str | bytes | Mapping) or _are_token_ids(prompts):
-            return self._answer(call, [prompts], stream=stream, is_one=True)
-        return self._answer(call, prompts, stream=stream)
+        if is_prompt(prompts):
+            return self._answer(call, adapters, [prompts], stream=stream, use_tqdm=use_tqdm, is_one=True)
+        return self._answer(call, adapters, prompts, stream=stream, use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -294,13 +289,10 @@ class LLM:
 
         Raises InvalidRequestError unless there are as many, AdapterError for one that cannot be loaded.
         """
-        if wanted is None:
-            return repeat("")
-        if isinstance(wanted, LoRARequest):
-            return repeat(self._load_adapter(wanted))
-        if not isinstance(items, Sequence) or len(items) != len(wanted):
-            raise InvalidRequestError("give one lora_request for all, or one or None for each", param="lora_request")
-        return ["" if one is None else self._load_adapter(one) for one in wanted]
+        several = adapters_of(wanted, items)
+        if several is not None:
+            return ["" if one is None else self._load_adapter(one) for one in several]
+        return repeat("" if wanted is None else self._load_adapter(cast(LoRARequest, wanted)))
 
     def _load_adapter(self, wanted: LoRARequest) -> str:
         """The name of an adapter that is served now. Raises AdapterError, UnknownModelError."""
@@ -317,150 +309,43 @@ class LLM:
             raise UnknownModelError(f"there is no adapter {name!r:.100} here; give its lora_path", param="lora_request")
         return name
 
-    def _text_prompt(self, prompt: TextPrompt) -> Prepared:
-        from vlmserve.frontend.messages import check_cache_salt
-
-        if isinstance(prompt, str):
-            return Prepared(self._preparer.text(prompt), text=prompt)
-        if _are_token_ids(prompt):
-            return Prepared(Prompt(list(prompt)))
-        images = self._images(prompt)
-        assert isinstance(prompt, Mapping)
-        salt = check_cache_salt(prompt.get("cache_salt"))
-        if "prompt" in prompt:
-            text = self._preparer.text(prompt["prompt"], images, allow_local=True, cache_salt=salt)
-            return Prepared(text, salt, prompt["prompt"])
-        if images:
-            raise InvalidRequestError('images need a text "prompt", not token ids', param="prompt")
-        if not _are_token_ids(prompt["prompt_token_ids"]):
-            raise InvalidRequestError("prompt_token_ids must be a list of token ids", param="prompt")
-        return Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
-
-    def _images(self, prompt: object) -> list[Any]:
-        """The images of a prompt that is a dict. Raises InvalidRequestError for what is no prompt."""
-        if not isinstance(prompt, Mapping):
-            raise InvalidRequestError(
-                f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"
-            )
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}
-        if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-            raise InvalidRequestError(
-                'a prompt is a text or a dict with either "prompt" or "prompt_token_ids", and with "multi_modal_data" '
-                f'if it has images and "cache_salt" if it has one; got the keys {sorted(map(str, prompt))}',
-                param="prompt",
-            )
-        data = prompt.get("multi_modal_data") or {}
-        if not isinstance(data, Mapping) or set(data) - {"image"}:
-            known = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-            raise InvalidRequestError(f'multi_modal_data must be a dict with "image", got {known}', param="prompt")
-        images = data.get("image", [])
-        return list(images) if isinstance(images, list | tuple) else [images]
-
-    def _check_prompt(self, prompt: TextPrompt) -> None:
-        """As `RequestPreparer.check_files`."""
-        if not isinstance(prompt, str) and not _are_token_ids(prompt):
-            images = self._images(prompt)
-            self._preparer.check_sources([(f"images[{index}]", image) for index, image in enumerate(images)])
-
-    def _answer(self, call: _Call, items: Iterable[Any], *, stream: bool, is_one: bool = False) -> Any:
+    def _answer(
+        self,
+        call: Call,
+        adapters: Callable[[Iterable[Any]], Iterable[str]],
+        items: Iterable[Any],
+        *,
+        stream: bool,
+        use_tqdm: bool,
+        is_one: bool = False,
+    ) -> Any:
         """What `chat` and `generate` return. is_one: whether the caller gave one item and no list."""
-        if call.on_error not in ("raise", "return"):
-            raise InvalidRequestError(f"on_error must be raise or return, got {call.on_error!r}", param="on_error")
-        params = call.params_of(self.default_sampling_params, items)
-        adapters = call.adapters(items)
+        call.check_options()
+        params, names = call.params_of(self.default_sampling_params, items), adapters(items)
         if call.on_error == "raise" and isinstance(items, Sequence):
             call.check_all(items, is_one=is_one)
 
-        def results() -> Iterator[Outcome]:
+        def results() -> Iterator[Any]:
             total = len(items) if isinstance(items, Sequence) else None
-            with _progress(total, call.use_tqdm) as advance:
+            with _progress(total, use_tqdm) as advance:
                 batch = OfflineBatch(
                     self._requests,
                     (
                         (partial(call.prepare_for, adapter, item), param)
-                        for item, param, adapter in zip(items, params, adapters, strict=False)
+                        for item, param, adapter in zip(items, params, names, strict=False)
                     ),
-                    bounds=self._offline,
-                    num_threads=self._media.threads,
-                    window=WINDOWS * (self.config.max_num_seqs + self._offline.prepare_ahead) if stream else None,
+                    bounds=self._setup.offline,
+                    num_threads=self._setup.media.threads,
+                    window=self._setup.window if stream else None,
                     raises=call.on_error == "raise",
                     name=partial(call.name, is_one=is_one),
                     advance=advance,
                 )
-                yield from batch.results()
+                with closing(batch.results()) as outcomes:
+                    for number, outcome in enumerate(outcomes):
+                        yield call.result_of(outcome, number, is_one=is_one)
 
         return results() if stream else list(results())
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What `chat` or `generate` was asked for. kind: what its items are called. prepare, check: of one item.
-    adapters: the names of those that answer the items."""
-
-    kind: str
-    prepare: Callable[[Any], Prepared]
-    check: Callable[[Any], None]
-    sampling_params: Params
-    use_tqdm: bool
-    on_error: OnError
-    adapters: Callable[[Iterable[Any]], Iterable[str]]
-
-    def prepare_for(self, adapter: str, item: Any) -> Prepared:
-        """An item that an adapter answers."""
-        return self.prepare(item)._replace(adapter=adapter)
-
-    def params_of(self, default: SamplingParams, items: Iterable[Any]) -> Iterable[SamplingParams]:
-        """For each of the items. Raises InvalidRequestError unless there are as many."""
-        params = default if self.sampling_params is None else self.sampling_params
-        if isinstance(params, SamplingParams):
-            return repeat(params)
-        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-            raise InvalidRequestError(
-                f"sampling_params must be SamplingParams or a list of them, got {params!r:.200}",
-                param="sampling_params",
-            )
-        if not isinstance(items, Sequence):
-            raise InvalidRequestError(
-                "inputs from an iterator take one SamplingParams for all", param="sampling_params"
-            )
-        if len(params) != len(items):
-            raise InvalidRequestError(
-                f"there are {len(items)} {self.kind} and {len(params)} sampling parameters", param="sampling_params"
-            )
-        return params
-
-    def check_all(self, items: Sequence[Any], *, is_one: bool) -> None:
-        """Find what is wrong before anything runs, as far as that is possible without preparing it."""
-        errors: list[InvalidRequestError] = []
-        for number, item in enumerate(items):
-            try:
-                self.check(item)
-            except InvalidRequestError as error:
-                self.name(error, number, is_one=is_one)
-                errors.append(error)
-        if errors:
-            raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
-
-    def name(self, error: Exception, number: int, *, is_one: bool) -> None:
-        """Add an item's place in the list to what is said of it."""
-        place = None if is_one else f"{self.kind}[{number}]"
-        if isinstance(error, InvalidRequestError):
-            error.locate(place)
-        elif place is not None:
-            error.add_note(f"This is about {place}.")
-
-
-def _is_conversation(messages: object) -> TypeGuard[Conversation]:
-    return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
-
-
-def _are_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str | bytes)
-        and len(prompt) > 0
-        and all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt)
-    )
 
 
 @contextmanager

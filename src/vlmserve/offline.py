@@ -6,7 +6,7 @@ import itertools
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from vlmserve.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    ModelInfo,
     Prompt,
     SamplingParams,
     TokenLogprobs,
@@ -115,7 +116,7 @@ class OfflineRequest:
         self.requests: list[EngineRequest] = []
         self.generations: list[Generation] = []
         for index in range(params.num_samples):
-            own = params.of_sample(index, ranked=ranked)
+            own = params.without_model().of_sample(index, ranked=ranked)
             own_id = f"{request_id}-{index}" if several else request_id
             adapter = prepared.adapter
             self.requests.append(EngineRequest(own_id, prepared.prompt, own, prepared.cache_salt, adapter=adapter))
@@ -168,6 +169,12 @@ class OfflineRequest:
         )
 
 
+def check_lengths(prepared: Prepared, params: SamplingParams, info: ModelInfo) -> None:
+    """Raise InvalidRequestError for an answer that would be longer than what the context has left after the prompt."""
+    for name, wanted in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
+        check_length(name, wanted or 0, prepared.prompt, info)
+
+
 class OfflineRequests:
     """The requests that callers in this process have in the engine. engine: gets it, and loads its model if need be."""
 
@@ -180,8 +187,7 @@ class OfflineRequests:
     def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
         """Queue all answers to a prompt, or none if it is refused. Raises what the engine does."""
         engine = self._engine()
-        for name, wanted in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
-            check_length(name, wanted or 0, prepared.prompt, engine.info)
+        check_lengths(prepared, params, engine.info)
         request = OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self._preparer)
         try:
             for one, generation in zip(request.requests, request.generations, strict=True):
@@ -268,7 +274,7 @@ class OfflineBatch:
         self._running: list[_Job] = []
         self._errors: list[InvalidRequestError] = []
 
-    def results(self) -> Iterator[RequestOutput | InvalidRequestError]:
+    def results(self) -> Generator[RequestOutput | InvalidRequestError, None, None]:
         """In order, each as soon as it and all before it have ended. Closing the iterator ends all requests.
 
         Raises InvalidRequestError, or InvalidRequestsError for several, if it is to.

@@ -196,6 +196,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """How many answers to a prompt are sampled."""
         return self.best_of or self.n
 
+    def without_model(self) -> SamplingParams:
+        """The same without the grammar's pydantic model, which cannot be serialized."""
+        if self.grammar is None or self.grammar.model is None:
+            return self
+        return msgspec.structs.replace(self, grammar=msgspec.structs.replace(self.grammar, model=None))
+
     def of_sample(self, index: int, *, ranked: bool) -> SamplingParams:
         """The params of the answer number `index` alone: with a seed every one gets its own.
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from array import array
 
-import msgspec
-
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
 from vlmserve.scheduler.block_table import BlockTable
@@ -16,7 +14,6 @@ from vlmserve.types import (
     EngineRequest,
     ImageInput,
     ImageSpan,
-    SamplingParams,
     TokenLogprobs,
     bidirectional_spans,
 )
@@ -170,7 +167,7 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             token_ids=self.token_ids[:],
             block_ids=block_ids[0],
-            params=_without_model(self.params),
+            params=self.params.without_model(),
             seed=self.seed,
             max_len=self.max_len,
             end_token_ids=sorted(self.end_token_ids),
@@ -268,10 +265,3 @@ class Request:
         reach = span[1] if span is not None and span[0] >= start else end
         images = touched_images(self.image_spans, start, reach)
         return block_key(parent, self.token_ids[start:end], images, ahead=self.token_ids[end:reach])
-
-
-def _without_model(params: SamplingParams) -> SamplingParams:
-    """Without the grammar's pydantic model, which cannot be serialized."""
-    if params.grammar is None or params.grammar.model is None:
-        return params
-    return msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, model=None))

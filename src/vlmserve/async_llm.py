@@ -1,0 +1,412 @@
+"""Offline use from asyncio: `LLM`'s methods as coroutines and asynchronous iterators. The engine has its own process.
+
+async with AsyncLLM("pixie") as llm:
+    [result] = await llm.chat([{"role": "user", "content": "Hello"}])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
+
+from vlmserve.cancellation import run_in_thread
+from vlmserve.config import BUILT_IN_MODEL
+from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
+from vlmserve.frontend.client import EngineClient, EngineStream
+from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared, check_lengths
+from vlmserve.offline_calls import (
+    Adapters,
+    Call,
+    ChatOptions,
+    Conversation,
+    OnError,
+    Outcome,
+    Params,
+    Prompts,
+    TextPrompt,
+    adapters_of,
+    is_conversation,
+    is_prompt,
+    set_up,
+)
+from vlmserve.outputs import RequestOutput
+from vlmserve.types import SamplingParams
+
+Result = TypeVar("Result")
+
+
+class AsyncLLM:
+    """A model that answers in a process of its own, for one event loop.
+
+    Options are those of `LLM`. Use it as an asynchronous context manager, or call `close` at the end; the model is
+    loaded at first, or by `start`. Calls may run at the same time, and their requests share the engine's steps. A
+    task that is cancelled ends its requests in the engine.
+
+    Raises ConfigurationError for an unknown or impossible option; `start` and the first call raise ModelLoadError for a
+    checkpoint that cannot be served. Every call raises EngineDeadError once the engine's process has died.
+    """
+
+    def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
+        self._setup = set_up(model, options)
+        self.config, self.default_sampling_params = self._setup.engine, self._setup.params
+        self._prompts = Prompts(self._setup.preparer)
+        self._threads = ThreadPoolExecutor(self._setup.media.threads, "prepare")
+        self._ahead = _Ahead(self._setup.offline.prepare_ahead, self._setup.offline.prepare_ahead_memory)
+        self._preparing = asyncio.Semaphore(self._setup.media.threads)
+        self._ids = itertools.count()
+        self._starting: asyncio.Future[EngineClient] | None = None
+        self._adapter_paths: dict[str, str] = {}
+        self._adapter_lock = asyncio.Lock()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Load the model now if it is not loaded. Raises ModelLoadError, ConfigurationError and EngineDeadError."""
+        await self._client()
+
+    async def close(self) -> None:
+        """End the engine's process. Requests that are not finished raise UnavailableError."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._starting is not None:
+            starting, self._starting = self._starting, None
+            if not starting.done():
+                starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, VLMServeError):
+                await (await starting).close()
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        *,
+        stream: Literal[False] = False,
+        on_error: Literal["raise"] = "raise",
+        schema: None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Coroutine[Any, Any, list[RequestOutput]]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        *,
+        stream: Literal[False] = False,
+        on_error: OnError = "raise",
+        schema: Any = None,
+        **options: Unpack[ChatOptions],
+    ) -> Coroutine[Any, Any, list[Any]]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        *,
+        stream: Literal[True],
+        on_error: OnError = "raise",
+        schema: Any = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[Any, None]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        *,
+        stream: bool = False,
+        on_error: OnError = "raise",
+        schema: Any = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+        lora_request: Adapters = None,
+    ) -> Any:
+        """Answer one conversation or many, as `LLM.chat` does. Returns a coroutine, or with `stream` an asynchronous
+        iterator of the results in order.
+
+        Of several conversations that are wrong, the error names the first. Answers that are drawn at random without a
+        seed depend on which images are ready first.
+        """
+        from vlmserve.frontend.messages import check_conversations
+
+        check_conversations(messages)
+        call = self._prompts.chat_call(
+            sampling_params,
+            on_error,
+            schema=schema,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            cache_salt=cache_salt,
+        )
+        if is_conversation(messages):
+            return self._answer(call, lora_request, [messages], stream=stream, is_one=True)
+        return self._answer(call, lora_request, messages, stream=stream)
+
+    @overload
+    def generate(
+        self,
+        prompts: TextPrompt | Iterable[TextPrompt],
+        sampling_params: Params = None,
+        *,
+        stream: Literal[False] = False,
+        on_error: OnError = "raise",
+        lora_request: Adapters = None,
+    ) -> Coroutine[Any, Any, list[Any]]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: TextPrompt | Iterable[TextPrompt],
+        sampling_params: Params = None,
+        *,
+        stream: Literal[True],
+        on_error: OnError = "raise",
+        lora_request: Adapters = None,
+    ) -> AsyncGenerator[Any, None]: ...
+
+    def generate(
+        self,
+        prompts: TextPrompt | Iterable[TextPrompt],
+        sampling_params: Params = None,
+        *,
+        stream: bool = False,
+        on_error: OnError = "raise",
+        lora_request: Adapters = None,
+    ) -> Any:
+        """Continue one prompt or many, as `LLM.generate` does. For the rest see `chat`."""
+        call = self._prompts.text_call(sampling_params, on_error)
+        if is_prompt(prompts):
+            return self._answer(call, lora_request, [prompts], stream=stream, is_one=True)
+        return self._answer(call, lora_request, prompts, stream=stream)
+
+    async def stream(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncGenerator[str, None]:
+        """The text of the answer to one conversation as it is generated. Closing the iterator ends the request.
+
+        Raises as `LLM.stream` does.
+        """
+        params = sampling_params or self.default_sampling_params
+        if params.num_samples > 1:
+            raise InvalidRequestError("a stream has one answer; leave n and best_of out", param="n")
+        call = self._prompts.chat_call(params, "raise", cache_salt=cache_salt)
+        adapter = "" if lora_request is None else await self._load_adapter(lora_request)
+        try:
+            prepared = await run_in_thread(self._threads, partial(call.prepare_for, adapter, messages))
+            request = await self._request(prepared, params)
+        except InvalidRequestError as error:
+            error.locate()
+            raise
+        [generation] = request.generations
+        async with self._streams(request) as [stream]:
+            sent = 0
+            async for _ in _taken(stream, generation):
+                for piece in filter(None, generation.pieces[sent:]):
+                    yield piece
+                sent = len(generation.pieces)
+        if generation.error is not None:
+            raise VLMServeError(generation.error)
+
+    def _answer(
+        self, call: Call, lora_request: Adapters, items: Iterable[Any], *, stream: bool, is_one: bool = False
+    ) -> Any:
+        """What `chat` and `generate` return. is_one: whether the caller gave one item and no list."""
+        call.check_options()
+        params = call.params_of(self.default_sampling_params, items)
+        several = adapters_of(lora_request, items)
+        adapters = itertools.repeat(lora_request) if several is None else several
+        results = self._results(call, zip(items, params, adapters, strict=False), items, stream=stream, is_one=is_one)
+        return results if stream else _listed(results)
+
+    async def _results(
+        self,
+        call: Call,
+        wanted: Iterator[tuple[Any, SamplingParams, Any]],
+        items: Iterable[Any],
+        *,
+        stream: bool,
+        is_one: bool,
+    ) -> AsyncGenerator[Any, None]:
+        """In order. Closing it ends all requests. Raises the first error if the call is to."""
+        await self._client()
+        if call.on_error == "raise" and isinstance(items, Sequence):
+            await run_in_thread(self._threads, partial(call.check_all, items, is_one=is_one))
+        running: deque[asyncio.Future[Outcome]] = deque()
+        window = self._setup.window if stream else None
+        numbered = enumerate(wanted)
+        number = 0
+        try:
+            while True:
+                most = None if window is None else window - len(running)
+                for place, (item, params, adapter) in itertools.islice(numbered, most):
+                    one = self._one(call, place, item, params, adapter, is_one=is_one)
+                    running.append(asyncio.ensure_future(one))
+                if not running:
+                    return
+                outcome = await running[0]
+                running.popleft()
+                yield call.result_of(outcome, number, is_one=is_one)
+                number += 1
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _one(
+        self, call: Call, number: int, item: Any, params: SamplingParams, adapter: LoRARequest | None, *, is_one: bool
+    ) -> Outcome:
+        """What comes of one item. Raises what is wrong with it if the call is to."""
+        try:
+            async with self._ahead.place() as place:
+                name = "" if adapter is None else await self._load_adapter(adapter)
+                async with self._preparing:
+                    await self._client()
+                    prepared = await run_in_thread(self._threads, partial(call.prepare_for, name, item))
+                    await place.fill(prepared.num_bytes)
+                request = await self._request(prepared, params)
+                del prepared
+                async with self._streams(request) as streams:
+                    pairs = zip(streams, request.generations, strict=True)
+                    await asyncio.gather(*(_finish(*pair, place) for pair in pairs))
+                return request.result()
+        except Exception as error:
+            call.name(error, number, is_one=is_one)
+            if not isinstance(error, InvalidRequestError) or call.on_error == "raise":
+                raise
+            return error
+
+    async def _client(self) -> EngineClient:
+        """The engine's process, which is started if need be."""
+        if self._closed:
+            raise UnavailableError("the AsyncLLM is closed")
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        try:
+            return await asyncio.shield(self._starting)
+        except VLMServeError:
+            self._starting = None  # another call may try again
+            raise
+
+    async def _start(self) -> EngineClient:
+        client = await EngineClient.start(self.config, self._setup.folder)
+        try:
+            self._setup.preparer.fit(client.info)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def _request(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
+        check_lengths(prepared, params, (await self._client()).info)
+        return OfflineRequest(f"async-{next(self._ids)}", prepared, params, self._setup.preparer)
+
+    @contextlib.asynccontextmanager
+    async def _streams(self, request: OfflineRequest) -> AsyncGenerator[list[EngineStream], None]:
+        """The outputs of all answers; what has not ended when the block does is aborted."""
+        streams = await (await self._client()).submit_together(request.requests)
+        try:
+            yield streams
+        finally:
+            for stream in streams:
+                stream.close()
+
+    async def _load_adapter(self, wanted: LoRARequest) -> str:
+        """The name of an adapter that is served now. Raises AdapterError, UnknownModelError."""
+        client = await self._client()
+        name, path = wanted.lora_name, wanted.lora_path
+        async with self._adapter_lock:
+            served = client.adapters.get(name)
+            if path and self._adapter_paths.get(name, served and served.path) != path:
+                await client.load_adapter(name, path)
+                self._adapter_paths[name] = path
+            elif served is None:
+                message = f"there is no adapter {name!r:.100} here; give its lora_path"
+                raise UnknownModelError(message, param="lora_request")
+        return name
+
+
+class _Ahead:
+    """Places of requests that are prepared and have no token yet: at most so many, and with prompts and images of at
+    most so many bytes. One that is larger is alone."""
+
+    def __init__(self, most: int, max_bytes: int) -> None:
+        self._places = asyncio.Semaphore(most)
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncGenerator[_Place, None]:
+        """A place, until the block or what is in it gives it up."""
+        await self._places.acquire()
+        place = _Place(self)
+        try:
+            yield place
+        finally:
+            await place.leave()
+
+    async def take(self, num_bytes: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._bytes or self._bytes + num_bytes <= self._max_bytes)
+            self._bytes += num_bytes
+
+    async def give(self, num_bytes: int) -> None:
+        self._bytes -= num_bytes
+        self._places.release()
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class _Place:
+    def __init__(self, ahead: _Ahead) -> None:
+        self._ahead, self._bytes, self._left = ahead, 0, False
+
+    async def fill(self, num_bytes: int) -> None:
+        """Wait until there is memory for a prompt."""
+        await self._ahead.take(num_bytes)
+        self._bytes = num_bytes
+
+    async def leave(self) -> None:
+        """Give up the place, once."""
+        if not self._left:
+            self._left = True
+            await self._ahead.give(self._bytes)
+
+
+async def _taken(stream: EngineStream, generation: Generation) -> AsyncIterator[None]:
+    """After each output that an answer has got, until it ends."""
+    async for output in stream:
+        generation.take(output)
+        yield
+        if generation.finish_reason is not None:
+            return
+
+
+async def _finish(stream: EngineStream, generation: Generation, place: _Place) -> None:
+    async for _ in _taken(stream, generation):
+        await place.leave()
+
+
+async def _listed(results: AsyncGenerator[Result, None]) -> list[Result]:
+    async with contextlib.aclosing(results):
+        return [result async for result in results]

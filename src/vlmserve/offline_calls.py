@@ -1,0 +1,294 @@
+"""What callers in this process ask for: options of a model, prompts, and what becomes of answers with a schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeGuard
+
+import msgspec
+
+from vlmserve.config import EngineConfig, MediaConfig, OfflineConfig, check_names, read_settings
+from vlmserve.errors import AnswerError, InvalidRequestError, InvalidRequestsError
+from vlmserve.offline import LoRARequest, Prepared
+from vlmserve.outputs import RequestOutput
+from vlmserve.sampling_params import Grammar
+from vlmserve.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.requests import RequestPreparer
+
+Message: TypeAlias = Mapping[str, Any]
+Conversation: TypeAlias = Sequence[Message]
+TextPrompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
+OnError: TypeAlias = Literal["raise", "return"]
+Outcome: TypeAlias = RequestOutput | InvalidRequestError
+
+UNBOUNDED_QUEUE = 2**31
+"""Offline, all requests come from one caller who waits for them, so the queue needs no limit."""
+WINDOWS = 4
+"""Finished results may wait for an earlier, slow one, up to this many times the running requests."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Further options of `LLM.chat`, which describes them."""
+
+    add_generation_prompt: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+    cache_salt: str | None
+    lora_request: Adapters
+
+
+class Setup(NamedTuple):
+    """A model's settings and what prepares its prompts. folder: of its checkpoint. params: the checkpoint's own."""
+
+    engine: EngineConfig
+    media: MediaConfig
+    offline: OfflineConfig
+    folder: Path
+    params: SamplingParams
+    preparer: RequestPreparer
+
+    @property
+    def window(self) -> int:
+        """Results of a stream that may be under way or wait for an earlier one."""
+        return WINDOWS * (self.engine.max_num_seqs + self.offline.prepare_ahead)
+
+
+def set_up(model: str, options: dict[str, Any]) -> Setup:
+    """What the options of `LLM` say. Raises ConfigurationError, CheckpointNotFoundError."""
+    from vlmserve.frontend.defaults import default_sampling
+    from vlmserve.frontend.requests import RequestPreparer
+    from vlmserve.models.hub import resolve_model
+
+    check_names(options, (EngineConfig, MediaConfig, OfflineConfig))
+    named = {
+        kind: {name: options[name] for name in options if name in kind.model_fields}
+        for kind in (MediaConfig, OfflineConfig)
+    }
+    rest = {name: value for name, value in options.items() if not any(name in own for own in named.values())}
+    media = read_settings(MediaConfig, named[MediaConfig])
+    offline = read_settings(OfflineConfig, named[OfflineConfig])
+    engine = read_settings(EngineConfig, {"max_waiting": UNBOUNDED_QUEUE, **rest, "model": model})
+    folder = resolve_model(engine.model, engine.revision)
+    preparer = RequestPreparer(folder, media, engine.model_impl, engine.chat_template, engine=engine)
+    return Setup(engine, media, offline, folder, default_sampling(folder), preparer)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What `chat` or `generate` was asked for. kind: what its items are called. prepare, check: of one item.
+    schema: that answers fit, a JSON schema or a pydantic model, if results are objects."""
+
+    kind: str
+    prepare: Callable[[Any], Prepared]
+    check: Callable[[Any], None]
+    sampling_params: Params
+    on_error: OnError
+    schema: Any = None
+
+    def check_options(self) -> None:
+        """Raise InvalidRequestError for options that mean nothing."""
+        if self.on_error not in ("raise", "return"):
+            raise InvalidRequestError(f"on_error must be raise or return, got {self.on_error!r}", param="on_error")
+
+    def prepare_for(self, adapter: str, item: Any) -> Prepared:
+        """An item that an adapter answers."""
+        return self.prepare(item)._replace(adapter=adapter)
+
+    def params_of(self, default: SamplingParams, items: Iterable[Any]) -> Iterable[SamplingParams]:
+        """For each of the items. Raises InvalidRequestError unless there are as many."""
+        params = default if self.sampling_params is None else self.sampling_params
+        if isinstance(params, SamplingParams):
+            return repeat(self._with_schema(params))
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams or a list of them, got {params!r:.200}",
+                param="sampling_params",
+            )
+        if not isinstance(items, Sequence):
+            raise InvalidRequestError(
+                "inputs from an iterator take one SamplingParams for all", param="sampling_params"
+            )
+        if len(params) != len(items):
+            raise InvalidRequestError(
+                f"there are {len(items)} {self.kind} and {len(params)} sampling parameters", param="sampling_params"
+            )
+        return [self._with_schema(one) for one in params]
+
+    def _with_schema(self, params: SamplingParams) -> SamplingParams:
+        if self.schema is None:
+            return params
+        if params.grammar is not None:
+            raise InvalidRequestError("give either schema or SamplingParams(grammar=...)", param="schema")
+        if params.n > 1:
+            raise InvalidRequestError("with a schema each result is one object; leave n out", param="n")
+        return msgspec.structs.replace(params, grammar=Grammar.json(self.schema))
+
+    def result_of(self, outcome: Outcome, number: int, *, is_one: bool) -> Any:
+        """What the caller gets for an item. Raises AnswerError, or returns it, if there is no object in an answer."""
+        if self.schema is None or isinstance(outcome, InvalidRequestError):
+            return outcome
+        try:
+            return _object_in(outcome, self.schema)
+        except AnswerError as error:
+            if not is_one:
+                error.args = (f"{self.kind}[{number}]: {error}",)
+            if self.on_error == "raise":
+                raise
+            return error
+
+    def check_all(self, items: Sequence[Any], *, is_one: bool) -> None:
+        """Find what is wrong before anything runs, as far as that is possible without preparing it."""
+        errors: list[InvalidRequestError] = []
+        for number, item in enumerate(items):
+            try:
+                self.check(item)
+            except InvalidRequestError as error:
+                self.name(error, number, is_one=is_one)
+                errors.append(error)
+        if errors:
+            raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
+
+    def name(self, error: Exception, number: int, *, is_one: bool) -> None:
+        """Add an item's place in the list to what is said of it."""
+        place = None if is_one else f"{self.kind}[{number}]"
+        if isinstance(error, InvalidRequestError):
+            error.locate(place)
+        elif place is not None:
+            error.add_note(f"This is about {place}.")
+
+
+def _object_in(output: RequestOutput, schema: Any) -> Any:
+    """The object that an answer is. Raises AnswerError."""
+    [answer] = output.outputs
+    if answer.finish_reason == "error":
+        raise AnswerError(answer.error or "the request failed", output)
+    if answer.finish_reason == "length":
+        raise AnswerError("the answer was cut off at its limit of tokens; raise max_tokens", output)
+    try:
+        if hasattr(schema, "model_validate_json"):
+            return schema.model_validate_json(answer.text)
+        return json.loads(answer.text)
+    except ValueError as error:  # a stop string cut it, or a validator of the model refuses what its schema allows
+        raise AnswerError(f"the answer is no such object: {error}", output) from error
+
+
+class Prompts:
+    """Makes prompts of what callers give."""
+
+    def __init__(self, preparer: RequestPreparer) -> None:
+        self._preparer = preparer
+
+    def chat_call(
+        self,
+        sampling_params: Params,
+        on_error: OnError,
+        *,
+        schema: Any = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+    ) -> Call:
+        """What `LLM.chat` is asked for. Raises InvalidRequestError."""
+        from vlmserve.frontend.messages import check_cache_salt
+
+        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+            raise InvalidRequestError("chat_template_kwargs must be a dict", param="chat_template_kwargs")
+        salt = check_cache_salt(cache_salt)
+
+        def prepare(conversation: Any) -> Prepared:
+            prompt = self._preparer.chat(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                allow_local=True,
+                cache_salt=salt,
+                template_settings=chat_template_kwargs,
+            )
+            return Prepared(prompt, salt)
+
+        return Call("conversations", prepare, self._preparer.check_files, sampling_params, on_error, schema)
+
+    def text_call(self, sampling_params: Params, on_error: OnError) -> Call:
+        """What `LLM.generate` is asked for."""
+        return Call("prompts", self._text_prompt, self._check_prompt, sampling_params, on_error)
+
+    def _text_prompt(self, prompt: TextPrompt) -> Prepared:
+        from vlmserve.frontend.messages import check_cache_salt
+
+        if isinstance(prompt, str):
+            return Prepared(self._preparer.text(prompt), text=prompt)
+        if are_token_ids(prompt):
+            return Prepared(Prompt(list(prompt)))
+        images = self._images(prompt)
+        assert isinstance(prompt, Mapping)
+        salt = check_cache_salt(prompt.get("cache_salt"))
+        if "prompt" in prompt:
+            text = self._preparer.text(prompt["prompt"], images, allow_local=True, cache_salt=salt)
+            return Prepared(text, salt, prompt["prompt"])
+        if images:
+            raise InvalidRequestError('images need a text "prompt", not token ids', param="prompt")
+        if not are_token_ids(prompt["prompt_token_ids"]):
+            raise InvalidRequestError("prompt_token_ids must be a list of token ids", param="prompt")
+        return Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
+
+    def _images(self, prompt: object) -> list[Any]:
+        """The images of a prompt that is a dict. Raises InvalidRequestError for what is no prompt."""
+        if not isinstance(prompt, Mapping):
+            raise InvalidRequestError(
+                f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"
+            )
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}
+        if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+            raise InvalidRequestError(
+                'a prompt is a text or a dict with either "prompt" or "prompt_token_ids", and with "multi_modal_data" '
+                f'if it has images and "cache_salt" if it has one; got the keys {sorted(map(str, prompt))}',
+                param="prompt",
+            )
+        data = prompt.get("multi_modal_data") or {}
+        if not isinstance(data, Mapping) or set(data) - {"image"}:
+            known = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise InvalidRequestError(f'multi_modal_data must be a dict with "image", got {known}', param="prompt")
+        images = data.get("image", [])
+        return list(images) if isinstance(images, list | tuple) else [images]
+
+    def _check_prompt(self, prompt: TextPrompt) -> None:
+        """As `RequestPreparer.check_files`."""
+        if not isinstance(prompt, str) and not are_token_ids(prompt):
+            images = self._images(prompt)
+            self._preparer.check_sources([(f"images[{index}]", image) for index, image in enumerate(images)])
+
+
+def adapters_of(wanted: Adapters, items: Iterable[Any]) -> Sequence[LoRARequest | None] | None:
+    """The adapters of the items; None if `wanted` is one for all, or none. Raises InvalidRequestError unless there are
+    as many as items."""
+    if wanted is None or isinstance(wanted, LoRARequest):
+        return None
+    if not isinstance(items, Sequence) or len(items) != len(wanted):
+        raise InvalidRequestError("give one lora_request for all, or one or None for each", param="lora_request")
+    return wanted
+
+
+def is_conversation(messages: object) -> TypeGuard[Conversation]:
+    """Whether it is one conversation, not a list of them."""
+    return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
+
+
+def is_prompt(prompts: object) -> TypeGuard[TextPrompt]:
+    """Whether it is one prompt, not a list of them."""
+    return isinstance(prompts, str | bytes | Mapping) or are_token_ids(prompts)
+
+
+def are_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+    """Whether it is a list of token ids with at least one."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str | bytes)
+        and len(prompt) > 0
+        and all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt)
+    )
