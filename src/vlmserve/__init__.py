@@ -11,6 +11,7 @@ from vlmserve.cores import bound_spinning
 
 if TYPE_CHECKING:
     from vlmserve.async_llm import AsyncLLM
+    from vlmserve.confidences import confidence
     from vlmserve.llm import LLM
     from vlmserve.offline import LoRARequest
     from vlmserve.outputs import CompletionOutput, Logprob, RequestOutput
@@ -31,11 +32,13 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "confidence",
 ]
 
 _HOMES = {
     "LLM": "vlmserve.llm",
     "AsyncLLM": "vlmserve.async_llm",
+    "confidence": "vlmserve.confidences",
     "CompletionOutput": "vlmserve.outputs",
     "LoRARequest": "vlmserve.offline",
     "Logprob": "vlmserve.outputs",
