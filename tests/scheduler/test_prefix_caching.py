@@ -113,7 +113,7 @@ def test_a_preempted_request_comes_back_from_the_host_without_computing_again():
         step, _ = run(s)
         computed += sum(scheduled.num_tokens for scheduled in step.requests)
     assert s.num_preemptions > 0
-    assert s.cache.num_loaded > 0
+    assert s.blocks.cache.num_loaded > 0
     assert computed == 2 * (4 + 15), "every token was computed once"
 
 

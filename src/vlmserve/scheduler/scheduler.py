@@ -13,21 +13,21 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import msgspec
 
 from vlmserve.cache.blocks import BlockPool
-from vlmserve.cache.prefix import Hit, PrefixCache
+from vlmserve.cache.prefix import PrefixCache
 from vlmserve.scheduler.adapters import AdapterScheduler
 from vlmserve.scheduler.ahead import plan_ahead
 from vlmserve.scheduler.answers import extend_answer
 from vlmserve.scheduler.beams import Beams
+from vlmserve.scheduler.blocks import Found, RequestBlocks
 from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.priority import enter_first, enter_last
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.searches import Search
-from vlmserve.steps import BlockCopy, CachedRequest, ModelRunnerOutput, SchedulerOutput
+from vlmserve.steps import CachedRequest, ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
@@ -35,7 +35,7 @@ ProposeDrafts = Callable[[Request], Sequence[int]]
 
 
 class Scheduler:
-    """Owns the requests, their blocks and, by `images`, their images.
+    """Owns the requests, their blocks by `blocks`, and their images by `images`.
 
     propose_drafts: asked for each request that decodes; an accepted draft saves a step. encoder_budget:
     asked for each step in which requests decode: how many multiplications the vision tower may make in it.
@@ -55,7 +55,6 @@ class Scheduler:
     ) -> None:
         """window: of positions that a token attends to in every layer, itself included; None: all. adapters: the slots
         for them; None: no request has one."""
-        self.cache = cache
         self.pool: BlockPool = cache.pool
         self.images = images
         self.adapters = adapters
@@ -69,13 +68,11 @@ class Scheduler:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._prefix_caching = prefix_caching
-        self._window = window
-        # By block key, the running request that computes the block; others that need it wait for that.
-        self._computing: dict[bytes, Request] = {}
+        self.blocks = RequestBlocks(
+            cache, block_size, prefix_caching=prefix_caching, window=window, max_chunk=max_num_batched_tokens
+        )
         self._requests: dict[str, Request] = {}
         self._searches: dict[str, Search] = {}
-        self._not_finite: list[int] = []
         # Finished requests that the runner has not dropped yet.
         self._finished: list[str] = []
 
@@ -126,8 +123,7 @@ class Scheduler:
             if self.adapters is not None:
                 self.adapters.begin_step()
             self._schedule_waiting(step, budget)
-        step.block_copies, self.cache.block_copies = self.cache.block_copies, []
-        step.blocks_to_zero, self._not_finite = self._not_finite, []
+        step.block_copies, step.blocks_to_zero = self.blocks.take_changes()
         if step.has_work:
             self.images.end_step(step)
             step.finished_request_ids, self._finished = self._finished, []
@@ -152,8 +148,7 @@ class Scheduler:
         if messages is None:
             return None
         following = SchedulerOutput(cached_requests=messages)
-        following.block_copies, self.cache.block_copies = self.cache.block_copies, []
-        following.blocks_to_zero, self._not_finite = self._not_finite, []
+        following.block_copies, following.blocks_to_zero = self.blocks.take_changes()
         following.finished_request_ids, self._finished = self._finished, []
         return following
 
@@ -209,7 +204,7 @@ class Scheduler:
             if answer.finish_reason is not None:
                 failure = output.failures.get(request.request_id)
                 if failure is not None and failure.kind != "grammar":
-                    self._discard_contents(request)
+                    self.blocks.discard_contents(request)
                 self._remove(request)
                 if failure is not None and failure.kind == "out_of_memory":
                     self.images.forget(request)
@@ -222,7 +217,7 @@ class Scheduler:
         """Enter the choices that follow on a beam. Returns the search's output if it has ended."""
         if request.request_id in output.failures:
             answer = extend_answer(request, output)
-            self._discard_contents(request)
+            self.blocks.discard_contents(request)
             self._end_search(search)
             return [msgspec.structs.replace(answer, request_id=search.request_id)]
         if not search.enter(request, output.logprobs[request.request_id][0].top):
@@ -246,8 +241,7 @@ class Scheduler:
             if place is None or is_full or (needs_copy and self.pool.num_free < len(parent.tables)):
                 enter_first(self.waiting, child)
                 continue
-            self._share_blocks(parent, child, full, "copy" if needs_copy else "share" if filled else "none")
-            child.first_block, child.num_computed = parent.first_block, parent.num_computed
+            self.blocks.share(parent, child, full, "copy" if needs_copy else "share" if filled else "none")
             self.images.fork(parent, child)
             if self.adapters is not None:
                 self.adapters.acquire(child)
@@ -255,22 +249,8 @@ class Scheduler:
             if child.max_short_len is not None and len(parent.token_ids) <= child.max_short_len < len(child.token_ids):
                 self._recompute_as_long(child)
         if place is not None and any(not child.block_table for child in children):
-            self._register_tail(parent, parent.num_computed)
+            self.blocks.register_tail(parent, parent.num_computed)
         self._remove(parent)
-
-    def _share_blocks(self, parent: Request, child: Request, full: int, last: Literal["copy", "share", "none"]) -> None:
-        """Let a request have the first `full` blocks of another one's tables. last: what it gets of the block after
-        them."""
-        for source, target in zip(parent.tables, child.tables, strict=True):
-            self.pool.share(source.blocks[parent.first_block : full])
-            target.blocks.extend(source.blocks[:full])
-            if last == "copy":
-                [own] = self.pool.allocate(1)
-                self.cache.block_copies.append(BlockCopy("copy", source.blocks[full], own))
-                target.blocks.append(own)
-            elif last == "share":
-                self.pool.share(source.blocks[full:])
-                target.blocks.append(source.blocks[full])
 
     def _end_search(self, search: Search) -> None:
         for member in search.members:
@@ -286,11 +266,11 @@ class Scheduler:
         """That many of a request's tokens are in the KV cache now."""
         before = request.num_computed
         self.images.set_computed(request, before, num_computed)
-        self._register(request, num_computed)
+        self.blocks.register(request, num_computed)
         request.num_computed = num_computed
         if before < request.num_prompt_tokens <= num_computed:
-            self._register_tail(request, request.num_prompt_tokens - 1)
-        self._free_blocks_before_window(request)
+            self.blocks.register_tail(request, request.num_prompt_tokens - 1)
+        self.blocks.free_before_window(request)
 
     def _schedule_running(self, step: SchedulerOutput) -> int:
         """Chunks for the running requests; returns the budget that is left."""
@@ -301,7 +281,7 @@ class Scheduler:
         for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
                 budget = self._schedule_waiting(step, budget, above=request.priority)
-                budget -= self._schedule_chunk(step, request, self._allocate_blocks(request, budget))
+                budget -= self._schedule_chunk(step, request, self.blocks.allocate(request, budget))
         return budget
 
     def _has_to_give_way(self, waiting: Request) -> bool:
@@ -316,15 +296,13 @@ class Scheduler:
                 return
             if self.adapters is not None and not self.adapters.may_run(request):
                 continue
-            chains = self._shareable_keys(request)
-            hits = self._find(request, chains)
-            if self._is_being_computed(request, chains[0], hits[0]):
+            found = self.blocks.find(request)
+            if self.blocks.is_being_computed(request, found):
                 continue
             num_seqs += 1
             num_tables += len(request.tables)
-            num_blocks += len(request.tables) * self._num_missing_blocks(request, hits[0])
-            num_blocks += sum(map(self.cache.num_taken, hits))
-            num_tokens += len(request.token_ids) - hits[0].end * self._block_size
+            num_blocks += self.blocks.num_missing(request, found)
+            num_tokens += len(request.token_ids) - found.end * self._block_size
             while self._has_to_give_way(request):
                 num_growing = self._num_growing + num_tables
                 fits = len(self.running) + num_seqs <= self._max_num_seqs
@@ -384,74 +362,29 @@ class Scheduler:
             if self.adapters is not None and not self.adapters.may_run(request):
                 deferred.append(request)
                 continue
-            chains = self._shareable_keys(request)
-            hits = self._find(request, chains)
-            if self._is_being_computed(request, chains[0], hits[0]):
+            found = self.blocks.find(request)
+            if self.blocks.is_being_computed(request, found):
                 deferred.append(request)
                 continue
-            if not self._admit(request, chains, hits):
+            if not self._admit(request, found):
                 self.waiting.appendleft(request)
                 break
             budget -= self._schedule_chunk(step, request, budget)
         self.waiting.extendleft(reversed(deferred))
         return budget
 
-    def _shareable_keys(self, request: Request) -> list[list[bytes]]:
-        """Keys of a waiting request's full blocks to look up, of each of its tables; at least one token is left to
-        compute, for its logits."""
-        if not self._prefix_caching or request.prompt_logprobs is not None:
-            return [[] for _ in request.tables]
-        full, size = (len(request.token_ids) - 1) // self._block_size, self._block_size
-        return [request.keys_of_full_blocks(table, full, size) for table in request.tables]
-
-    def _find(self, request: Request, chains: list[list[bytes]]) -> list[Hit]:
-        """The cached prefix of a waiting request with these shareable keys, in each of its tables."""
-        if not self._prefix_caching or request.prompt_logprobs is not None:
-            return [Hit() for _ in request.tables]
-        num_tokens = len(request.token_ids) - 1
-        tail_keys = [request.tail_key(table, num_tokens, self._block_size) for table in request.tables]
-        return self.cache.find_all(chains, tail_keys, self._first_visible_block)
-
-    def _first_visible_block(self, num_blocks: int) -> int:
-        """The first block that tokens after that many blocks attend to."""
-        if self._window is None:
-            return 0
-        return max(0, num_blocks * self._block_size - self._window + 1) // self._block_size
-
-    def _is_being_computed(self, request: Request, keys: list[bytes], hit: Hit) -> bool:
-        """Whether running requests are computing at least half of what a request needs; then waiting for it pays."""
-        end = hit.end
-        while end < len(keys) and keys[end] in self._computing:
-            end += 1
-        missing = len(request.token_ids) - hit.end * self._block_size
-        return end > hit.end and 2 * (end - hit.end) * self._block_size >= missing
-
     @property
     def _num_growing(self) -> int:
         """Blocks that running requests may need soon: one for each table."""
         return sum(len(request.tables) for request in self.running)
 
-    def _admit(self, request: Request, chains: list[list[bytes]], hits: list[Hit]) -> bool:
+    def _admit(self, request: Request, found: Found) -> bool:
         """Move a request to the running ones, with blocks for all tokens that it needs at a time, if there are enough.
 
-        With a sliding window, these are a window and a chunk; more are allocated as blocks before the window are freed.
+        Free blocks are left for running requests, or this one would soon be preempted.
         """
-        missing, end = self._num_missing_blocks(request, hits[0]), hits[0].end
-        # Free blocks are left for running requests, or this one would soon be preempted.
-        free = self.pool.num_free - missing * len(request.tables) - self._num_growing
-        if hits[0].tail is not None and sum(map(self.cache.num_taken, hits)) > free:
-            hits = [hit._replace(tail=None) for hit in hits]
-        if sum(map(self.cache.num_taken, hits)) > free:
+        if not self.blocks.take(request, found, self._num_growing):
             return False
-        request.first_block = hits[0].first
-        for table, blocks in zip(request.tables, self.cache.take_all(hits, chains, missing), strict=True):
-            table.blocks.extend([0] * request.first_block)
-            table.blocks.extend(blocks)
-        request.num_computed = end * self._block_size
-        if hits[0].tail is not None:
-            request.num_computed = len(request.token_ids) - 1
-        for key in chains[0][end:]:
-            self._computing.setdefault(key, request)
         if request.num_cached is None:
             request.num_cached = request.num_computed
             self.prefix_queried_tokens += request.num_prompt_tokens
@@ -460,51 +393,6 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.acquire(request)
         return True
-
-    def _num_missing_blocks(self, request: Request, hit: Hit) -> int:
-        """How many blocks a waiting request needs at a time in each table, beside those that were found."""
-        reach = len(request.token_ids)
-        if self._window is not None:
-            reach = min(reach, hit.end * self._block_size + self._window + self._max_num_batched_tokens)
-        return -(-reach // self._block_size) - hit.end
-
-    def _register(self, request: Request, num_computed: int) -> None:
-        """Register the keys of the blocks that become full when `num_computed` tokens are computed."""
-        before, after = request.num_computed // self._block_size, num_computed // self._block_size
-        if after > before and self._prefix_caching:
-            for table in request.tables:
-                keys = request.keys_of_full_blocks(table, after, self._block_size)
-                for index in range(before, after):
-                    self.pool.register(table.blocks[index], keys[index])
-                    self._computing.pop(keys[index], None)
-
-    def _register_tail(self, request: Request, num_tokens: int) -> None:
-        """Register the key of the partly filled block that ends with token `num_tokens`, all of them computed."""
-        for table in request.tables if self._prefix_caching else ():
-            key = request.tail_key(table, num_tokens, self._block_size)
-            if key is not None:
-                self.pool.register(table.blocks[num_tokens // self._block_size], key)
-
-    def _allocate_blocks(self, request: Request, num_tokens: int) -> int:
-        """Allocate the blocks that the next tokens of a request need, as far as blocks are free.
-
-        Returns how many of the next `num_tokens` tokens have blocks then.
-        """
-        reach = min(request.num_computed + num_tokens, len(request.token_ids))
-        missing = -(-reach // self._block_size) - len(request.block_table)
-        if missing > 0:
-            request.grow(min(missing, self.pool.num_free // len(request.tables)), self.pool)
-        return min(num_tokens, len(request.block_table) * self._block_size - request.num_computed)
-
-    def _free_blocks_before_window(self, request: Request) -> None:
-        """Free the blocks that no later token attends to."""
-        if self._window is None:
-            return
-        needed = max(0, request.num_computed - self._window + 1) // self._block_size
-        if needed > request.first_block:
-            for table in request.tables:
-                self.pool.release(table.blocks[request.first_block : needed])
-            request.first_block = needed
 
     def _schedule_chunk(self, step: SchedulerOutput, request: Request, budget: int, drafts: Sequence[int] = ()) -> int:
         """A chunk of at most `budget` tokens, cut before the first image that cannot be encoded in this step.
@@ -538,25 +426,8 @@ class Scheduler:
             step.draft_token_ids[request.request_id] = list(drafts)
         return num_tokens
 
-    def _discard_contents(self, request: Request) -> None:
-        """Unregister a failed request's blocks and have them zeroed, because they may hold NaN, or were not computed.
-
-        A block is read as a whole, and a masked NaN still makes a sum NaN.
-        """
-        for table in request.tables:
-            for block in table.blocks[request.first_block :]:
-                self.pool.unregister(block)
-                if self.pool.ref_count(block) == 1:
-                    self._not_finite.append(block)
-
     def _release(self, request: Request) -> None:
-        # The last block first: it is of no use without those before it, so it is evicted before them.
-        for table in request.tables:
-            self.pool.release(reversed(table.blocks[request.first_block :]))
-        request.drop_blocks()
-        for key in request.tables[0].keys:
-            if self._computing.get(key) is request:
-                del self._computing[key]
+        self.blocks.release(request)
         self.images.release(request)
         if self.adapters is not None:
             self.adapters.release(request)
@@ -564,7 +435,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         waits_for_others = request.num_uncomputed == 0
         if request.num_uncomputed <= 1:
-            self._register_tail(request, request.num_computed)
+            self.blocks.register_tail(request, request.num_computed)
         self._release(request)
         self.num_preemptions += 1
         if not waits_for_others:
