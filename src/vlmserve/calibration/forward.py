@@ -13,9 +13,9 @@ from vlmserve.devices.device import Device, LayerStack
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layers.attention import StepContext
 from vlmserve.models.decoder import Decoder, DecoderLayer
-from vlmserve.models.protocols import VisionEncoder
+from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.quant.calibration import Observer
-from vlmserve.runner.batch import BatchBuilder
+from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.requests import RequestState, ScheduledRequest
 from vlmserve.sampling.grammar import Matcher
 from vlmserve.steps import NewRequest
@@ -42,9 +42,10 @@ class OneLayer:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Prompts that are computed together."""
+class Group:
+    """Prompts that are computed together, one after another in a batch."""
 
+    prompts: list[Prompt]
     scheduled: list[ScheduledRequest]
     num_tokens: int
     num_blocks: int
@@ -58,7 +59,7 @@ class LayerByLayer:
 
     def __init__(self, decoder: Decoder, executor: OneLayer, device: Device, prompts: Sequence[Prompt]) -> None:
         self._decoder, self._executor = decoder, executor
-        self._groups = list(_groups(decoder, prompts))
+        self._groups = list(make_groups(decoder, prompts))
         self._batches = BatchBuilder(BLOCK_SIZE, device)
         self._most_blocks = max(group.num_blocks for group in self._groups)
         self.states: list[Tensor] = []
@@ -86,7 +87,7 @@ class LayerByLayer:
             if keep:
                 self.states[number] = output
 
-    def _run(self, group: _Group, index: int, images: Mapping[bytes, Tensor] | None = None) -> Tensor:
+    def _run(self, group: Group, index: int, images: Mapping[bytes, Tensor] | None = None) -> Tensor:
         decoder = self._decoder
         batch = self._batches.build(group.scheduled)
         spec = decoder.spec.attention[index]
@@ -103,7 +104,7 @@ class LayerByLayer:
                 ]
         return decoder.forward(embeddings, batch.positions, batch.metadata, [cache])
 
-    def _row_weights(self, group: _Group, image_weight: float) -> Tensor | None:
+    def _row_weights(self, group: Group, image_weight: float) -> Tensor | None:
         batch = self._batches.build(group.scheduled)
         if image_weight == 1 or not batch.image_rows:
             return None
@@ -113,22 +114,41 @@ class LayerByLayer:
         return weights
 
 
-def _groups(decoder: Decoder, prompts: Sequence[Prompt]) -> Iterator[_Group]:
-    group: list[ScheduledRequest] = []
-    tokens = blocks = 0
+def hidden_states(model: LoadedModel, group: Group) -> Tensor:
+    """``[tokens, hidden_size]``: the final hidden states of a group of prompts."""
+    decoder = model.language_model
+    images: dict[bytes, Tensor] = {}
+    if model.vision is not None:
+        images = dict(encode_images(model.vision, model.device, group.prompts, model.dtype))
+    batch = BatchBuilder(BLOCK_SIZE, model.device).build(group.scheduled)
+    caches = decoder.allocate_cache(group.num_blocks, BLOCK_SIZE)
+    return decoder.forward(_embed(decoder, batch, images), batch.positions, batch.metadata, caches)
+
+
+def _embed(decoder: LanguageModel, batch: Batch, images: Mapping[bytes, Tensor]) -> Tensor:
+    embeddings = decoder.embed(batch.token_ids)
+    for rows in batch.image_rows:
+        last = rows.offset + rows.last - rows.first
+        embeddings[rows.first : rows.last] = images[rows.key][rows.offset : last]
+    return embeddings
+
+
+def make_groups(decoder: LanguageModel, prompts: Sequence[Prompt]) -> Iterator[Group]:
+    """Prompts in groups of about `TOKENS_AT_ONCE` tokens, each with blocks of its own from 0 on."""
+    group = Group([], [], 0, 0)
     # As attention needs it, those of one token come first.
     for number, prompt in enumerate(sorted(prompts, key=lambda prompt: len(prompt.token_ids))):
         length = len(prompt.token_ids)
-        if group and tokens + length > TOKENS_AT_ONCE:
-            yield _Group(group, tokens, blocks)
-            group, tokens, blocks = [], 0, 0
-        needed = -(-length // BLOCK_SIZE)
-        group.append(_scheduled(decoder, prompt, number, range(blocks, blocks + needed)))
-        tokens, blocks = tokens + length, blocks + needed
-    yield _Group(group, tokens, blocks)
+        if group.prompts and group.num_tokens + length > TOKENS_AT_ONCE:
+            yield group
+            group = Group([], [], 0, 0)
+        last = group.num_blocks + -(-length // BLOCK_SIZE)
+        scheduled = _scheduled(decoder, prompt, number, range(group.num_blocks, last))
+        group = Group([*group.prompts, prompt], [*group.scheduled, scheduled], group.num_tokens + length, last)
+    yield group
 
 
-def _scheduled(decoder: Decoder, prompt: Prompt, number: int, block_ids: range) -> ScheduledRequest:
+def _scheduled(decoder: LanguageModel, prompt: Prompt, number: int, block_ids: range) -> ScheduledRequest:
     length = len(prompt.token_ids)
     request = NewRequest(
         request_id=str(number),

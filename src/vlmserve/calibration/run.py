@@ -24,6 +24,7 @@ from vlmserve.models.decoder import DecoderLayer
 from vlmserve.models.folding import QKV, layer_folds
 from vlmserve.models.identity import weights_digest
 from vlmserve.models.quantized import QuantizedFolder, Saving
+from vlmserve.models.registry import return_free_memory
 from vlmserve.models.weights import merge_as_stored, module_slots, weight_names, weight_slots
 from vlmserve.quant.calibration import Observer, Outcome, Target, quantize_layers
 from vlmserve.quant.methods.rtn import round_to_nearest
@@ -105,6 +106,7 @@ class Calibration:
                 self._rest()
             if index <= count:
                 self._note(flow, index + 1)
+            return_free_memory()
             progress(index + 1, count + 2)
         out = self._writer.out
         for name in (UNFINISHED, STATES):

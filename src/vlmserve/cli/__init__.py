@@ -494,3 +494,25 @@ def eval_perplexity(
     from vlmserve.cli.perplexity import run_perplexity
 
     run_perplexity(engine, _schemes(scheme), text, tokens, window)
+
+
+@evaluations.command("quality", cls=SettingsCommand)
+@command(("revision", "device", "dtype", "kernels", "num_threads"))
+def eval_quality(
+    engine: EngineConfig,
+    models: Annotated[list[str], typer.Argument(help="Quantized models: local folders or Hugging Face ids.")],
+    against: Annotated[str, typer.Option(metavar="MODEL", help="The model that they were made of.")],
+    tokens: Annotated[int, typer.Option(metavar="INT", min=2, help="Number of tokens to compare.")] = 32768,
+    per_task: Annotated[
+        int, typer.Option(metavar="INT", min=0, help="Questions of each of pixie's tasks to ask as well.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what quantized models lose: perplexity, KL divergence, agreement.
+
+    Models that take images are compared on conversations about drawn images, others on the manual that comes with
+    Python.
+    """
+    from vlmserve.cli.quality import run_quality
+
+    run_quality(engine, models, against, tokens, per_task, as_json)

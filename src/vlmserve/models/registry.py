@@ -121,7 +121,7 @@ def _load(
     if quantization is not None:
         quantize(model, quantization)
     arrange_layers(model, on)
-    _return_free_memory()
+    return_free_memory()
     return LoadedModel(
         architecture=description.architecture,
         language_model=decoder,
@@ -288,7 +288,7 @@ def _load_with_transformers(
     )
 
 
-def _return_free_memory() -> None:
+def return_free_memory() -> None:
     """Give what loading has freed back to the system, where the C library (glibc) would keep it: a third of the memory
     of a model that was quantized to 4 bits."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:

@@ -1,0 +1,103 @@
+"""Quality of quantized models on a terminal."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from vlmserve.calibration.quality import Quality, compare, quality_prompts
+from vlmserve.config import EngineConfig, MediaConfig, read_settings
+from vlmserve.engine.engine import load
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.llm import LLM
+from vlmserve.models.files import PICKLES, weight_files
+from vlmserve.models.hub import resolve_model
+from vlmserve.models.identity import stored_tensors
+from vlmserve.pixie.evaluation import Report, evaluate, greedy_answers
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A model of the table. megabytes: of its tensors in files. core, further: of pixie's tasks, 0 to 1; None: not
+    asked."""
+
+    model: str
+    megabytes: float
+    quality: Quality | None
+    core: float | None
+    further: float | None
+
+
+def run_quality(
+    config: EngineConfig, models: Sequence[str], against: str, num_tokens: int, per_task: int, as_json: bool
+) -> None:
+    """Compare models with one, and print a table or JSON."""
+    folder = resolve_model(against, config.revision)
+    rows = []
+    with Progress(console=Console(stderr=True)) as progress:
+        prompts = quality_prompts(RequestPreparer(folder, read_settings(MediaConfig, {})), num_tokens)
+        reference = load(config.model_copy(update={"model": against}), folder)
+        qualities: list[Quality | None] = [None]
+        for name in models:
+            bar = progress.add_task(Path(name).name, total=None)
+            model = load(config.model_copy(update={"model": name}))
+            qualities.append(compare(model, reference, prompts, partial(_show, progress, bar)))
+            del model
+            gc.collect()
+        del reference
+        for name, quality in zip([against, *models], qualities, strict=True):
+            report = _tasks(config, name, per_task, progress) if per_task else None
+            scores = (None, None) if report is None else (report.mean("core"), report.mean("further"))
+            rows.append(Row(name, _megabytes(resolve_model(name, config.revision)), quality, *scores))
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(rows)).decode())
+    else:
+        _print(rows, with_tasks=bool(per_task))
+
+
+def _tasks(config: EngineConfig, name: str, per_task: int, progress: Progress) -> Report:
+    llm = LLM(**{**config.model_dump(exclude_unset=True), "model": name})
+    bar = progress.add_task(f"{Path(name).name}: tasks", total=None)
+    return evaluate(
+        greedy_answers(llm),
+        per_task=per_task,
+        progress=partial(_show, progress, bar),
+    )
+
+
+def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
+    progress.update(bar, completed=done, total=total)
+
+
+def _megabytes(folder: Path) -> float:
+    paths = weight_files(folder)
+    if any(path.suffix in PICKLES for path in paths):
+        return sum(path.stat().st_size for path in paths) / 1e6
+    return sum(tensor.end - tensor.start for path in paths for tensor in stored_tensors(path)) / 1e6
+
+
+def _print(rows: Sequence[Row], *, with_tasks: bool) -> None:
+    table = Table(
+        "model", "MB", "perplexity", "change", "KL", "same token", *(("core", "further") if with_tasks else ())
+    )
+    measured = next(row.quality for row in rows if row.quality is not None)
+    for row in rows:
+        quality = row.quality
+        loss = measured.reference_loss if quality is None else quality.loss
+        cells = [row.model, f"{row.megabytes:.1f}", f"{msgspec.structs.replace(measured, loss=loss).perplexity:.4f}"]
+        if quality is None:
+            cells += ["", "", ""]
+        else:
+            change = quality.perplexity / quality.reference_perplexity - 1
+            cells += [f"{change:+.2%}", f"{quality.divergence:.5f}", f"{quality.agreement:.2%}"]
+        cells += [f"{score:.1%}" for score in (row.core, row.further) if score is not None]
+        table.add_row(*cells)
+    console = Console()
+    console.print(f"{measured.num_tokens} tokens; KL in nats a token, against {rows[0].model}", highlight=False)
+    console.print(table)

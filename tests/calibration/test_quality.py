@@ -1,0 +1,90 @@
+"""How much a quantized model differs, beside transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests.checkpoints import make_llama
+from vlmserve.calibration.quality import compare, quality_prompts
+from vlmserve.cli import app
+from vlmserve.config import MediaConfig, QuantizationConfig, read_settings
+from vlmserve.errors import ConfigurationError
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.models.hub import resolve_model
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.quantized import save_quantized
+from vlmserve.models.registry import load_model
+from vlmserve.types import Prompt
+
+GROUPS_FIT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+
+
+def load(folder: Path) -> LoadedModel:
+    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32, kernels="torch")
+
+
+def test_all_figures_are_those_of_transformers(tmp_path: Path) -> None:
+    folders = [make_llama(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        Prompt(torch.randint(0, 50, (length,), generator=generator).tolist()) for length in (700, 3, 900, 800, 1)
+    ]
+    done: list[tuple[int, int]] = []
+    quality = compare(load(folders[0]), load(folders[1]), prompts, lambda *progress: done.append(progress))
+    own, right, targets = [], [], []
+    for prompt in prompts:
+        for folder, rows in zip(folders, (own, right), strict=True):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            with torch.inference_mode():
+                rows.append(model(input_ids=torch.tensor([prompt.token_ids])).logits[0, :-1].double().log_softmax(-1))
+        targets += prompt.token_ids[1:]
+    model, reference = torch.cat(own), torch.cat(right)
+    places = torch.arange(len(targets)), torch.tensor(targets)
+    assert quality.num_tokens == len(targets) == 2399
+    assert quality.perplexity == pytest.approx(math.exp(-model[places].mean()), rel=1e-4)
+    assert quality.reference_perplexity == pytest.approx(math.exp(-reference[places].mean()), rel=1e-4)
+    divergence = torch.nn.functional.kl_div(model, reference, log_target=True, reduction="batchmean")
+    assert quality.divergence == pytest.approx(float(divergence), rel=1e-3)
+    assert quality.agreement == pytest.approx(
+        float((model.argmax(-1) == reference.argmax(-1)).double().mean()), abs=2e-3
+    )
+    assert done[-1] == (2404, 2404)
+
+
+def test_a_model_does_not_differ_from_itself() -> None:
+    model = load(resolve_model("pixie"))
+    prompts = quality_prompts(RequestPreparer(resolve_model("pixie"), read_settings(MediaConfig, {})), 400)
+    quality = compare(model, model, prompts)
+    assert (quality.divergence, quality.agreement) == (0, 1)
+    assert quality.perplexity == quality.reference_perplexity
+    placeholders = sum(span.image.num_tokens for prompt in prompts for span in prompt.images)
+    assert quality.num_tokens == sum(len(prompt.token_ids) - 1 for prompt in prompts) - placeholders
+
+
+def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    first, second = make_llama(tmp_path / "a"), make_llama(tmp_path / "b", vocab_size=60)
+    with pytest.raises(ConfigurationError, match="different tokens"):
+        compare(load(first), load(second), [Prompt([1, 2, 3])])
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    save_quantized(resolve_model("pixie"), out, QuantizationConfig(scheme="int4"))
+    line = ["eval", "quality", str(out), "--against", "pixie", "--tokens", "300", "--per-task", "1"]
+    result = CliRunner().invoke(app, line, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "same token" in result.stdout
+    result = CliRunner().invoke(app, [*line, "--json"])
+    plain, small = json.loads(result.stdout)
+    assert plain["quality"] is None
+    assert plain["megabytes"] > 1.5 * small["megabytes"]
+    assert small["quality"]["divergence"] > 0
+    assert 0 <= small["core"] <= 1
