@@ -17,5 +17,6 @@ def test_each_engine_is_compared_with_the_one_without_adapters(tmp_path: Path) -
     rows = json.loads(report.read_text())["rows"]
     kinds = {(row["work"], row["what"]) for row in rows}
     assert {("1 stream", "1 adapter"), ("3 streams", "2 adapters"), ("prompt of 20", "1 adapter")} <= kinds
-    assert len(rows) == 9
+    assert {work for work, what in kinds if what == "X-LoRA"} == {"1 stream", "3 streams", "prompt of 20"}
+    assert len(rows) == 12
     assert all(row["speed"] > 0 and row["ms"] > 0 for row in rows)

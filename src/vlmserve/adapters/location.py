@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import AdapterError, ConfigurationError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -16,6 +17,7 @@ MAX_CONFIG_BYTES = 2**20
 MAX_NAME = 200
 DEEPEST = 3
 """Folders below an X-LoRA checkpoint's in which adapters are looked for."""
+_BUILT_IN = Path(__file__).resolve().parent.parent / BUILT_IN_MODEL / "adapters"
 _XLORA_FILES = [f"*{name}" for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS, "order*.json")]
 """Those of its adapters are in folders inside of it."""
 
@@ -88,11 +90,14 @@ def check_name(name: str) -> None:
 
 
 def find_adapter(path: str) -> Path:
-    """The folder of an adapter. path: a folder, or a repository id of the hub, which is downloaded unless it is in the
-    cache. Raises AdapterError if there is none."""
+    """The folder of an adapter. path: a folder, ``pixie/`` and the name of one of the built-in model's, or a repository
+    id of the hub, which is downloaded unless it is in the cache. Raises AdapterError if there is none."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
+    model, _, name = path.partition("/")
+    if model == BUILT_IN_MODEL and name.isalpha() and (_BUILT_IN / name).is_dir():
+        return _BUILT_IN / name
     if folder.exists() or path.startswith(("/", ".", "~")) or path.count("/") != 1:
         raise AdapterError(f"{path} is no folder with an adapter")
     from huggingface_hub import snapshot_download  # slow to import

@@ -1,0 +1,68 @@
+"""What adapters teach pixie: right answers with the right adapter, wrong ones without."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from vlmserve import LLM, LoRARequest, SamplingParams
+from vlmserve.adapters.location import find_adapter
+from vlmserve.pixie.evaluation import messages_of
+from vlmserve.pixie.scenes import HELD_OUT_SEEDS
+from vlmserve.pixie.skills import CORNERS, SKILLS, sample_skill
+from vlmserve.pixie.vocabulary import SHAPES
+
+COUNT = 40
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("pixie", enable_lora=True, kv_cache_memory="64MiB")
+
+
+def score(llm, skill: str, adapter: str) -> float:
+    """The share of held-out questions of a skill that an adapter answers right; "" is pixie itself."""
+    examples = [sample_skill(HELD_OUT_SEEDS + 5000 + number, skill) for number in range(COUNT)]
+    request = LoRARequest(adapter, 0, f"pixie/{adapter}") if adapter else None
+    results = llm.chat([messages_of(example) for example in examples], GREEDY, False, lora_request=request)
+    right = [result.outputs[0].text == example.turns[0][1] for result, example in zip(results, examples, strict=True)]
+    return sum(right) / COUNT
+
+
+def test_a_skill_comes_with_its_adapter(llm):
+    assert score(llm, "corners", "") <= 0.25
+    assert score(llm, "corners", "corners") >= 0.9
+
+
+def test_a_change_of_adapters_is_seen_at_once(llm, tmp_path):
+    """Of the same adapter with other numbers under the same name."""
+    example = next(
+        example
+        for number in range(100)
+        if (example := sample_skill(HELD_OUT_SEEDS + number, "corners")).turns[0][1] == "10"
+    )
+    shutil.copytree(find_adapter("pixie/corners"), tmp_path / "without")
+    path = tmp_path / "without" / "adapter_model.safetensors"
+    save_file({name: 0 * tensor for name, tensor in load_file(path).items()}, path)
+    answers = []
+    for folder in (find_adapter("pixie/corners"), tmp_path / "without", find_adapter("pixie/corners"), None):
+        request = None if folder is None else LoRARequest("changing", 0, str(folder))
+        answers += [llm.chat([messages_of(example)], GREEDY, False, lora_request=request)[0].outputs[0].text]
+    right, without, again, base = answers
+    assert right == again == "10" != without == base
+
+
+def test_questions_are_decided_by_their_seeds_and_have_the_answers_of_their_images():
+    assert set(CORNERS) == set(SHAPES)
+    for skill in SKILLS:
+        for seed in (3, HELD_OUT_SEEDS + 3):
+            assert sample_skill(seed, skill) == sample_skill(seed, skill)
+    for number in range(200):
+        example = sample_skill(number, "corners")
+        [(question, answer)] = example.turns
+        named = [item for item in example.scenes[0].items if item.shape in question]
+        shapes = {item.shape for item in named} or {item.shape for item in example.scenes[0].items}
+        assert int(answer) in {CORNERS[shape] for shape in shapes}
