@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -156,7 +157,8 @@ def test_quantize_needs_no_flags(tmp_path):
 
 def test_the_old_name_of_concurrency_still_works(monkeypatch):
     asked = []
-    monkeypatch.setattr("vlmserve.cli.bench.run_bench", lambda *arguments, **_: asked.append(arguments[2]))
+    module = importlib.import_module("vlmserve.cli.bench")  # a function of its package has the same name
+    monkeypatch.setattr(module, "run_bench", lambda *arguments, **_: asked.append(arguments[2]))
     result = run("bench", "--at-once", "2", "--concurrency", "3", width=200)
     assert (result.exit_code, asked) == (0, [(3, 2)])
     assert (

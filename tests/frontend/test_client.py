@@ -67,6 +67,17 @@ async def test_it_answers_many_requests_at_once(start):
     await client.close()
 
 
+async def test_a_request_that_cannot_be_sent_fails_alone(start):
+    client = await start()
+    names = ("a", "b\ud800", "c")
+    answers = await asyncio.gather(*(tokens_of(client, request(name)) for name in names), return_exceptions=True)
+    assert [len(answer) for answer in answers[::2]] == [20, 20]
+    with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        raise answers[1]
+    assert client.num_unfinished == 0
+    await client.close()
+
+
 async def test_closing_the_generator_aborts_the_request(start):
     client = await start(mock_tpot=0.01)
     outputs = client.generate(request(max_tokens=400))

@@ -501,9 +501,25 @@ class EngineClient:
             return
         for kind, alike in itertools.groupby(messages, type):
             for message in _merged(kind, list(alike)):
-                sending = asyncio.ensure_future(self._socket.send_multipart(encode(message), copy=False))
-                self._sends.add(sending)
-                sending.add_done_callback(self._sends.discard)
+                self._transmit(message)
+
+    def _transmit(self, message: ToEngine) -> None:
+        """A request that cannot be encoded, because of what a caller in this process put into it, fails alone."""
+        try:
+            frames = encode(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            if not isinstance(message, Add):
+                raise
+            if len(message.requests) > 1:
+                for request in message.requests:
+                    self._transmit(Add([request]))
+            else:
+                reason = f"The request cannot be sent to the engine: {error}"
+                self._end(message.requests[0].request_id, lambda: InvalidRequestError(reason))
+            return
+        sending = asyncio.ensure_future(self._socket.send_multipart(frames, copy=False))
+        self._sends.add(sending)
+        sending.add_done_callback(self._sends.discard)
 
 
 def _merged(kind: type, messages: list[Any]) -> list[ToEngine]:
