@@ -353,7 +353,7 @@ class ProcessorOverrides(Settings):
 
 
 class MediaConfig(Settings):
-    """Limits on images and videos."""
+    """Limits on images, videos and documents."""
 
     max_images: int = Field(16, ge=0, description="Largest number of images in a request.")
     max_image_bytes: ByteSize = Field(20 * 1024**2, description="Largest size of an image file.")
@@ -373,6 +373,21 @@ class MediaConfig(Settings):
         100_000_000, ge=1, description="Largest number of pixels of a video: all its frames together, after resizing."
     )
     max_decoded_frames: int = Field(20_000, ge=1, description="Largest number of frames in a video file.")
+    max_documents: int = Field(4, ge=0, description="Largest number of documents in a request.")
+    max_document_bytes: ByteSize = Field(64 * 1024**2, description="Largest size of a document's file.")
+    max_document_pages: int = Field(
+        32, ge=1, description="Largest number of pages that a request shows, of all its documents together."
+    )
+    max_page_pixels: int = Field(
+        8_000_000, ge=1, description="Largest number of pixels of a rendered page; larger pages are rendered smaller."
+    )
+    page_dpi: float = Field(144.0, gt=0, le=2400, description="Resolution at which pages are rendered.")
+    document_timeout: float = Field(
+        30.0, gt=0, description="Seconds that opening a document and rendering its pages may take."
+    )
+    document_memory: ByteSize = Field(
+        512 * 1024**2, ge=64 * 1024**2, description="Memory of a process that renders a document."
+    )
     mm_processor_kwargs: Annotated[ProcessorOverrides, BeforeValidator(parse_json)] = Field(
         ProcessorOverrides(),
         description="Overrides for the checkpoint's processor, as JSON with min_pixels, max_pixels and fps.",

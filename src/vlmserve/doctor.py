@@ -16,6 +16,7 @@ import psutil
 EXTRAS = {
     "gguf": ("gguf", ".gguf files"),
     "video": ("av", "videos"),
+    "documents": ("pypdfium2", "PDF documents and HEIC images"),
     "postgres": ("psycopg", "conversations and files in PostgreSQL"),
     "otel": ("opentelemetry.sdk", "traces"),
     "sentencepiece": ("sentencepiece", "tokenizers in SentencePiece's format"),

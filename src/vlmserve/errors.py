@@ -104,6 +104,18 @@ class VideoTooLargeError(InvalidRequestError):
     code = "video_too_large"
 
 
+class InvalidDocumentError(InvalidRequestError):
+    """A document that cannot be read or rendered, is encrypted, or lacks the pages that are asked for."""
+
+    code = "invalid_document"
+
+
+class DocumentTooLargeError(InvalidRequestError):
+    """A document over the limit of bytes, pages, memory or time."""
+
+    code = "document_too_large"
+
+
 class TooManyImagesError(InvalidRequestError):
     """More images or videos in one request than the limits allow, or any for a model that takes none."""
 

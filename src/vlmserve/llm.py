@@ -149,7 +149,9 @@ class LLM:
 
         Messages have OpenAI's form; an image is a part ``{"type": "image", "image": x}`` where x is a
         `PIL.Image.Image`, a path, a file's bytes or a URL, or a part ``{"type": "image_url", …}``. A video is a part
-        ``{"type": "video", "video": x}`` where x is a file or a list of such images, or ``{"type": "video_url", …}``.
+        ``{"type": "video", "video": x}`` where x is a file or a list of such images, or ``{"type": "video_url", …}``. A
+        document is a part ``{"type": "document", "document": x, "pages": "1-3"}`` where x is a path, a file's bytes or
+        a URL, and each of its pages is an image.
         sampling_params: one for all, or one each. use_tqdm: whether to show a progress bar.
         stream: return an iterator instead of a list. It gives results in order, each as soon as it and all before it
         have finished, and only prepares as many ahead as `OfflineConfig` says; conversations may come from an iterator

@@ -21,7 +21,7 @@ from vlmserve.sampling_params import GrammarKind as GrammarKind
 from vlmserve.sampling_params import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MediaKind = Literal["image", "video"]
+MediaKind = Literal["image", "video", "document"]
 Bidirectional = Literal["images", "prefix", "prompt"]
 """Which tokens of a prompt attend to each other in both directions: those of each image, all up to the end of the first
 one (prefix-LM), or all."""

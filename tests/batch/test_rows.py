@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.media.documents_for_tests import page, pdf_file
 from vlmserve.batch.rows import Question, Row, digest, read_rows
 from vlmserve.errors import ConfigurationError, InvalidImageError
 
@@ -20,11 +21,30 @@ def save_image(path: Path, colour: str = "red") -> Path:
 def test_a_folder_gives_its_images_with_those_in_folders_below(tmp_path: Path) -> None:
     for name in ("b.png", "a.JPG", "deeper/c.webp", ".hidden.png"):
         save_image(tmp_path / name)
+    (tmp_path / "report.pdf").write_bytes(pdf_file([page()]))
     (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / "drawing.svg").write_text("<svg/>")
     rows = read_rows(str(tmp_path))
-    assert [row.id for row in rows] == ["a.JPG", "b.png", "deeper/c.webp"]
+    assert [row.id for row in rows] == ["a.JPG", "b.png", "deeper/c.webp", "report.pdf"]
     assert rows[2].images == (str(tmp_path / "deeper" / "c.webp"),)
+
+
+def test_a_document_gives_its_pages(tmp_path: Path) -> None:
+    path = tmp_path / "report.pdf"
+    path.write_bytes(pdf_file([page(), page(), page()]))
+    rows = read_rows(str(path))
+    assert [row.id for row in rows] == ["report.pdf#1", "report.pdf#2", "report.pdf#3"]
+    messages = [Question("What is on page {page}?").messages(row) for row in rows]
+    assert messages[1][0]["content"] == [
+        {"type": "document", "document": path, "pages": "2"},
+        {"type": "text", "text": "What is on page 2?"},
+    ]
+    # All else is the same: text, file, settings.
+    same = [digest(row, messages[0], b"") for row in rows]
+    assert len(set(same)) == 3
+    path.write_bytes(b"%PDF-1.7 broken")
+    with pytest.raises(ConfigurationError, match=r"report\.pdf: the document is broken"):
+        read_rows(str(path))
 
 
 def test_a_pattern_gives_files(tmp_path: Path) -> None:

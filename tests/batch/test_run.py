@@ -60,7 +60,7 @@ def test_failed_rows_are_asked_again_and_no_others(tmp_path: Path) -> None:
         None,
         "broken",
         None,
-        "there is no image 'gone.png'; give the path of a file or a URL",
+        "there is no image or document 'gone.png'; give the path of a file or a URL",
     ]
     with pytest.raises(ConfigurationError, match="--overwrite"):
         run_batch(rows, WORD, GREEDY, output, Shouting)

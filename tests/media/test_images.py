@@ -32,7 +32,7 @@ def test_other_formats_are_not_images() -> None:
 @pytest.mark.parametrize(
     ("format", "message"),
     [
-        ("TIFF", "the TIFF file has 3 pages; send each page"),
+        ("TIFF", "the TIFF file has 3 pages; send it as a part of type"),
         ("GIF", "the GIF file is an animation; send one frame"),
         ("WEBP", "the WEBP file is an animation of 3 frames"),
         ("PNG", "the PNG file is an animation of 3 frames"),

@@ -99,7 +99,7 @@ def test_files_expire_when_they_were_asked_to(keeping):
 
 def test_what_is_neither_an_image_nor_a_video_is_refused(keeping):
     broken = png("red")[:20]
-    for data in (b"hello", b"", broken, b"%PDF-1.4 ..."):
+    for data in (b"hello", b"", broken, b"<svg xmlns='http://www.w3.org/2000/svg'/>"):
         status, error = post(keeping, files={"file": ("a.png", data)}, data={"purpose": "vision"})
         assert (status, error["code"], error["param"]) == (400, "invalid_image", "file")
 
@@ -141,11 +141,3 @@ def test_wrong_forms_are_refused_kindly(keeping):
         found, error = post(keeping, **form)
         assert (found, error["param"]) == (status, param), error
     assert upload(keeping, png("red")).id
-
-
-def test_file_parts_of_chat_completions_that_carry_data_are_refused(keeping):
-    part = {"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA", "filename": "a.pdf"}}
-    response = keeping.post({"messages": [{"role": "user", "content": [part]}]})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "messages[0].content[0].file"
-    assert "/v1/files" in response.json()["error"]["message"]

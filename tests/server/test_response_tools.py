@@ -395,7 +395,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
         ({"input": [QUESTION, CALL, returned("c", [{"type": "input_image", "image_url": "x"}])]},
          "input[2].output[0].image_url", "http"),
         ({"input": [QUESTION, CALL, returned("c", [{"type": "input_file", "file_data": "x"}])]},
-         "input[2].output[0]", "/v1/files"),
+         "input[2].output[0].file_data", "not valid base64"),
         ({"input": [QUESTION, {"type": "computer_call", "id": "x"}]}, "input[1]", "'computer_call'"),
     ],
 )  # fmt: skip

@@ -14,37 +14,42 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError, InvalidRequestError
-from vlmserve.frontend.wire import URL_SCHEMES, image_part
+from vlmserve.frontend.wire import DOCUMENT_ENDINGS, URL_SCHEMES, medium_part
 from vlmserve.server.schema.batches import BatchLine, read_line
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns that name a row's images."""
+_MORE_ENDINGS = (".heic", ".heif", ".avif", ".webp")
+"""Of images that not every system knows by name."""
 _FIELDS = Formatter()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question. id: what it is called in the results. images: paths or URLs. columns: what else the input says of
-    it, by name, which the prompt may use. request: the whole question, where the input has it."""
+    """One question. id: what it is called in the results. images: paths or URLs, of documents too. columns: what else
+    the input says of it, by name, which the prompt may use. request: the whole question, where the input has it. pages:
+    of documents, as requests write them; None: all."""
 
     id: str
     images: tuple[str, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
     request: BatchLine | None = None
+    pages: str | None = None
 
 
 def read_rows(source: str) -> list[Row]:
-    """The rows of a folder of images, a pattern like ``photos/*.jpg``, a list of paths or URLs (.txt), or a file with
-    columns (.csv, .jsonl). Paths in a file are relative to it. A .jsonl file may hold requests in OpenAI's batch form
-    instead: all of its lines, or none.
+    """The rows of a folder of images and documents, a pattern like ``photos/*.jpg``, a list of paths or URLs (.txt), a
+    file with columns (.csv, .jsonl), or a document, each page of which is a row. Paths in a file are relative to it. A
+    .jsonl file may hold requests in OpenAI's batch form instead: all of its lines, or none.
 
     A column "id" or "custom_id" is the row's id, which is its number otherwise, from 1; "image" or "images" names its
     images. Raises ConfigurationError for a source that cannot be read, or in which two rows have the same id.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        rows = [Row(str(file.relative_to(path)), (str(file),)) for file in sorted(path.rglob("*")) if _is_image(file)]
+        rows = [Row(str(file.relative_to(path)), (str(file),)) for file in sorted(path.rglob("*")) if _is_shown(file)]
     elif path.is_file():
         rows = _read_file(path)
     else:
@@ -61,16 +66,20 @@ def read_rows(source: str) -> list[Row]:
     return rows
 
 
-def _is_image(path: Path) -> bool:
+def _is_shown(path: Path) -> bool:
     kind = mimetypes.guess_type(path.name)[0] or ""
-    return path.is_file() and kind.startswith("image/") and kind != "image/svg+xml" and not path.name.startswith(".")
+    known = kind.startswith("image/") and kind != "image/svg+xml"
+    known = known or path.suffix.lower() in (*DOCUMENT_ENDINGS, *_MORE_ENDINGS)
+    return path.is_file() and known and not path.name.startswith(".")
 
 
 def _read_file(path: Path) -> list[Row]:
     readers: dict[str, Callable[[Path], Iterable[dict[str, Any]]]] = {
         ".txt": _read_lines, ".csv": _read_csv, ".jsonl": _read_jsonl,
     }  # fmt: skip
-    if _is_image(path):
+    if path.suffix.lower() in DOCUMENT_ENDINGS:
+        return _pages(path)
+    if _is_shown(path):
         return [Row(path.name, (str(path),))]
     if path.suffix.lower() not in readers:
         raise ConfigurationError(f"{path}: give a folder, an image, or a file that ends in {', '.join(readers)}")
@@ -82,6 +91,22 @@ def _read_file(path: Path) -> list[Row]:
         raise ConfigurationError(f"{path}: the file is not UTF-8 text") from None
     except csv.Error as error:
         raise ConfigurationError(f"{path}: {error}") from None
+
+
+def _pages(path: Path) -> list[Row]:
+    """A row for each page of a document."""
+    from vlmserve.media.documents import count_pages
+
+    try:
+        count = count_pages(path, MediaConfig.model_validate({}))
+    except InvalidRequestError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    if count == 1:
+        return [Row(path.name, (str(path),))]
+    return [
+        Row(f"{path.name}#{number}", (str(path),), {"page": number}, pages=str(number))
+        for number in range(1, count + 1)
+    ]
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -160,7 +185,7 @@ class Question:
     def messages(self, row: Row) -> list[dict[str, Any]]:
         """The conversation of a row. Raises InvalidImageError for an image that is no file."""
         text = _FIELDS.vformat(self.prompt, (), {"id": row.id, **row.columns})
-        content = [*map(image_part, row.images), {"type": "text", "text": text}]
+        content = [*(medium_part(place, row.pages) for place in row.images), {"type": "text", "text": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": content}]
 
@@ -173,6 +198,8 @@ def digest(row: Row, messages: list[dict[str, Any]], settings: bytes) -> bytes:
     whole = blake3(settings)
     if row.request is not None:
         whole.update(msgspec.json.encode([row.request.url, row.request.body], order="sorted"))
+    if row.pages is not None:
+        whole.update(row.pages.encode())
     for image in row.images:
         data = image.encode() if image.startswith(URL_SCHEMES) else Path(image).read_bytes()
         whole.update(blake3(data).digest())

@@ -119,19 +119,22 @@ def ask(
     engine: EngineConfig,
     media: MediaConfig,
     words: Annotated[
-        list[str], typer.Argument(metavar="[IMAGE]... [QUESTION]", help="Paths or URLs, then the question.")
+        list[str], typer.Argument(metavar="[FILE]... [QUESTION]", help="Paths or URLs, then the question.")
     ],
     url: Url = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
+    pages: Annotated[
+        str | None, typer.Option(metavar="PAGES", help="Pages of documents to show, like 1-3,7; default: all.")
+    ] = None,
 ) -> None:
-    """Ask one question about any number of images.
+    """Ask one question about any number of images and documents.
 
     For example: vlmserve ask photo.png "What is this?" Captioning models like BLIP need no question; a text is how the
     caption begins.
     """
     from vlmserve.cli.answers import describes, open_answers
-    from vlmserve.frontend.wire import image_part
+    from vlmserve.frontend.wire import medium_part
     from vlmserve.types import SamplingParams
 
     *images, question = words
@@ -139,7 +142,7 @@ def ask(
         if url is not None or not describes(engine):
             raise ConfigurationError(f"the last word is the question, but {question!r} is a file")
         images, question = words, ""
-    parts = [*(image_part(expanduser(place)) for place in images), {"type": "text", "text": question}]
+    parts = [*(medium_part(expanduser(place), pages) for place in images), {"type": "text", "text": question}]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     answers = open_answers(engine, media, url)
     for piece in answers.stream([{"role": "user", "content": parts}], params):

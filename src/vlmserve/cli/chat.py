@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmserve.cli.answers import Answers
 from vlmserve.errors import VLMServeError
-from vlmserve.frontend.wire import image_part
+from vlmserve.frontend.wire import medium_part
 from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TerminalChat:
 
     def _attach(self, place: str) -> None:
         try:
-            self._images.append(image_part(expanduser(_unquoted(place))))
+            self._images.append(medium_part(expanduser(_unquoted(place))))
         except VLMServeError as error:
             self._say(str(error), "red")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.processor import NO_LIMITS, PixelLimits
-from vlmserve.media.sources import ImageSource, is_url
+from vlmserve.media.sources import DocumentSource, ImageSource, is_url
 from vlmserve.media.videos import VideoSource
 from vlmserve.prompt.template import ImagePart, Message, Part, Role, ToolCall, VideoPart
 from vlmserve.types import MAX_CACHE_SALT, MediaKind
@@ -29,8 +30,8 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True)
 class Medium:
-    """An image or video of a request. place: in the request. limits, fps: what the request wants of it. is_local:
-    whether a caller in this process gave it."""
+    """An image, video or document of a request. place: in the request. limits, fps, pages: what the request wants of
+    it. is_local: whether a caller in this process gave it."""
 
     kind: MediaKind
     place: str
@@ -38,6 +39,7 @@ class Medium:
     limits: PixelLimits = NO_LIMITS
     fps: float | None = None
     is_local: bool = False
+    pages: str | None = None
 
 
 def check_conversations(messages: Any) -> None:
@@ -53,9 +55,10 @@ def check_conversations(messages: Any) -> None:
 
 
 def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], list[Medium]]:
-    """The turns of a conversation, and its images and videos in order.
+    """The turns of a conversation, and its images, videos and documents in order. A document is one image among the
+    parts of its message, until its pages are known.
 
-    allow_local: take images and videos that only a caller in this process may give.
+    allow_local: take images, videos and documents that only a caller in this process may give.
     Raises InvalidRequestError for anything that is not a conversation.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
@@ -233,9 +236,14 @@ def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> 
             )
             media.append(Medium("video", place_of, video, _pixel_limits(part, at), _fps(part, at), allow_local))
             parts.append(VideoPart())
+        elif kind == "file" or (kind == "document" and allow_local):
+            place_of, document = _file(part, at) if kind == "file" else _document(part, at)
+            limits, pages = _pixel_limits(part, at), _pages(part, at)
+            media.append(Medium("document", place_of, document, limits, is_local=allow_local, pages=pages))
+            parts.append(ImagePart())
         else:
             raise InvalidRequestError(
-                f"{at}.type must be text, image_url, video_url or video, not {kind!r:.100}", param=f"{at}.type"
+                f"{at}.type must be text, image_url, video_url, video or file, not {kind!r:.100}", param=f"{at}.type"
             )
     return tuple(parts)
 
@@ -262,6 +270,32 @@ def _image(part: Mapping[str, Any], place: str) -> tuple[str, ImageSource]:
     if source is None or source == "":
         raise InvalidRequestError(f"{place}.image must be an image, a path or a URL", param=f"{place}.image")
     return f"{place}.image", source
+
+
+def _file(part: Mapping[str, Any], place: str) -> tuple[str, str]:
+    """A document's URL. file_data may also be base64 alone."""
+    file, place = part.get("file"), f"{place}.file"
+    for name in ("file_data", "file_url"):
+        value = file.get(name) if isinstance(file, Mapping) else None
+        if isinstance(value, str) and value:
+            if name == "file_data" and not is_url(value):
+                value = f"data:application/octet-stream;base64,{value}"
+            return f"{place}.{name}", check_remote(value, f"{place}.{name}")
+    raise InvalidRequestError(f"{place} must be an object with the document in file_data", param=place)
+
+
+def _document(part: Mapping[str, Any], place: str) -> tuple[str, DocumentSource]:
+    source, place = part.get("document"), f"{place}.document"
+    if not isinstance(source, str | bytes | os.PathLike) or not source:
+        raise InvalidRequestError(f"{place} must be a path, a URL, or the bytes of a file", param=place)
+    return place, source
+
+
+def _pages(part: Mapping[str, Any], place: str) -> str | None:
+    pages = part.get("pages")
+    if pages is not None and not isinstance(pages, str):
+        raise InvalidRequestError(f'{place}.pages must be a string like "1-3,7"', param=f"{place}.pages")
+    return pages
 
 
 def _video(part: Mapping[str, Any], place: str, allow_local: bool) -> tuple[str, VideoSource]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,18 @@ from vlmserve.errors import (
     ConfigurationError,
     InvalidRequestError,
     InvalidRequestsError,
-    ModelLoadError,
     PromptTooLongError,
     TooManyImagesError,
-    UnsupportedModelError,
 )
+from vlmserve.frontend.documents import with_pages
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
+from vlmserve.frontend.processors import image_processor, transformers_processor, video_processor
 from vlmserve.frontend.tools import ToolUse, choose_form, for_template
-from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import ImageCache
-from vlmserve.media.crops import CropProcessor
+from vlmserve.media.documents import DocumentReader, Page, PageCounts
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor, implied_settings
 from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
-from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
-from vlmserve.media.transformers_processor import TransformersProcessor
-from vlmserve.media.videos import VideoProcessor, prepare_video
+from vlmserve.media.videos import prepare_video
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
@@ -73,11 +70,12 @@ class RequestPreparer:
         self.max_prompt_len: int | None = None
         """Tokens that fit into a prompt, once the engine has said so; None: any number."""
         self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory)
+        self._page_counts = PageCounts()
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._one_image = one_image_prompts(read_json(folder / "config.json"))
         supports_images = self.tokenizer.image_token_id is not None or self._one_image is not None
         theirs = implementation == "transformers" or (implementation == "auto" and not files.has_own_preprocessing)
-        choose = _transformers_processor if theirs else _image_processor
+        choose = transformers_processor if theirs else image_processor
         # Before the template, which writes the mark that the processor reads.
         self._processor = choose(folder, self.tokenizer, media) if supports_images else None
         self._template = (
@@ -105,7 +103,7 @@ class RequestPreparer:
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
         supports_videos = self.tokenizer.video_token_id is not None
-        self._video_processor = _video_processor(folder, media) if supports_videos else None
+        self._video_processor = video_processor(folder, media) if supports_videos else None
 
     def fit(self, info: ModelInfo) -> None:
         """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
@@ -155,9 +153,10 @@ class RequestPreparer:
         """The prompt of a conversation in OpenAI's form.
 
         Text stays text: a placeholder or another control token in it has no effect.
-        allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, and videos of
-        such frames; for callers in the same process, never for what came over HTTP. cache_salt: of the request;
-        images are only shared with requests of the same one. tools: that the model may call.
+        allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, videos of such
+        frames, and ``{"type": "document", "document": …}`` with any `DocumentSource`; for callers in the same process,
+        never for what came over HTTP. cache_salt: of the request; images are only shared with requests of the same one.
+        tools: that the model may call.
         template_settings: values that the chat template may know by name.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for an image and for text
         that is far too long; CancelledWorkError.
@@ -166,10 +165,24 @@ class RequestPreparer:
         self._check_length(
             _texts([[message.parts, message.tool_calls] for message in parsed], tools, template_settings)
         )
+        self._check_media(media)
+        reader = DocumentReader(self._media, self._page_counts, cache_salt)
+        with contextlib.closing(reader):
+            parsed, media = with_pages(parsed, media, reader, self._media)
+            return self._conversation(parsed, media, add_generation_prompt, cache_salt, tools, template_settings)
+
+    def _conversation(
+        self,
+        parsed: Sequence[Message],
+        media: Sequence[Medium],
+        add_generation_prompt: bool,
+        cache_salt: str,
+        tools: ToolUse | None,
+        template_settings: Mapping[str, Any] | None,
+    ) -> Prompt:
+        """The prompt of checked messages."""
         images = [medium for medium in media if medium.kind == "image"]
         videos = [medium for medium in media if medium.kind == "video"]
-        self._check_count(len(images), param="messages")
-        self._check_videos(len(videos))
         if self._one_image is not None:
             if tools is not None:
                 raise InvalidRequestError("this model cannot call functions; leave tools out", param="tools")
@@ -313,6 +326,14 @@ class RequestPreparer:
         if self.max_prompt_len is not None:
             self.tokenizer.check_length(texts, self.max_prompt_len)
 
+    def _check_media(self, media: Sequence[Medium]) -> None:
+        """As many of each kind as the model and the limits allow; of pages it is not known yet how many there are."""
+        kinds = Counter(medium.kind for medium in media)
+        if kinds["document"] and not self.supports_images:
+            raise TooManyImagesError("this model takes no documents, because it takes no images", param="messages")
+        self._check_count(kinds["image"], param="messages")
+        self._check_videos(kinds["video"])
+
     def _check_count(self, count: int, param: str) -> None:
         if count and not self.supports_images:
             raise TooManyImagesError("this model takes no images; send text only", param=param)
@@ -362,6 +383,8 @@ class RequestPreparer:
                 return prepare_video(medium.source, videos, self._media, self.image_cache, salt=salt)
             assert self._processor is not None
             processor = self._processor.within(medium.limits)
+            if isinstance(medium.source, Page):
+                return medium.source.prepare(processor, self.image_cache)
             return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)
         except InvalidRequestError as error:
             error.param = error.param or medium.place
@@ -419,74 +442,3 @@ def _quoted_json(value: Any, quotation: Quotation) -> Any:
     if isinstance(value, list):
         return [_quoted_json(item, quotation) for item in value]
     return value
-
-
-def _transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
-    _refuse_bounds(media)
-    if tokenizer.image_token_id is None:
-        raise UnsupportedModelError("it has no placeholder token for images, so it cannot run by transformers' code")
-    processor = TransformersProcessor(folder, tokenizer.image_token_id)
-    tokenizer.mark_images(processor.mark)
-    return processor
-
-
-def _image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
-    config = read_json(folder / "config.json")
-    if config.get("model_type") == "moondream1":
-        _refuse_bounds(media)
-        return CropProcessor(config, exact_pixels=media.exact_pixels)
-    settings = _settings(folder, "image_processor", "preprocessor_config.json") or implied_settings(config)
-    if not settings:
-        raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
-    kind, exact = str(settings.get("image_processor_type")), media.exact_pixels
-    if kind.startswith("Qwen2"):
-        return AnySizeProcessor.from_settings(settings, exact_pixels=exact, overrides=media.mm_processor_kwargs)
-    _refuse_bounds(media)
-    if kind.startswith("LlavaNextImageProcessor"):
-        return AnyResolutionProcessor(config, settings, exact_pixels=exact)
-    if kind.startswith(("Idefics3", "SmolVLM")):
-        count = read_json(folder / "processor_config.json").get("image_seq_len")
-        return SplitProcessor(config, settings, _split_words(tokenizer), tile_tokens=count, exact_pixels=exact)
-    return FixedSizeProcessor(config, settings, exact_pixels=exact)
-
-
-def _refuse_bounds(media: MediaConfig) -> None:
-    if media.mm_processor_kwargs.min_pixels or media.mm_processor_kwargs.max_pixels:
-        raise ConfigurationError(
-            "--mm-processor-kwargs: this model chooses the sizes of images; leave min_pixels and max_pixels out"
-        )
-
-
-def _split_words(tokenizer: Tokenizer) -> SplitWords:
-    assert tokenizer.image_token is not None
-    assert tokenizer.image_token_id is not None
-    named = tokenizer.special_tokens
-    around = named.get("fake_image_token", "<fake_token_around_image>")
-    if tokenizer.token_id(around) is None:
-        raise ModelLoadError(f"the tokenizer has no token {around}, which is needed around the tiles of images")
-    return SplitWords(
-        encode=partial(tokenizer.encode, add_special_tokens=False),
-        image_token=tokenizer.image_token,
-        image_token_id=tokenizer.image_token_id,
-        around=around,
-        whole=named.get("global_image_token", "<global-img>"),
-    )
-
-
-def _video_processor(folder: Path, media: MediaConfig) -> VideoProcessor:
-    settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
-    return VideoProcessor.from_settings(
-        settings,
-        read_json(folder / "config.json").get("vision_config") or {},
-        exact_pixels=media.exact_pixels,
-        overrides=media.mm_processor_kwargs,
-        max_frames=media.max_video_frames,
-    )
-
-
-def _settings(folder: Path, section: str, *files: str) -> dict[str, Any]:
-    """A section of processor_config.json, or else the first of the files that older checkpoints have for it."""
-    settings = read_json(folder / "processor_config.json").get(section)
-    if isinstance(settings, dict):
-        return settings
-    return next((found for name in files if (found := read_json(folder / name))), {})

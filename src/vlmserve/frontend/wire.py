@@ -13,6 +13,8 @@ from vlmserve.errors import InvalidImageError, VLMServeError
 if TYPE_CHECKING:
     import httpx
 
+DOCUMENT_ENDINGS = (".pdf", ".tif", ".tiff")
+"""Of files with pages."""
 URL_SCHEMES = ("http://", "https://", "data:")
 REPLY_TIMEOUT = 600.0
 """Seconds of silence after which a server is given up: the request may wait in a long queue."""
@@ -44,30 +46,46 @@ def connect(url: str, model: str | None = None, connections: int | None = None) 
     return client, model or response.json()["data"][0]["id"]
 
 
-def image_part(place: str) -> dict[str, Any]:
-    """A message's part for an image's path or URL. Raises InvalidImageError if no file is there."""
+def medium_part(place: str, pages: str | None = None) -> dict[str, Any]:
+    """A message's part for the path or URL of an image or a document, by how the name ends. pages: of a document.
+
+    Raises InvalidImageError if no file is there.
+    """
+    chosen = {} if pages is None else {"pages": pages}
     if place.startswith(URL_SCHEMES):
+        if _is_document(place):
+            return {"type": "file", "file": {"file_url": place}, **chosen}
         return {"type": "image_url", "image_url": {"url": place}}
     path = Path(place)
     if not path.is_file():
-        raise InvalidImageError(f"there is no image {place!r}; give the path of a file or a URL")
-    return {"type": "image", "image": path}
+        raise InvalidImageError(f"there is no image or document {place!r}; give the path of a file or a URL")
+    return {"type": "document", "document": path, **chosen} if _is_document(place) else {"type": "image", "image": path}
+
+
+def _is_document(place: str) -> bool:
+    if place.startswith("data:"):
+        return place.startswith("data:application/pdf")
+    name = place.partition("?")[0].partition("#")[0] if place.startswith(URL_SCHEMES) else place
+    return name.lower().endswith(DOCUMENT_ENDINGS)
 
 
 def wire_message(message: dict[str, Any]) -> dict[str, Any]:
-    """The same message with images from files as data URLs, which is the only way they travel."""
+    """The same message with images and documents from files as data URLs, which is the only way they travel."""
     if isinstance(message["content"], str):
         return message
     return {**message, "content": [_wire_part(part) for part in message["content"]]}
 
 
 def _wire_part(part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] != "image":
+    if part["type"] not in ("image", "document"):
         return part
-    path: Path = part["image"]
+    path: Path = part[part["type"]]
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    data = base64.b64encode(path.read_bytes()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    url = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    if part["type"] == "image":
+        return {"type": "image_url", "image_url": {"url": url}}
+    chosen = {name: part[name] for name in ("pages",) if name in part}
+    return {"type": "file", "file": {"filename": path.name, "file_data": url}, **chosen}
 
 
 def error_text(response: Any) -> str:

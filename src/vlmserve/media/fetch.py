@@ -21,7 +21,7 @@ import httpcore
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
-from vlmserve.media.images import check_num_bytes
+from vlmserve.media.kinds import check_num_bytes
 from vlmserve.types import MediaKind
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

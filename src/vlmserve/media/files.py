@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError
-from vlmserve.media.images import check_num_bytes, open_header
+from vlmserve.media.images import open_header
+from vlmserve.media.kinds import check_num_bytes
+from vlmserve.media.pdf import is_pdf
 from vlmserve.media.video_files import container_of
 
 _VIDEOS = {"mov": "video/mp4", "matroska": "video/webm", "avi": "video/x-msvideo"}
 
 
 def media_type_of(data: bytes, limits: MediaConfig) -> str:
-    """The type of an image or a video, as ``image/png``. Nothing but headers is read.
+    """The type of an image, a video or a PDF, as ``image/png``. Nothing but headers is read.
 
-    Raises InvalidImageError if it is neither, ImageTooLargeError or VideoTooLargeError if it is over the limits.
+    Raises InvalidImageError if it is none of them, and the error of its kind if it is over the limits.
     """
+    if is_pdf(data):
+        check_num_bytes(len(data), limits, "document")
+        return "application/pdf"
     container = container_of(data)
     if container is not None:
         check_num_bytes(len(data), limits, "video")
@@ -22,4 +27,6 @@ def media_type_of(data: bytes, limits: MediaConfig) -> str:
     try:
         return f"image/{(open_header(data, limits).format or '').lower()}"
     except InvalidImageError as error:
-        raise InvalidImageError(f"{error}; videos are MP4, MOV, WebM, Matroska or AVI files") from error
+        raise InvalidImageError(
+            f"{error}; documents are PDF files, videos MP4, MOV, WebM, Matroska or AVI files"
+        ) from error

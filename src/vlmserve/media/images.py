@@ -14,15 +14,15 @@ from vlmserve.config import MediaConfig
 from vlmserve.errors import (
     ImageTooLargeError,
     InvalidImageError,
-    InvalidVideoError,
-    VideoTooLargeError,
     VLMServeError,
 )
 from vlmserve.media.decoding import LimitedFile, check_scans
+from vlmserve.media.heif import is_heif, is_still, register_heif
+from vlmserve.media.kinds import KINDS, check_num_bytes
 from vlmserve.media.pages import check_single
 from vlmserve.types import MediaKind
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _SIGNATURES = {
     b"\x89PNG\r\n\x1a\n": "PNG",
     b"\xff\xd8\xff": "JPEG",
@@ -32,6 +32,8 @@ _SIGNATURES = {
     b"II*\0": "TIFF",
     b"MM\0*": "TIFF",
 }
+_HEAD = 1024
+"""Bytes in which a file that is no image says what it is."""
 _ORIENTATION = 0x0112
 """EXIF tag of how the camera was held."""
 _SHARPNESS = 2.0
@@ -89,7 +91,7 @@ class DecodedImage:
 def decode_image(
     data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float] | None = None
 ) -> DecodedImage:
-    """The image in a PNG, JPEG, WebP, GIF, BMP or TIFF file, upright as its EXIF orientation says.
+    """The image in a PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or HEIC file, upright as its EXIF orientation says.
 
     reduction: how many pixels of an image of that width and height become one. A JPEG of which few are left is
     decoded at a fraction of its size, which takes a fraction of the time; without it every pixel is decoded.
@@ -116,10 +118,26 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     check_num_bytes(len(data), limits)
     if not data:
         raise InvalidImageError("the image is empty (0 bytes)")
+    image = open_file(LimitedFile(data, limits.decode_timeout), limits)
+    check_scans(data, image, limits)
+    check_single(image)
+    return image
+
+
+def open_file(file: LimitedFile, limits: MediaConfig) -> Image.Image:
+    """An image, or the first of several in a file, of which nothing but the header is read. Raises as `decode_image`
+    does, but not for several."""
     if Image.MAX_IMAGE_PIXELS is not None and limits.max_image_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = limits.max_image_pixels  # Pillow's own limit, which it checks before ours
+    data = file.getvalue()
+    formats = FORMATS
+    if is_heif(data):
+        register_heif()
+        formats = ("HEIF",)
+    elif is_still(data):
+        formats = ("AVIF",)
     try:
-        image = Image.open(LimitedFile(data, limits.decode_timeout), formats=FORMATS)
+        image = Image.open(file, formats=formats)
     except VLMServeError:
         raise
     except UnidentifiedImageError as error:
@@ -129,8 +147,6 @@ def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     except Exception as error:  # Pillow's readers raise anything on broken headers
         raise InvalidImageError(f"the image is broken: {error}") from error
     check_num_pixels(image, limits)
-    check_scans(data, image, limits)
-    check_single(image)
     return image
 
 
@@ -199,18 +215,17 @@ def _upright(decoded: DecodedImage) -> DecodedImage:
 def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
     """The bytes in ``data:image/png;base64,…``.
 
-    Raises InvalidImageError or InvalidVideoError unless it is strict base64 of a type of that kind, ImageTooLargeError
-    or VideoTooLargeError over the limit.
+    Raises the kind's error (InvalidImageError) unless it is strict base64 of a type of that kind, and that of what is
+    too large (ImageTooLargeError) over the limit.
     """
-    invalid = InvalidImageError if kind == "image" else InvalidVideoError
-    example, family = ("data:image/png", "image/") if kind == "image" else ("data:video/mp4", "video/")
+    invalid, _, example, types = KINDS[kind]
     header = _DATA_URL.match(url[:256])
     if header is None:
         raise invalid(f"the data URL is malformed; write {example};base64, and the encoded {kind}")
     media_type, parameters = header[1].strip().lower(), header[2].lower().split(";")
     if "base64" not in (parameter.strip() for parameter in parameters):
         raise invalid(f"the data URL is not base64-encoded; write {example};base64, and the {kind}")
-    if media_type and not media_type.startswith(family) and media_type != "application/octet-stream":
+    if media_type and not media_type.startswith(types) and media_type != "application/octet-stream":
         raise invalid(f"the data URL holds {media_type}, not a {kind}")
     encoded = url[header.end() :]
     check_num_bytes(len(encoded) * 3 // 4 - encoded[-2:].count("="), limits, kind)
@@ -221,16 +236,14 @@ def decode_data_url(url: str, limits: MediaConfig, kind: MediaKind = "image") ->
         raise invalid("the data URL is not valid base64") from None
 
 
-def check_num_bytes(size: int, limits: MediaConfig, kind: MediaKind = "image") -> None:
-    """Raises ImageTooLargeError or VideoTooLargeError if a file of `size` bytes is over the limit."""
-    most = limits.max_image_bytes if kind == "image" else limits.max_video_bytes
-    if size > most:
-        error = ImageTooLargeError if kind == "image" else VideoTooLargeError
-        raise error(f"the {kind}'s file has {size:,} bytes; at most {most:,} are allowed")
-
-
 def _unreadable(data: bytes) -> str:
+    if b"%PDF-" in data[:_HEAD]:
+        return 'the data is a PDF document, not an image; send it as a part of type "file"'
+    if b"<svg" in data[:_HEAD]:
+        return "the data is an SVG drawing, not an image of pixels; convert it to PNG"
+    if is_still(data):
+        return f"the image is truncated or broken: it begins like AVIF or HEIC, but cannot be read ({len(data)} bytes)"
     for signature, name in _SIGNATURES.items():
         if data.startswith(signature):
             return f"the image is truncated or broken: it begins like {name}, but cannot be read ({len(data)} bytes)"
-    return f"the data is not an image in a supported format ({', '.join(FORMATS)})"
+    return f"the data is not an image in a supported format ({', '.join(FORMATS)}, AVIF, HEIC)"

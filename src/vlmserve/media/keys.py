@@ -1,4 +1,4 @@
-"""Keys of images and videos: 32-byte digests of their content and of the preprocessing that turns it into pixels."""
+"""Keys of images, pages and videos: 32-byte digests of their content and of how it is turned into pixels."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def pil_image_key(image: Image.Image, fingerprint: bytes, salt: str = "") -> byt
 def video_key(parts: Sequence[bytes], fingerprint: bytes, salt: str = "") -> bytes:
     """Key of a video: of its file, or of the keys of its frames, in order. salt: as above."""
     return _digest(b"video", *parts, fingerprint, salt.encode())
+
+
+def page_key(document: bytes, number: int, look: bytes, fingerprint: bytes) -> bytes:
+    """Key of a page. document: digest of it and the salt. number: from 0. look: what decides how it is rendered."""
+    return _digest(b"page", document, number.to_bytes(4, "little"), look, fingerprint)
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
-from vlmserve.media.images import check_num_bytes
+from vlmserve.media.kinds import check_num_bytes, max_bytes
 from vlmserve.types import MediaKind
 
 
@@ -17,8 +17,8 @@ def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") 
     """The file at a ``file://`` URL.
 
     Raises ImageFetchError unless it is a file in `limits.allowed_media_path`, wherever symbolic links lead;
-    ImageTooLargeError or VideoTooLargeError if it is too large. What is outside is refused before anybody looks whether
-    it exists. Who can write into the folder can also read by way of it, and is trusted.
+    ImageTooLargeError, or that of another kind, if it is too large. What is outside is refused before anybody looks
+    whether it exists. Who can write into the folder can also read by way of it, and is trusted.
     """
     if limits.allowed_media_path is None:
         raise ImageFetchError(
@@ -53,7 +53,7 @@ def _read(path: Path, limits: MediaConfig, kind: MediaKind) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ImageFetchError(f"the {kind}'s URL does not name a file")
         check_num_bytes(status.st_size, limits, kind)
-        most = limits.max_image_bytes if kind == "image" else limits.max_video_bytes
+        most = max_bytes(limits, kind)
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(most + 1)  # it may have grown
     finally:

@@ -16,29 +16,33 @@ _NO_PAGE = 0b101
 def check_single(image: Image.Image) -> None:
     """Raises InvalidImageError for an opened file with several pages, or an animation. Only headers are read."""
     if image.format == "TIFF":
-        count = _count_pages(image)
+        count = len(page_frames(image, _MOST_COUNTED))
         if count > 1:
             number = f"more than {_MOST_COUNTED:,}" if count > _MOST_COUNTED else count
-            raise InvalidImageError(f"the TIFF file has {number} pages; send each page as an image of its own")
+            raise InvalidImageError(
+                f'the TIFF file has {number} pages; send it as a part of type "file", or each page as an image'
+            )
     elif getattr(image, "is_animated", False):
         # Of a GIF, counting them takes a pass over the file.
         frames = "" if image.format == "GIF" else f" of {getattr(image, 'n_frames', 0):,} frames"
         raise InvalidImageError(
-            f"the {image.format} file is an animation{frames}; send one frame as an image, or "
-            "several as the frames of a video"
+            f"the {image.format} file is an animation{frames}; send one frame as an image, "
+            'several as the frames of a video, or the file as a part of type "file"'
         )
 
 
-def _count_pages(image: Image.Image) -> int:
-    """Pages of a TIFF, up to one more than `_MOST_COUNTED`. Smaller versions of a page and masks are none."""
-    count = frame = 1
-    while count <= _MOST_COUNTED and frame < 2 * _MOST_COUNTED and _goes_to(image, frame):
+def page_frames(image: Image.Image, most: int) -> list[int]:
+    """Which frames of an opened TIFF are pages, up to one more than `most`. Smaller versions of a page and masks are
+    none."""
+    pages, frame = [0], 1
+    while len(pages) <= most and frame < 2 * most and _goes_to(image, frame):
         kind = image.tag_v2.get(_SUBFILE_TYPE)  # type: ignore[attr-defined]
-        count += not (isinstance(kind, int) and kind & _NO_PAGE)
+        if not (isinstance(kind, int) and kind & _NO_PAGE):
+            pages.append(frame)
         frame += 1
     if not _goes_to(image, 0):
         raise InvalidImageError("the image is broken: its first page cannot be read again")
-    return count
+    return pages
 
 
 def _goes_to(image: Image.Image, frame: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where images and videos come from: URLs, and in Python also paths, bytes, arrays and PIL images."""
+"""Where images, videos and documents come from: URLs, and in Python also paths, bytes, arrays and PIL images."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from PIL import Image
 
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
-from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidVideoError
+from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidRequestError
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory, decoding_bytes
 from vlmserve.media.fetch import fetch_file
 from vlmserve.media.images import (
     DecodedImage,
-    check_num_bytes,
     decode_data_url,
     decode_opened,
     load_image,
@@ -30,12 +29,16 @@ from vlmserve.media.images import (
     upright,
 )
 from vlmserve.media.keys import image_key, pil_image_key
+from vlmserve.media.kinds import KINDS, check_num_bytes
 from vlmserve.media.local_files import read_allowed_file
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.types import ImageInput, MediaKind
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
 """A PIL image, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
+
+DocumentSource: TypeAlias = str | os.PathLike[str] | bytes
+"""A URL, a path, or a file's bytes."""
 
 _LONGEST_NAME = 300
 """Characters of a path or URL that an error repeats."""
@@ -74,7 +77,7 @@ def prepare_image(
 
     def prepare() -> ImageInput:
         with decoded(cache.decoding) as image:
-            return _process(key, image, processor)
+            return process_image(key, image, processor)
 
     return cache.get(key, prepare)
 
@@ -103,7 +106,8 @@ def _decoded(
         yield decode_opened(image, limits, reduction)
 
 
-def _process(key: bytes, image: DecodedImage, processor: ImageProcessor) -> ImageInput:
+def process_image(key: bytes, image: DecodedImage, processor: ImageProcessor) -> ImageInput:
+    """A decoded image ready for the vision tower."""
     pixels, placeholders = processor.prepare(image)
     pixels.flags.writeable = False  # other requests may see the same image
     return ImageInput(key, pixels, **placeholders._asdict())
@@ -142,9 +146,9 @@ def read_url(url: str, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
 
 
 def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kind: MediaKind = "image") -> bytes:
-    """A file within the limit of bytes. Raises as `read_url` does, and InvalidImageError or InvalidVideoError for a
-    path that cannot be read."""
-    invalid = InvalidImageError if kind == "image" else InvalidVideoError
+    """A file within the limit of bytes. Raises as `read_url` does, and InvalidImageError, or that of another kind, for
+    a path that cannot be read."""
+    invalid = KINDS[kind].invalid
     if isinstance(source, bytes):
         check_num_bytes(len(source), limits, kind)
         return source
@@ -158,7 +162,7 @@ def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kin
         raise invalid(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _existing(source: str | os.PathLike[str], invalid: type[InvalidImageError | InvalidVideoError]) -> Path:
+def _existing(source: str | os.PathLike[str], invalid: type[InvalidRequestError]) -> Path:
     try:
         path = Path(source).expanduser()
         if path.is_file():

@@ -13,6 +13,7 @@ from PIL import Image
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidVideoError, VideoTooLargeError
+from vlmserve.media.heif import is_still
 
 CONTAINERS = {"mov": (4, b"ftyp"), "matroska": (0, b"\x1aE\xdf\xa3"), "avi": (8, b"AVI ")}
 """FFmpeg's names of file formats, and where in a file which bytes tell them. It must not guess: some of the formats
@@ -69,6 +70,8 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
 
 def container_of(data: bytes) -> str | None:
     """Which of `CONTAINERS` a file is, by its first bytes."""
+    if is_still(data):
+        return None
     return next((name for name, (at, mark) in CONTAINERS.items() if data.startswith(mark, at)), None)
 
 

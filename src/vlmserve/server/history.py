@@ -82,7 +82,9 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
     urls: dict[str, tuple[str, str]] = {}
 
     async def resolved(part: Message, place: str) -> Message:
-        file_id = part["file"]["file_id"]
+        file_id = part["file"].get("file_id")
+        if file_id is None:
+            return part
         if file_id not in urls:
             try:
                 urls[file_id] = await _data_url(needed_store(service), owner, file_id, share)
@@ -90,6 +92,10 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
                 error.param = place
                 raise
         kind, url = urls[file_id]
+        if kind == "file":
+            return {**part, "file": {"file_data": url}}
+        if "pages" in part:
+            raise InvalidRequestError(f"{place}: the file {file_id} has no pages; leave pages out", param=place)
         limits = {name: value for name, value in part.items() if name in ("min_pixels", "max_pixels")}
         others = {name: value for name, value in part["file"].items() if name != "file_id"}
         return {"type": kind, kind: {"url": url, **others}, **limits}
@@ -109,15 +115,18 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
 async def _data_url(store: Store, owner: str, file_id: str, share: BodyShare) -> tuple[str, str]:
     """The type of a file's part, and its content."""
     file = await store.run(store.files.get, owner, file_id)
-    if not file.media_type.startswith(("image/", "video/")):
-        raise InvalidRequestError(f"The file {file_id} is of {file.media_type}: no image and no video")
+    kinds = {"image": "image_url", "video": "video_url", "application/pdf": "file"}
+    family = file.media_type.partition("/")[0]
+    kind = kinds.get(family) or kinds.get(file.media_type)
+    if kind is None:
+        raise InvalidRequestError(f"The file {file_id} is of {file.media_type}: no image, document or video")
     share.need(file.num_bytes * 4 // 3)
 
     def read() -> str:
         encoded = base64.b64encode(store.files.content(owner, file_id)).decode()
         return f"data:{file.media_type};base64,{encoded}"
 
-    return "video_url" if file.media_type.startswith("video/") else "image_url", await store.run(read)
+    return kind, await store.run(read)
 
 
 def file_ids(items: Sequence[Message]) -> list[str]:

@@ -177,6 +177,7 @@ class Service:
         self._text_workers = ThreadPoolExecutor(2, "prepare-text")
         self._image_workers = ThreadPoolExecutor(media.threads, "prepare-images")
         self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
+        self._document_workers = ThreadPoolExecutor(media.threads, "prepare-documents")
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
         """Begin to serve. preparer: knows the engine's limits. defaults: what requests that say nothing about sampling
@@ -215,7 +216,13 @@ class Service:
 
     def close(self) -> None:
         """Let go of the worker threads, the traces and the history. The client belongs to the caller."""
-        for pool in (self._body_workers, self._text_workers, self._image_workers, self._fetch_workers):
+        for pool in (
+            self._body_workers,
+            self._text_workers,
+            self._image_workers,
+            self._fetch_workers,
+            self._document_workers,
+        ):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.store is not None:
             self.store.close()
@@ -385,12 +392,12 @@ class Service:
     ) -> Prompt:
         """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does."""
         assert self._preparer is not None
-        urls = [
-            url
+        shown = [
+            part
             for message in messages
             if isinstance(message.get("content"), list)
             for part in message["content"]
-            for url in _urls(part)
+            if part["type"] != "text"
         ]
         prepare = functools.partial(
             self._preparer.chat,
@@ -400,16 +407,23 @@ class Service:
             tools=tools,
             template_settings=template_settings,
         )
-        if not urls and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
+        if not shown and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
             return prepare()
-        remote = any(not url.startswith("data:") for url in urls)
-        workers = self._fetch_workers if remote else self._image_workers if urls else self._text_workers
         try:
-            return await run_in_thread(workers, prepare)
+            return await run_in_thread(self._workers(shown), prepare)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
+
+    def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
+        """The threads that prepare a conversation with these parts: what takes long keeps nobody waiting that does
+        not."""
+        if any(part["type"] == "file" for part in shown):
+            return self._document_workers
+        if any(not url.startswith("data:") for part in shown for url in _urls(part)):
+            return self._fetch_workers
+        return self._image_workers if shown else self._text_workers
 
     def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream:
         """A new detokenizer for one answer. shown_ids: control tokens to show."""
@@ -427,6 +441,4 @@ def _num_characters(message: Mapping[str, Any]) -> int:
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:
     """Where a part's image, or the video or its frames, come from."""
     kind = part["type"]
-    if kind == "text":
-        return ()
     return part["video"] if kind == "video" else (part[kind]["url"],)

@@ -96,7 +96,7 @@ class Turns:
             path = path.replace(".content", ".output", 1).replace(".tool_call_id", ".call_id")
         if source in (_INSTRUCTIONS, _EARLIER):
             return source
-        return source + path.replace(".image_url.url", ".image_url")
+        return source + path.replace(".image_url.url", ".image_url").replace(".file.file_", ".file_")
 
 
 def _said(item: Item) -> Message:
@@ -126,6 +126,8 @@ def _chat_part(part: Item) -> Item:
             return {"type": "text", "text": part["refusal"]}
     limits: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if name in part}
     detail = {"detail": part["detail"]} if "detail" in part else {}
-    if "file_id" in part:
-        return {"type": "file", "file": {"file_id": part["file_id"], **detail}, **limits}
+    limits |= {"pages": part["pages"]} if "pages" in part else {}
+    for name in ("file_id", "file_data", "file_url"):
+        if name in part:
+            return {"type": "file", "file": {name: part[name], **detail}, **limits}
     return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}, **limits}

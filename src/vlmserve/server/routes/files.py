@@ -1,4 +1,4 @@
-"""``/v1/files``: images and videos that requests may show by their ids, and the requests and results of batches."""
+"""``/v1/files``: images, videos and documents that requests name by their ids, and the requests of batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COPIES = 3
 
 
 async def upload_file(request: Request) -> Response:
-    """Keep an image, a video, or the requests of a batch."""
+    """Keep an image, a video, a document, or the requests of a batch."""
     service: Service = request.app.state.service
     store, owner = needed_store(service), owner_of(request)
     with service.bodies.share() as share:

@@ -13,6 +13,7 @@ from pydantic import Field, Tag, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.server.schema.base import JSONObject, RequestModel, by_type, text_or_list
+from vlmserve.server.schema.content import Pages
 
 _PATH = re.compile(r"(?:messages|tools)\[\d+\](?:\.\w+|\[\d+\])*")
 _OWNER = re.compile(r"messages\[\d+\](?:\.(?:content|tool_calls)\[\d+\])?")
@@ -21,6 +22,8 @@ _OWN_FIELDS: Mapping[str, str] = {
     ".function.arguments": ".input",
     ".function.name": ".name",
     ".function.parameters": ".input_schema",
+    ".file.file_data": ".source",
+    ".file.file_url": ".source",
     ".image_url.url": ".source",
     ".tool_call_id": ".tool_use_id",
 }
@@ -39,9 +42,9 @@ class TextBlock(Block):
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
-    def part(self) -> dict[str, Any]:
+    def parts(self) -> list[dict[str, Any]]:
         """The same as OpenAI writes it."""
-        return {"type": "text", "text": self.text}
+        return [{"type": "text", "text": self.text}]
 
 
 class Base64Source(RequestModel):
@@ -68,13 +71,56 @@ class ImageBlock(Block):
         by_type("base64", "url"),
     ]
 
-    def part(self) -> dict[str, Any]:
+    def parts(self) -> list[dict[str, Any]]:
         """The same as OpenAI writes it."""
         if isinstance(self.source, URLSource):
             url = self.source.url
         else:
             url = f"data:{self.source.media_type};base64,{self.source.data}"
-        return {"type": "image_url", "image_url": {"url": url}}
+        return [{"type": "image_url", "image_url": {"url": url}}]
+
+
+class TextSource(RequestModel):
+    """A document that is text."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class Citations(RequestModel):
+    """Whether an answer says which part of a document it is about: never."""
+
+    enabled: Literal[False] = False
+
+
+class DocumentBlock(Block):
+    """A document: of a PDF each page is an image. title and context come before it as text."""
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("<base64>")]
+        | Annotated[URLSource, Tag("<url>")]
+        | Annotated[TextSource, Tag("<text>")],
+        by_type("base64", "url", "text"),
+    ]
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+    pages: Pages = None
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The same as OpenAI writes it."""
+        source = self.source
+        texts = [text for text in (self.title, self.context) if text]
+        if isinstance(source, TextSource):
+            return [{"type": "text", "text": "\n\n".join([*texts, source.data])}]
+        if isinstance(source, URLSource):
+            file = {"file_url": source.url}
+        else:
+            file = {"file_data": f"data:{source.media_type};base64,{source.data}"}
+        document = {"type": "file", "file": file, **({"pages": self.pages} if self.pages is not None else {})}
+        return [*({"type": "text", "text": text} for text in texts), document]
 
 
 class ToolUseBlock(Block):
@@ -92,8 +138,10 @@ class ToolUseBlock(Block):
 
 
 ShownBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
-    by_type("text", "image"),
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[DocumentBlock, Tag("<document>")],
+    by_type("text", "image", "document"),
 ]
 
 
@@ -111,9 +159,10 @@ class ToolResultBlock(Block):
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    by_type("text", "image", "tool_use", "tool_result"),
+    by_type("text", "image", "document", "tool_use", "tool_result"),
 ]
 
 
@@ -165,18 +214,18 @@ class ChatMessages:
                 self._add_question(place, blocks)
 
     def _add_answer(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
-        said = [(at, block) for at, block in blocks if isinstance(block, TextBlock | ImageBlock)]
+        said = [(at, block) for at, block in blocks if isinstance(block, TextBlock | ImageBlock | DocumentBlock)]
         calls = [(at, block.call()) for at, block in blocks if isinstance(block, ToolUseBlock)]
         texts = [block.text for _, block in said if isinstance(block, TextBlock)]
-        content = "".join(texts) if len(texts) == len(said) else [(at, block.part()) for at, block in said]
+        content = "".join(texts) if len(texts) == len(said) else _placed_parts(said)
         self._add(place, "assistant", content, calls)
 
     def _add_question(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
         """Each result is a message, and so is the text before, between and after them."""
         said: list[Placed] = []
         for at, block in blocks:
-            if isinstance(block, TextBlock | ImageBlock):
-                said.append((at, block.part()))
+            if isinstance(block, TextBlock | ImageBlock | DocumentBlock):
+                said += _placed_parts([(at, block)])
             elif isinstance(block, ToolResultBlock):
                 if said:
                     self._add(place, "user", said)
@@ -220,6 +269,11 @@ class ChatMessages:
         return path
 
 
+def _placed_parts(blocks: Sequence[tuple[str, TextBlock | ImageBlock | DocumentBlock]]) -> list[Placed]:
+    """What blocks are as OpenAI writes them, each after the place of its block."""
+    return [(place, part) for place, block in blocks for part in block.parts()]
+
+
 def _result(place: str, block: ToolResultBlock) -> str | list[Placed]:
     """What a result shows, as text if it is nothing else."""
     failed = "Error: " if block.is_error else ""
@@ -228,5 +282,5 @@ def _result(place: str, block: ToolResultBlock) -> str | list[Placed]:
     texts = [shown.text for shown in block.content if isinstance(shown, TextBlock)]
     if len(texts) == len(block.content):
         return failed + "\n".join(texts)
-    parts = [(f"{place}.content[{index}]", shown.part()) for index, shown in enumerate(block.content)]
+    parts = _placed_parts([(f"{place}.content[{index}]", shown) for index, shown in enumerate(block.content)])
     return [(place, {"type": "text", "text": failed}), *parts] if failed else parts

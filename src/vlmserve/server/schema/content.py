@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
@@ -90,24 +90,31 @@ class VideoPart(ChatPart, MediumPart):
     fps: float | None = Field(None, gt=0, le=MAX_FPS)
 
 
-class FileRef(RequestModel):
-    """A file that was uploaded to /v1/files."""
+Pages = Annotated[str | None, Field(max_length=1000, description='Of a document, like "1-3,7,10-"; default: all.')]
 
-    file_id: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_by_id(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("file_data") is not None:
-            raise ValueError("file_data is not supported here; upload the file to /v1/files and send its file_id")
-        return value
+class FileSource(RequestModel):
+    """A file that was uploaded to /v1/files, or a document: as base64 or a data URL, or at an http(s) URL. filename is
+    accepted and changes nothing: the content says what it is."""
+
+    file_id: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = Field(None, exclude=True)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if [self.file_id, self.file_data, self.file_url].count(None) != 2:
+            raise ValueError("A file has one of file_id, file_data and file_url")
+        return self
 
 
 class FilePart(ChatPart, MediumPart):
-    """An image or a video that was uploaded."""
+    """A document, of which each page is an image, or an image or a video that was uploaded."""
 
     type: Literal["file"]
-    file: FileRef
+    file: FileSource
+    pages: Pages = None
 
 
 Part = Annotated[

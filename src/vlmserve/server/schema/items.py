@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
-from vlmserve.server.schema.content import MediumPart
+from vlmserve.server.schema.content import MediumPart, Pages
 
 MAX_ITEMS = 4096
 """Items in one request."""
@@ -53,19 +53,23 @@ class InputImage(MediumPart):
         return self
 
 
-class InputFile(RequestModel):
-    """An image or a video that was uploaded."""
+class InputFile(MediumPart):
+    """A document, of which each page is an image: a file that was uploaded, base64 or a data URL, or an http(s) URL. An
+    uploaded file may also be an image or a video. filename and detail are accepted and change nothing."""
 
     type: Literal["input_file"]
-    file_id: str
+    file_id: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+    detail: Literal["auto", "low", "high"] | None = Field(None, exclude=True)
+    pages: Pages = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_by_id(cls, value: Any) -> Any:
-        for name in ("file_data", "file_url", "filename", "detail") if isinstance(value, dict) else ():
-            if value.get(name) is not None:
-                raise ValueError(f"{name} is not supported here; upload the file to /v1/files and send its file_id")
-        return value
+    @model_validator(mode="after")
+    def _one_source(self) -> InputFile:
+        if [self.file_id, self.file_data, self.file_url].count(None) != 2:
+            raise ValueError("An input_file has one of file_id, file_data and file_url")
+        return self
 
 
 class OutputText(RequestModel):

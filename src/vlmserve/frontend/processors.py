@@ -1,0 +1,93 @@
+"""How the checkpoint's images and videos become pixels, by what its files say."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
+from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.crops import CropProcessor
+from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor, implied_settings
+from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
+from vlmserve.media.transformers_processor import TransformersProcessor
+from vlmserve.media.videos import VideoProcessor
+from vlmserve.prompt.files import read_json
+from vlmserve.prompt.tokenizer import Tokenizer
+
+
+def transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
+    """Of a model that runs by transformers' code. Raises UnsupportedModelError without a placeholder token."""
+    _refuse_bounds(media)
+    if tokenizer.image_token_id is None:
+        raise UnsupportedModelError("it has no placeholder token for images, so it cannot run by transformers' code")
+    processor = TransformersProcessor(folder, tokenizer.image_token_id)
+    tokenizer.mark_images(processor.mark)
+    return processor
+
+
+def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
+    """Of a model of vlmserve. Raises ModelLoadError for a checkpoint without settings, ConfigurationError for bounds
+    that it does not take."""
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == "moondream1":
+        _refuse_bounds(media)
+        return CropProcessor(config, exact_pixels=media.exact_pixels)
+    settings = _settings(folder, "image_processor", "preprocessor_config.json") or implied_settings(config)
+    if not settings:
+        raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
+    kind, exact = str(settings.get("image_processor_type")), media.exact_pixels
+    if kind.startswith("Qwen2"):
+        return AnySizeProcessor.from_settings(settings, exact_pixels=exact, overrides=media.mm_processor_kwargs)
+    _refuse_bounds(media)
+    if kind.startswith("LlavaNextImageProcessor"):
+        return AnyResolutionProcessor(config, settings, exact_pixels=exact)
+    if kind.startswith(("Idefics3", "SmolVLM")):
+        count = read_json(folder / "processor_config.json").get("image_seq_len")
+        return SplitProcessor(config, settings, _split_words(tokenizer), tile_tokens=count, exact_pixels=exact)
+    return FixedSizeProcessor(config, settings, exact_pixels=exact)
+
+
+def _refuse_bounds(media: MediaConfig) -> None:
+    if media.mm_processor_kwargs.min_pixels or media.mm_processor_kwargs.max_pixels:
+        raise ConfigurationError(
+            "--mm-processor-kwargs: this model chooses the sizes of images; leave min_pixels and max_pixels out"
+        )
+
+
+def _split_words(tokenizer: Tokenizer) -> SplitWords:
+    assert tokenizer.image_token is not None
+    assert tokenizer.image_token_id is not None
+    named = tokenizer.special_tokens
+    around = named.get("fake_image_token", "<fake_token_around_image>")
+    if tokenizer.token_id(around) is None:
+        raise ModelLoadError(f"the tokenizer has no token {around}, which is needed around the tiles of images")
+    return SplitWords(
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+        image_token=tokenizer.image_token,
+        image_token_id=tokenizer.image_token_id,
+        around=around,
+        whole=named.get("global_image_token", "<global-img>"),
+    )
+
+
+def video_processor(folder: Path, media: MediaConfig) -> VideoProcessor:
+    """Of a model that takes videos."""
+    settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
+    return VideoProcessor.from_settings(
+        settings,
+        read_json(folder / "config.json").get("vision_config") or {},
+        exact_pixels=media.exact_pixels,
+        overrides=media.mm_processor_kwargs,
+        max_frames=media.max_video_frames,
+    )
+
+
+def _settings(folder: Path, section: str, *files: str) -> dict[str, Any]:
+    """A section of processor_config.json, or else the first of the files that older checkpoints have for it."""
+    settings = read_json(folder / "processor_config.json").get(section)
+    if isinstance(settings, dict):
+        return settings
+    return next((found for name in files if (found := read_json(folder / name))), {})

@@ -1,0 +1,212 @@
+"""Documents to the images of their pages: PDF files, TIFF files with several pages, animations frame by frame."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from blake3 import blake3
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import DocumentTooLargeError, InvalidDocumentError, InvalidImageError, InvalidRequestError
+from vlmserve.media.cache import ImageCache
+from vlmserve.media.decoding import DecodingMemory, frame_bytes
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.keys import page_key
+from vlmserve.media.paged_images import PagedImage
+from vlmserve.media.pdf import PDFProcess, is_pdf
+from vlmserve.media.processor import ImageProcessor
+from vlmserve.media.sources import DocumentSource, process_image, read_source
+from vlmserve.media.video_files import container_of
+from vlmserve.types import ImageInput
+
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{0,9}))?")
+_MAX_RANGES = 1000
+_COUNTS = 4096
+"""Documents whose number of pages is remembered."""
+
+
+class _Open(Protocol):
+    num_pages: int
+
+    def close(self) -> None: ...
+
+
+class PageCounts:
+    """How many pages documents have that were opened before, the least recently used out. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def get(self, digest: bytes) -> int | None:
+        """The number of pages, if it is known."""
+        with self._lock:
+            count = self._counts.get(digest)
+            if count is not None:
+                self._counts.move_to_end(digest)
+            return count
+
+    def keep(self, digest: bytes, count: int) -> None:
+        """Remember it."""
+        with self._lock:
+            self._counts[digest] = count
+            while len(self._counts) > _COUNTS:
+                self._counts.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of an open document. digest: of the document and the request's salt. number: from 0."""
+
+    reader: DocumentReader = field(repr=False)
+    data: bytes = field(repr=False)
+    digest: bytes
+    number: int
+
+    def prepare(self, processor: ImageProcessor, cache: ImageCache) -> ImageInput:
+        """The page ready for the vision tower; those in `cache` are not rendered again.
+
+        Raises InvalidDocumentError, InvalidImageError, DocumentTooLargeError or ImageTooLargeError, saying which page
+        it is, and CancelledWorkError.
+        """
+        key = page_key(self.digest, self.number, self.reader.look, processor.fingerprint)
+
+        def prepare() -> ImageInput:
+            with self.reader.rendered(self, cache.decoding) as image:
+                return process_image(key, image, processor)
+
+        try:
+            return cache.get(key, prepare)
+        except InvalidRequestError as error:
+            error.args = (f"page {self.number + 1}: {error}",)
+            raise
+
+
+Shown: TypeAlias = Page | bytes
+"""What stands for a page: itself, or the file of an image that is no more than that."""
+
+
+class DocumentReader:
+    """Opens the documents of one request, one at a time: at most one process renders for it. Close it at the end."""
+
+    def __init__(self, limits: MediaConfig, counts: PageCounts, salt: str = "") -> None:
+        self.look = f"{limits.page_dpi!r} {limits.max_page_pixels}".encode()
+        """What decides how pages are rendered, besides the document."""
+        self._limits = limits
+        self._counts = counts
+        self._salt = salt.encode()
+        self._opened: tuple[bytes, _Open] | None = None
+
+    def pages(self, source: DocumentSource, chosen: str | None, most: int) -> list[Shown]:
+        """Pages of a document, in the order in which they are chosen; all if `chosen` is None. Nothing is rendered.
+        Trusts `source`: paths are read.
+
+        chosen: as `parse_pages` takes it. Raises InvalidDocumentError for what is no document, or lacks those pages;
+        DocumentTooLargeError for one that is too large or has more than `most` pages that are to be shown; and as
+        `read_source` and `PDFProcess` do.
+        """
+        ranges = None if chosen is None else parse_pages(chosen)
+        data, digest, count = self._counted(source)
+        numbers = _numbers(ranges, count, most)
+        if count == 1 and not is_pdf(data):
+            return [data for _ in numbers]
+        return [Page(self, data, digest, number) for number in numbers]
+
+    def count(self, source: DocumentSource) -> int:
+        """How many pages a document has. Raises as `pages` does."""
+        return self._counted(source)[2]
+
+    @contextlib.contextmanager
+    def rendered(self, page: Page, memory: DecodingMemory) -> Iterator[DecodedImage]:
+        """While the block runs, the page takes its share of the memory. Raises as `Page.prepare` does."""
+        document = self._open(page.digest, page.data)
+        if isinstance(document, PagedImage):
+            with document.decoded(page.number, memory) as image:
+                yield image
+            return
+        assert isinstance(document, PDFProcess)
+        with memory.share(frame_bytes(self._limits.max_page_pixels)):
+            try:
+                yield DecodedImage.whole(document.render(page.number))
+            except BaseException:
+                self.close()  # it may have ended
+                raise
+
+    def close(self) -> None:
+        """End what is open."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[1].close()
+
+    def _counted(self, source: DocumentSource) -> tuple[bytes, bytes, int]:
+        """A document, its digest and its number of pages."""
+        data = read_source(source, self._limits, "document")
+        if not data:
+            raise InvalidDocumentError("the document is empty (0 bytes)")
+        digest = blake3(len(self._salt).to_bytes(8, "little") + self._salt).update(data).digest()
+        count = self._counts.get(digest)
+        if count is None:
+            count = self._open(digest, data).num_pages
+            self._counts.keep(digest, count)
+        return data, digest, count
+
+    def _open(self, digest: bytes, data: bytes) -> _Open:
+        if self._opened is not None and self._opened[0] == digest:
+            return self._opened[1]
+        self.close()
+        document: _Open
+        if is_pdf(data):
+            document = PDFProcess(data, self._limits)
+        elif container_of(data) is not None:
+            raise InvalidDocumentError("the file is a video, not a document; send it as a video_url")
+        else:
+            try:
+                document = PagedImage(data, self._limits)
+            except InvalidImageError as error:
+                raise InvalidDocumentError(f"{error}; documents are PDF files, TIFF files and other images") from error
+        self._opened = digest, document
+        return document
+
+
+def count_pages(source: DocumentSource, limits: MediaConfig) -> int:
+    """How many pages a document has. Raises as `DocumentReader.pages` does."""
+    with contextlib.closing(DocumentReader(limits, PageCounts())) as reader:
+        return reader.count(source)
+
+
+def parse_pages(text: str) -> list[tuple[int, int | None]]:
+    """Ranges of pages, from 1: ``1-3,7,10-`` are the first three, the seventh, and the tenth to the last (None).
+
+    Raises InvalidDocumentError for any other text.
+    """
+    ranges: list[tuple[int, int | None]] = []
+    for piece in text.split(",", _MAX_RANGES):
+        match = _RANGE.fullmatch(piece.strip())
+        first = 0 if match is None else int(match[1])
+        last = None if match is None or match[2] == "" else int(match[2] or first)
+        if first < 1 or (last is not None and last < first):
+            raise InvalidDocumentError(f"pages must be like 1-3,7,10- and count from 1, not {text!r:.100}")
+        ranges.append((first, last))
+    return ranges
+
+
+def _numbers(ranges: list[tuple[int, int | None]] | None, count: int, most: int) -> list[int]:
+    """The chosen pages of so many, from 0."""
+    numbers: list[int] = []
+    for first, last in [(1, None)] if ranges is None else ranges:
+        if max(first, last or first) > count:
+            raise InvalidDocumentError(f"there is no page {max(first, last or first):,}: the document has {count:,}")
+        wanted = range(first - 1, last or count)
+        if len(numbers) + len(wanted) > most:
+            raise DocumentTooLargeError(
+                f"the document has {count:,} pages, and more are asked for than the {most:,} that the request has left "
+                '(--max-document-pages); choose fewer, like "pages": "1-3,7"'
+            )
+        numbers += wanted
+    return numbers

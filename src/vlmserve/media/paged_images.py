@@ -1,0 +1,64 @@
+"""Image files that hold several images: pages of a TIFF, frames of an animation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from vlmserve.cancellation import check_cancelled
+from vlmserve.config import MediaConfig
+from vlmserve.errors import DocumentTooLargeError, InvalidImageError, VLMServeError
+from vlmserve.media.decoding import DecodingMemory, LimitedFile, check_scans, decoding_bytes
+from vlmserve.media.images import DecodedImage, check_num_pixels, load_image, open_file, upright
+from vlmserve.media.pages import page_frames
+
+
+class PagedImage:
+    """An image file, of which every page or frame can be decoded. Only headers are read when it is opened.
+
+    Raises InvalidImageError, ImageTooLargeError or DocumentTooLargeError as `decode_image` does.
+    """
+
+    def __init__(self, data: bytes, limits: MediaConfig) -> None:
+        self._limits = limits
+        self._data = data
+        self._file = LimitedFile(data, limits.decode_timeout)
+        self._image = open_file(self._file, limits)
+        if self._image.format == "TIFF":
+            self._frames = page_frames(self._image, limits.max_decoded_frames)
+        else:
+            self._frames = list(range(self._num_frames()))
+        if len(self._frames) > limits.max_decoded_frames:
+            raise DocumentTooLargeError(f"the file has more than {limits.max_decoded_frames:,} pages or frames")
+        self.num_pages = len(self._frames)
+
+    @contextlib.contextmanager
+    def decoded(self, number: int, memory: DecodingMemory) -> Iterator[DecodedImage]:
+        """A page, which takes its share of the memory while the block runs. Raises as `decode_image` does."""
+        check_cancelled()
+        image = self._image
+        self._file.restart()
+        with memory.share(decoding_bytes(image)):  # a frame of an animation is drawn on those before it
+            try:
+                image.seek(self._frames[number])
+            except VLMServeError:
+                raise
+            except Exception as error:  # Pillow's readers raise anything on broken data
+                raise InvalidImageError(f"it is broken or truncated: {error}") from error
+            check_num_pixels(image, self._limits)
+            check_scans(self._data, image, self._limits)
+        with memory.share(decoding_bytes(image)):
+            load_image(image, self._limits)
+            yield upright(image)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._image.close()
+
+    def _num_frames(self) -> int:
+        try:
+            return int(getattr(self._image, "n_frames", 1))
+        except VLMServeError:
+            raise
+        except Exception as error:  # Pillow's readers raise anything on broken data
+            raise InvalidImageError(f"the image is broken: {error}") from error
