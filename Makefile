@@ -10,7 +10,7 @@ ARGS ?=
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test check lint sanitize bench web format clean
+.PHONY: help serve test check lint types sanitize bench web format wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(VENV)/.dev ## Check style, types and the direction of imports
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+types: $(VENV)/.dev ## Check types for each version of Python
+	@for version in 3.11 3.12 3.13; do echo "Python $$version" && $(BIN)/mypy --python-version $$version; done
 
 sanitize: $(VENV)/.dev ## Test the native kernels under AddressSanitizer and UBSan
 	@mkdir -p build/sanitized
@@ -49,8 +52,11 @@ format: $(VENV)/.dev ## Put the code into its standard form
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+wheel: $(VENV)/.core ## Build the wheel of this machine, with its kernels, into dist
+	@$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+
 clean: ## Remove the virtual environment and what tools left behind
-	rm -rf $(VENV) build dist web/node_modules src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site web/node_modules src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -89,5 +89,7 @@ setup(
             py_limited_api=True,
         )
     ],
+    # The kernels use the stable ABI: one wheel for all versions from 3.11.
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     cmdclass={"build_ext": BuildKernels},
 )

@@ -1,0 +1,61 @@
+"""What is published: the wheel has every file, and workflows call what exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def test_the_wheel_has_every_file_of_the_package() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "src/vlmserve"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
+    data = [
+        f"src/{package.replace('.', '/')}/{pattern}"
+        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+    ]
+    sources = ["src/vlmserve/kernels/csrc/*.h", "src/vlmserve/kernels/csrc/*.cpp"]
+    left_out = [name for name in tracked if not any(fnmatch(name, one) for one in [*data, *sources, "*.py"])]
+    assert len(tracked) > 400
+    assert left_out == []
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_call_what_exists(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text("utf-8"))
+    assert {"name", "permissions", "jobs"} <= workflow.keys()
+    for name, job in workflow["jobs"].items():
+        if called := job.get("uses"):
+            assert (ROOT / called).is_file(), called
+            continue
+        assert "timeout-minutes" in job, name
+        needed = job.get("needs", [])
+        assert {*([needed] if isinstance(needed, str) else needed)} <= workflow["jobs"].keys()
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            assert set(re.findall(r"\bmake ([a-z]+)", step.get("run", ""))) <= TARGETS
+            for script in re.findall(r"(?<!\S)(\.ci/\w+(?:\.py)?)", step.get("run", "")):
+                assert (ROOT / script).is_file(), script
+
+
+def test_workflows_test_every_version_that_is_promised() -> None:
+    classifiers = " ".join(PROJECT["project"]["classifiers"])
+    promised = set(re.findall(r"Python :: (3\.\d+)", classifiers))
+    tests = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text("utf-8"))["jobs"]
+    oldest = {step["with"]["python-version"] for step in tests["all"]["steps"] if "with" in step}
+    assert oldest | set(tests["python"]["strategy"]["matrix"]["python"]) == promised
+    types = re.search(r"for version in ([\d. ]+);", (ROOT / "Makefile").read_text("utf-8"))
+    assert types is not None
+    assert set(types[1].split()) == promised
