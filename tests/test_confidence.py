@@ -88,6 +88,7 @@ def test_answers_of_a_model_and_of_its_server_have_the_same_confidences():
     assert answer.choices[0].message.content == result.text
     assert confidence(answer) == pytest.approx(found)
     assert confidence(answer.choices[0].model_dump()) == pytest.approx(found)
+    assert answer.choices[0].confidence == pytest.approx(found)
 
 
 WRONG = ["", "{", '{"a"', '{"a":}', '{"a": 1', "[1,]", "1 2", '{"a": "b', "nothing", "[" * 99999]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +33,22 @@ def confidence(answer: Any) -> Any:
 
     Raises InvalidRequestError for an answer without logprobs, or one that is no JSON.
     """
-    text, tokens = _text_and_tokens(answer)
+    return json_confidence(*_text_and_tokens(answer))
+
+
+def json_confidence(text: str, tokens: Sequence[tuple[str | bytes, float]]) -> Any:
+    """The same for an answer's text and what it was made of: each token's text or bytes, and its logprob. Raises
+    InvalidRequestError for a text that is no JSON, or does not come from these tokens."""
     spans = _places(text, tokens)
-    starts = [0]
+    token_starts = [one.start for one in spans]
+    token_ends = [one.end for one in spans]
+    places = [0]
     for character in text:
-        starts.append(starts[-1] + len(character.encode()))
+        places.append(places[-1] + len(character.encode()))
 
     def probability(start: int, end: int) -> float:
-        logprobs = [one.logprob for one in spans if one.start < starts[end] and one.end > starts[start]]
-        return math.exp(math.fsum(logprobs))
+        first, last = bisect_right(token_ends, places[start]), bisect_left(token_starts, places[end])
+        return math.exp(math.fsum(one.logprob for one in spans[first:last]))
 
     try:
         value, end = _value(text, 0, probability)

@@ -11,6 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+import vlmserve
 from tests.server.live import QUESTION, LiveServer
 from tests.server.test_bad_input import refused
 
@@ -176,3 +177,47 @@ def test_a_grammar_that_becomes_too_large_on_its_way_is_the_clients_fault(either
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", "guided_grammar")
+
+
+def test_answers_in_json_say_how_sure_each_value_is(either):
+    wanted = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True}}
+    fields = {"model": "tiny", "messages": QUESTION, "response_format": wanted, "n": 2, "seed": 5, "logprobs": True}
+    answer = either.openai.chat.completions.create(max_tokens=300, **fields)
+    streamed = [{}, {}]
+    for chunk in either.openai.chat.completions.create(max_tokens=300, stream=True, **fields):
+        for choice in chunk.choices:
+            assert hasattr(choice, "confidence") == (choice.finish_reason is not None)
+            if choice.finish_reason is not None:
+                streamed[choice.index] = choice.confidence
+    for choice in answer.choices:
+        assert choice.confidence.keys() == json.loads(choice.message.content).keys()
+        assert choice.confidence == pytest.approx(vlmserve.confidence(choice))
+        assert choice.confidence == pytest.approx(streamed[choice.index])
+    cut = either.openai.chat.completions.create(max_tokens=1, **fields)
+    assert [choice.confidence for choice in cut.choices] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "has"),
+    [
+        ({"response_format": {"type": "json_object"}, "logprobs": True}, True),
+        ({"structured_outputs": {"json": SCHEMA}, "logprobs": True}, True),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"guided_choice": ["1", "2"], "logprobs": True}, False),
+        ({"logprobs": True}, False),
+    ],
+)
+def test_other_answers_have_no_confidence(live, fields, has):
+    answer = live.ask(max_tokens=300, **fields)
+    assert answer.status_code == 200, answer.text
+    assert ("confidence" in answer.json()["choices"][0]) == has
+
+
+def test_calls_have_no_confidence(live):
+    function = {"name": "draw", "parameters": SCHEMA}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    answer = live.ask(logprobs=True, response_format={"type": "json_object"}, **tools)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    assert choice["message"]["tool_calls"]
+    assert choice["confidence"] is None

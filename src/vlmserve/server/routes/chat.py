@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
+from vlmserve.server.confidence import AnswerConfidences
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import owner_of, with_files
@@ -40,6 +43,7 @@ class ChatDialect(Dialect[ChatRequest]):
     def __init__(self, owner: str = "") -> None:
         self._owner = owner
         self._reader = AnswerReader()
+        self._confidences: AnswerConfidences | None = None
 
     def num_answers(self, body: ChatRequest) -> int:
         return body.num_running
@@ -48,6 +52,8 @@ class ChatDialect(Dialect[ChatRequest]):
         if (body.top_logprobs or 0) > service.max_logprobs:
             raise InvalidRequestError(f"top_logprobs must be at most {service.max_logprobs} here", param="top_logprobs")
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
+        if body.wants_confidence:
+            self._confidences = AnswerConfidences(service.preparer.token_bytes)
         cache_salt = body.cache_salt or ""
         tools = body.tool_use
         params = self._reader.expect(service.preparer.tool_form, tools, params, body.n)
@@ -78,8 +84,10 @@ class ChatDialect(Dialect[ChatRequest]):
                     for place, delta in enumerate(deltas):
                         logprobs = _logprobs(body, text_delta, generation) if place == 0 else None
                         events += chunk([ChunkChoice(text_delta.index, delta, logprobs=logprobs)])
+                    confidence = self._confidence(text_delta)
                     if text_delta.finish_reason is not None:
-                        events += chunk([ChunkChoice(text_delta.index, Delta(), self._finish_reason(text_delta))])
+                        reason = self._finish_reason(text_delta)
+                        events += chunk([ChunkChoice(text_delta.index, Delta(), reason, confidence=confidence)])
                     if events:
                         yield events
             if body.includes_usage:
@@ -109,7 +117,11 @@ class ChatDialect(Dialect[ChatRequest]):
         message = AnswerMessage("".join(text) if text or not calls else None)
         if calls:
             message.tool_calls = calls
-        return AnswerChoice(answer.index, message, self._finish_reason(answer), logprobs)
+        return AnswerChoice(answer.index, message, self._finish_reason(answer), logprobs, self._confidence(answer))
+
+    def _confidence(self, delta: TextDelta) -> Any:
+        """That of an answer that ends with this delta, if it is asked for. Each delta is read once."""
+        return msgspec.UNSET if self._confidences is None else self._confidences.read(delta)
 
 
 def _delta(new: Event) -> Delta:

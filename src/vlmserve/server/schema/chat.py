@@ -92,6 +92,12 @@ class ChatRequest(ChoicesRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def wants_confidence(self) -> bool:
+        """Whether answers are JSON, and how likely their tokens are is asked for."""
+        grammar = self.grammar() if self.logprobs else None
+        return grammar is not None and grammar.kind in ("json_schema", "json_object")
+
+    @property
     def token_limit(self) -> int | None:
         """The longest answer that the request allows, in tokens."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -107,12 +113,14 @@ class AnswerMessage(msgspec.Struct):
 
 
 class AnswerChoice(msgspec.Struct):
-    """One of the n answers."""
+    """One of the n answers. confidence: of an answer in JSON, if its logprobs are asked for, a probability in the place
+    of each value; null if it is no whole JSON; left out for other answers."""
 
     index: int
     message: AnswerMessage
     finish_reason: str
     logprobs: ChoiceLogprobs | None = None
+    confidence: Any = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -135,12 +143,13 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
 
 class ChunkChoice(msgspec.Struct):
-    """A choice of a stream's chunk."""
+    """A choice of a stream's chunk. confidence: as in `AnswerChoice`, in the last chunk of an answer."""
 
     index: int
     delta: Delta
     finish_reason: str | None = None
     logprobs: ChoiceLogprobs | None = None
+    confidence: Any = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):

@@ -1,0 +1,38 @@
+"""How sure a request's answers in JSON are of each of their values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+
+from vlmserve.confidences import json_confidence
+from vlmserve.errors import InvalidRequestError
+from vlmserve.server.generation import TextDelta
+from vlmserve.server.schema.logprobs import TokenBytes
+
+
+class AnswerConfidences:
+    """Collects the tokens of the answers to one request as they come."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._deltas: dict[int, list[TextDelta]] = defaultdict(list)
+
+    def read(self, delta: TextDelta) -> Any:
+        """The probabilities of an answer's values, as `confidence` has them, with its last delta: None if the answer is
+        no whole JSON. Unset before that. Each delta is read once."""
+        self._deltas[delta.index].append(delta)
+        if delta.finish_reason is None:
+            return msgspec.UNSET
+        deltas = self._deltas.pop(delta.index)
+        tokens = [
+            (self._token_bytes(token.logprobs.token_id), token.logprobs.logprob)
+            for delta in deltas
+            for token in delta.logprobs
+        ]
+        try:
+            return json_confidence("".join(delta.text for delta in deltas), tokens)
+        except InvalidRequestError:  # a limit cut it off, or it calls functions instead
+            return None
