@@ -26,13 +26,26 @@ def test_every_topic_is_found() -> None:
     assert f"{psutil.virtual_memory().total / 2**30:.1f} GiB" in findings["memory"]
     assert all(isa in findings["CPU kernels"] for isa in extension.supported_isas())
     assert "billion in int4" in findings["parameters"]
-    assert {"vlmserve", "processor", "extras", "models"} <= findings.keys()
+    assert {"vlmserve", "processor", "extras", "models", "downloads"} <= findings.keys()
 
 
 def test_models_that_fit_leave_memory_for_the_cache() -> None:
     sizes = largest_models(16 * 10**9)
     assert sizes["bfloat16"] == pytest.approx(6.0)
     assert sizes["bfloat16"] < sizes["int8"] < sizes["int4"]
+
+
+def test_short_names_are_listed_by_the_widest_weights_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = psutil.virtual_memory()._replace(available=6 * 10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    wide, narrow, narrowest = texts("models")[0].split("; ")
+    assert wide.startswith("that fit on the CPU: smolvlm2:256m,")
+    assert wide.endswith(" in bfloat16")
+    assert "qwen3-vl:2b" in wide  # 4.3 of 4.5 GB
+    assert "qwen2.5-vl:3b" in narrow
+    assert "qwen3-vl:4b" in narrowest
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=10**8))
+    assert texts("models")[0] == "that fit on the CPU: none"
 
 
 def test_missing_kernels_and_drivers_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +73,7 @@ def test_gpus_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    [problem] = [finding.problem for finding in examine() if finding.topic == "models"]
+    [problem] = [finding.problem for finding in examine() if finding.topic == "downloads"]
     assert str(tmp_path) in problem
 
 

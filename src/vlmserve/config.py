@@ -235,7 +235,7 @@ class QuantizationConfig(Settings):
 class EngineConfig(Settings):
     """The model and its memory."""
 
-    model: str = Field(BUILT_IN_MODEL, description="Built-in name, local folder or .gguf file, or Hugging Face id.")
+    model: str = Field(BUILT_IN_MODEL, description="Short name, local folder or .gguf file, or Hugging Face id.")
     revision: str | None = Field(None, description="Branch, tag or commit of the model's repository.")
     engine: Literal["real", "mock"] = Field("real", description="'mock' answers deterministic text without a model.")
     load: Literal["eager", "lazy"] = Field("eager", description="'lazy' loads the model when the first request comes.")

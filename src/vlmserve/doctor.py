@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from vlmserve.models.names import BYTES, KV_SHARE, MODELS
+
 EXTRAS = {
     "gguf": ("gguf", ".gguf files"),
     "video": ("av", "videos"),
@@ -25,10 +27,6 @@ EXTRAS = {
     "gpu": ("pynvml", "metrics of NVIDIA's GPUs"),
 }
 """By extra: a package of it, and what it is for."""
-KV_SHARE = 0.25
-"""The share of free memory that is taken to be left to the KV cache, to images and to everything else."""
-BYTES = {"bfloat16": 2.0, "int8": 1.06, "int4": 0.56}
-"""Of a parameter, scales of groups of 128 included."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -91,6 +89,7 @@ def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     yield Finding("memory", f"{_gib(memory.total)}, {_gib(memory.available)} of it free")
     yield Finding("parameters", f"on the CPU: {_sizes(memory.available)}")
+    yield Finding("models", f"that fit on the CPU: {_models(memory.available)}")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -110,6 +109,7 @@ def _gpus() -> Iterator[Finding]:
             "without Triton torch's operations run: pip install triton" if lacks_triton else "",
         )
         yield Finding("parameters", f"on this GPU: {_sizes(free)}")
+        yield Finding("models", f"that fit on this GPU: {_models(free)}")
     if not torch.cuda.device_count() and shutil.which("nvidia-smi") is not None:
         remedy = "install a CUDA build of torch (https://pytorch.org/get-started) or a driver that fits it"
         yield Finding("GPU", "none that torch can use", f"this machine has NVIDIA's driver: {remedy}")
@@ -137,7 +137,7 @@ def _folders() -> Iterator[Finding]:
     there = next(one for one in (folder, *folder.parents) if one.exists())
     free = shutil.disk_usage(there).free
     problem = "" if os.access(there, os.W_OK) else f"{there} cannot be written to: set HF_HOME to another folder"
-    yield Finding("models", f"downloads go to {folder}, {_gib(free)} free", problem)
+    yield Finding("downloads", f"to {folder}, {_gib(free)} free", problem)
 
 
 def largest_models(free: int) -> dict[str, float]:
@@ -147,6 +147,13 @@ def largest_models(free: int) -> dict[str, float]:
 
 def _sizes(free: int) -> str:
     return ", ".join(f"{count:.1f} billion in {name}" for name, count in largest_models(free).items())
+
+
+def _models(free: int) -> str:
+    """Short names by the widest type of weights that fits."""
+    widest = {model.name: next((name for name in BYTES if model.fits(free, name)), None) for model in MODELS}
+    fitting = {weights: [name for name, fits in widest.items() if fits == weights] for weights in BYTES}
+    return "; ".join(f"{', '.join(names)} in {weights}" for weights, names in fitting.items() if names) or "none"
 
 
 def _gib(size: int) -> str:

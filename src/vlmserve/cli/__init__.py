@@ -236,7 +236,7 @@ def batch(
 @command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "kv_cache_dtype", "num_threads"))
 def bench(
     engine: EngineConfig,
-    model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")] = (
+    model: Annotated[str, typer.Argument(help="Short name, local folder or .gguf file, or Hugging Face id.")] = (
         BUILT_IN_MODEL
     ),
     scheme: Annotated[
@@ -296,7 +296,7 @@ def loadtest(
 @command(("revision", "device", "dtype", "model_impl", "kernels", "kv_cache_memory", "num_threads"))
 def verify(
     engine: EngineConfig,
-    model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],
+    model: Annotated[str, typer.Argument(help="Short name, local folder or .gguf file, or Hugging Face id.")],
     images: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder with images; default: drawn ones.")
     ] = None,
@@ -359,27 +359,14 @@ def version() -> None:
 def models(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
 ) -> None:
-    """List supported model families and what input each takes."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    """List short names of models with the memory that their weights need, and supported families.
 
-    from vlmserve.models.catalogue import HEADINGS, catalogue, markdown
+    A name of the first table, a folder, a repository of the Hugging Face hub or a .gguf file can be given wherever a
+    model is named. Families are recognized by the architecture in config.json.
+    """
+    from vlmserve.cli.models import show_models
 
-    if as_markdown:
-        print(markdown(), end="")
-        return
-    table = Table(*HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.columns[1].no_wrap = True
-    for entry in catalogue():
-        table.add_row(*entry)
-    console = Console()
-    console.print(table)
-    console.print(
-        "Give serve, ask or chat a local folder or a Hugging Face id with one of these in its config.json, a .gguf "
-        f"file, or {BUILT_IN_MODEL}, which is built in.",
-        highlight=False,
-    )
+    show_models(as_markdown=as_markdown)
 
 
 @app.command("merge-lora", cls=HelpfulCommand)
@@ -480,7 +467,7 @@ def eval_routing(
 @command(("revision", "device", "dtype", "kernels", "kv_cache_dtype", "num_threads", *QUANTIZATION_DETAILS))
 def eval_perplexity(
     engine: EngineConfig,
-    model: Annotated[str, typer.Argument(help="Built-in name, local folder or .gguf file, or Hugging Face id.")],
+    model: Annotated[str, typer.Argument(help="Short name, local folder or .gguf file, or Hugging Face id.")],
     scheme: Annotated[
         list[str] | None,
         typer.Option(

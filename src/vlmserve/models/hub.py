@@ -8,6 +8,7 @@ from typing import Any
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import CheckpointNotFoundError, MissingWeightsError
 from vlmserve.models.gguf.header import is_gguf, read_header, require_gguf
+from vlmserve.models.names import is_short, repository_of, suggestion
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PICKLES = ["*.bin", "*.pth"]
@@ -19,8 +20,9 @@ _IGNORED = ["original/*", "*/*.safetensors", "onnx/*", "runs/*"]
 def resolve_model(name: str, revision: str | None = None, *, progress: bool = True) -> Path:
     """The folder with the checkpoint called `name`, or its file if it is a GGUF file.
 
-    name: ``pixie`` (in the package), a local folder or GGUF file, or a repository id of the Hugging Face hub, which is
-    downloaded unless it is in the cache. ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` are honoured.
+    name: ``pixie`` (in the package), a local folder or GGUF file, or a repository id of the Hugging Face hub or a short
+    name of one (`vlmserve.models.names`), which is downloaded unless it is in the cache. ``HF_TOKEN``, ``HF_HOME`` and
+    ``HF_HUB_OFFLINE`` are honoured.
     revision: branch, tag or commit of the repository. progress: show download bars.
     Raises CheckpointNotFoundError if there is no such checkpoint or it cannot be reached, MissingWeightsError if it
     has no weights in safetensors or PyTorch's files, ModelLoadError for a broken GGUF file.
@@ -34,7 +36,10 @@ def resolve_model(name: str, revision: str | None = None, *, progress: bool = Tr
         return _checked_file(folder, name)
     if _looks_like_path(name):
         raise CheckpointNotFoundError(f"there is no folder or file {name}")
-    return _checked(_download(name, revision, progress=progress), name)
+    repository = repository_of(name)
+    if repository is None and is_short(name):
+        raise CheckpointNotFoundError(f"there is no model {name}{suggestion(name)} (vlmserve models lists all names)")
+    return _checked(_download(repository or name, revision, progress=progress), name)
 
 
 def _built_in_folder() -> Path:
@@ -93,6 +98,7 @@ def _download(name: str, revision: str | None, *, progress: bool) -> Path:
     except errors.HFValidationError as error:
         raise CheckpointNotFoundError(
             f"{name!r} is neither {BUILT_IN_MODEL!r}, a local folder nor a repository id like owner/name"
+            f"{suggestion(name)}"
         ) from error
     except errors.GatedRepoError as error:
         raise CheckpointNotFoundError(
@@ -103,6 +109,7 @@ def _download(name: str, revision: str | None, *, progress: bool) -> Path:
     except errors.RepositoryNotFoundError as error:
         raise CheckpointNotFoundError(
             f"{name} is not a local folder and not on the Hugging Face hub (for a private repository, set HF_TOKEN)"
+            f"{suggestion(name)}"
         ) from error
     except errors.OfflineModeIsEnabled as error:
         raise CheckpointNotFoundError(
@@ -111,6 +118,7 @@ def _download(name: str, revision: str | None, *, progress: bool) -> Path:
     except errors.LocalEntryNotFoundError as error:
         raise CheckpointNotFoundError(
             f"{name}{at} is not in the local cache and the Hugging Face hub cannot be reached: {_reason(error)}"
+            f"{'' if '/' in name else suggestion(name)}"
         ) from error
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise CheckpointNotFoundError(f"{name}{at} could not be downloaded: {_reason(error)}") from error

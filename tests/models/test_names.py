@@ -1,0 +1,124 @@
+"""Short names stand for repositories, and their memory is that of the published weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.models.test_hub import answer_with, checkpoint
+from vlmserve.config import QuantizationConfig
+from vlmserve.errors import CheckpointNotFoundError
+from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
+from vlmserve.models.hub import resolve_model
+from vlmserve.models.names import MODELS, NamedModel, markdown, repository_of
+from vlmserve.quant.model import quantize
+
+LLAMA = {"model_type": "llama", "num_attention_heads": 32, "tie_word_embeddings": False}
+PUBLISHED = {
+    "qwen3:0.6b": transformers.Qwen3Config(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "llama3.1:8b": transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, tie_word_embeddings=False,
+    ),
+    "llava-1.5:7b": transformers.LlavaConfig(
+        text_config={**LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                     "num_key_value_heads": 32, "vocab_size": 32064},
+        vision_config={"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096,
+                       "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336, "patch_size": 14},
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+"""Configurations as they are published."""
+
+
+def named(name: str) -> NamedModel:
+    [found] = [model for model in MODELS if model.name == name]
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_of_the_published_configuration(name: str) -> None:
+    config = PUBLISHED[name]
+    with torch.device("meta"):
+        model = getattr(transformers, NAMES[type(config).__name__])(config)
+    model.tie_weights()
+    text = getattr(model.model, "language_model", model.model)
+    head = text.embed_tokens.weight.numel()
+    layers = sum(parameter.numel() for parameter in text.parameters()) - head
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert named(name)[3:] == (total, head, total - layers - head)
+
+
+NAMES = {
+    "Qwen3Config": "Qwen3ForCausalLM",
+    "LlamaConfig": "LlamaForCausalLM",
+    "LlavaConfig": "LlavaForConditionalGeneration",
+}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_memory_is_what_quantization_leaves(scheme: str) -> None:
+    made = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    modules = torch.nn.Module()
+    modules.language_model = torch.nn.Module()
+    modules.language_model.layer = Linear(1024, 2048, bias=False, **made)
+    modules.language_model.embed_tokens = TiedEmbedding(4096, 1024, **made)
+    modules.vision = Linear(1024, 512, bias=False, **made)
+    for weight in modules.parameters():
+        torch.nn.init.normal_(weight)
+    layer, head, vision = 1024 * 2048, 4096 * 1024, 1024 * 512
+    model = NamedModel("small", "", True, layer + head + vision, head, vision)
+    quantize(modules, QuantizationConfig(scheme=scheme))
+    stored = sum(module.num_bytes for module in modules.modules() if isinstance(module, Weight))
+    assert stored == pytest.approx(model.memory(scheme), rel=0.01)
+
+
+def test_names_are_unique_and_have_their_size() -> None:
+    assert len({model.name for model in MODELS}) == len({model.repository for model in MODELS}) == len(MODELS)
+    for model in MODELS:
+        number, unit = float(model.name.partition(":")[2][:-1]), model.name[-1]
+        stated = number * {"m": 1e6, "b": 1e9}[unit]
+        assert stated * 0.9 < model.parameters < stated * 1.3, model.name
+        assert model.memory("int4") < model.memory("int8") < model.memory("bfloat16") == 2 * model.parameters
+
+
+def test_a_short_name_is_downloaded_from_its_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "config.json", "model.safetensors")
+    calls = answer_with(monkeypatch, folder)
+    assert resolve_model("Qwen3-VL:2B", "v1") == folder
+    assert (calls[0]["name"], calls[0]["revision"]) == ("Qwen/Qwen3-VL-2B-Instruct", "v1")
+
+
+def test_a_folder_of_that_name_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "qwen3:4b", "config.json", "model.safetensors")
+    assert resolve_model("qwen3:4b") == Path("qwen3:4b")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("qwen3-vl", "there is no model qwen3-vl; did you mean qwen3-vl:2b or qwen3-vl:4b"),
+        ("qwen3-vl:3b", "did you mean qwen3-vl:2b"),
+        ("quen3-vl:2b", "did you mean qwen3-vl:2b"),
+        ("something:9b", r"there is no model something:9b \(vlmserve models lists all names\)"),
+    ],
+)
+def test_a_short_name_that_is_not_known_names_those_like_it(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = answer_with(monkeypatch, OSError("not asked"))
+    with pytest.raises(CheckpointNotFoundError, match=message):
+        resolve_model(name)
+    assert calls == []
+
+
+def test_a_repository_is_no_short_name() -> None:
+    assert repository_of("Qwen/Qwen3-VL-2B-Instruct") is None
+    assert "| llava-1.5:7b | llava-hf/llava-1.5-7b-hf | text, images | 7.06 |" in markdown()
