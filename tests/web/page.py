@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ def answer_of(page: Page, index: int) -> str:
 
 
 def add(page: Page, *images: Any) -> None:
-    """Choose images: paths, or files as Playwright describes them."""
+    """Choose images, videos or documents: paths, or files as Playwright describes them."""
     files = [_payload(image) if isinstance(image, Path) else image for image in images]
     page.locator("input[type=file]").set_input_files(files)
     page.get_by_role("button", name="Remove").nth(len(images) - 1).wait_for()
 
 
 def _payload(path: Path) -> dict[str, Any]:
-    return {"name": path.name, "mimeType": f"image/{path.suffix[1:]}", "buffer": path.read_bytes()}
+    kind = mimetypes.guess_type(path.name)[0]
+    assert kind is not None
+    return {"name": path.name, "mimeType": kind, "buffer": path.read_bytes()}
 
 
 def ask(page: Page, question: str, *images: Any) -> None:

@@ -6,8 +6,10 @@ import base64
 import io
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import av
 import httpx
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from playwright.sync_api import Page, expect
 from tests.web.page import add, answer_of, answers, ask, draw, stamp
 
 SHAPES = Path(__file__).parents[2] / "examples/shapes.png"
+DOCUMENT = SHAPES.with_suffix(".pdf")
 NOT_READY = {"error": {"message": "The server is still loading pixie; try again soon", "code": "unavailable"}}
 
 
@@ -30,6 +33,19 @@ def square(colour: str, side: int = 108) -> bytes:
     image.paste(colour, (side // 4, side // 4, 3 * side // 4, 3 * side // 4))
     file = io.BytesIO()
     image.save(file, "PNG")
+    return file.getvalue()
+
+
+def webm(colours: Sequence[tuple[int, int, int]]) -> bytes:
+    """A video of frames of one colour each, 64 pixels wide."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="webm") as container:
+        stream = container.add_stream("libvpx", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for colour in colours:
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), colour, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
     return file.getvalue()
 
 
@@ -218,6 +234,66 @@ def test_a_conversation_is_kept_on_the_server_and_opened_elsewhere(pixie, visit)
     expect(other.locator(".sidebar li")).to_have_count(0)
     assert httpx.get(f"{pixie.url}/v1/conversations/{conversation}", timeout=60).status_code == 404
     assert httpx.get(f"{pixie.url}/v1/files", timeout=60).json()["data"] == []
+
+
+def test_a_document_is_asked_about_by_its_pages_and_kept(pixie, visit):
+    page = visit(pixie)
+    add(page, DOCUMENT)
+    page.get_by_label("Pages of shapes.pdf").fill("2")
+    ask(page, "What shape is there?")
+    assert answer_of(page, 0) == "triangle"
+    expect(page.get_by_role("button", name="Open shapes.pdf")).to_contain_text("Pages 2")
+    page.reload()
+    page.get_by_role("button", name="Edit the question").click()
+    page.get_by_label("Pages of shapes.pdf").fill("1")
+    page.get_by_label("Edited question").fill("What colour is the circle?")
+    page.get_by_role("button", name="Ask again").click()
+    expect(answers(page).locator(".markdown")).to_have_text(["red"])
+    page.get_by_role("button", name="Open shapes.pdf").click()
+    with page.expect_download() as saved:
+        page.get_by_role("link", name="Save shapes.pdf").click()
+    assert Path(saved.value.path()).read_bytes() == DOCUMENT.read_bytes()
+
+
+def test_a_document_is_kept_on_the_server_and_shown_elsewhere(pixie, visit):
+    page = visit(pixie)
+    keep_on_server(page)
+    add(page, DOCUMENT)
+    page.get_by_label("Pages of shapes.pdf").fill("2")
+    ask(page, "What shape is there?")
+    assert answer_of(page, 0) == "triangle"
+    other = visit(pixie, f"/#/c/{conversation_of(page)}")
+    expect(other.get_by_role("button", name="Open shapes.pdf")).to_contain_text("Pages 2")
+    other.get_by_role("button", name="Delete").click()
+    other.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(other.locator(".sidebar li")).to_have_count(0)
+    assert httpx.get(f"{pixie.url}/v1/files", timeout=60).json()["data"] == []
+
+
+def test_a_video_is_played_on_the_page_and_sent(pixie, visit):
+    page = visit(pixie)
+    answering(page, events("a red square moves"))
+    video = webm([(255, 0, 0), (0, 0, 255)])
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "What moves?", {"name": "moves.webm", "mimeType": "video/webm", "buffer": video})
+    [shown, _] = sent.value.post_data_json["messages"][0]["content"]
+    assert base64.b64decode(shown["video_url"]["url"].removeprefix("data:video/webm;base64,")) == video
+    assert answer_of(page, 0) == "a red square moves"
+    page.get_by_role("button", name="Open moves.webm").click()
+    expect(page.get_by_role("dialog").locator("video")).to_have_js_property("videoWidth", 64)
+
+
+def test_files_that_no_model_reads_are_told_of(pixie, visit):
+    page = visit(pixie)
+    page.evaluate(
+        """() => {
+            const data = new DataTransfer();
+            data.items.add(new File(["text"], "notes.txt", { type: "text/plain" }));
+            document.body.dispatchEvent(
+                new ClipboardEvent("paste", { bubbles: true, cancelable: true, clipboardData: data }));
+        }"""
+    )
+    expect(page.locator(".ask .problem")).to_contain_text("Images, PDF and TIFF documents, and videos")
 
 
 def test_an_answer_is_stopped_and_what_had_come_stays(slow, visit):

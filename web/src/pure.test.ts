@@ -6,7 +6,7 @@ import { bytes, describeCost, percent, rate, seconds } from "./format";
 import { inWords } from "./live/block-map";
 import { sampleOf, SPAN, withSample, type Engine, type Figures, type Sample } from "./live/figures";
 import { hrefOf, parseRoute } from "./route";
-import { seen, type Ending, type Turn } from "./state/types";
+import { kindOf, seen, type Ending, type Turn } from "./state/types";
 
 suite("numbers", () => {
   test("are as short as they are read", () => {
@@ -38,6 +38,14 @@ suite("addresses", () => {
       expect(parseRoute(hrefOf(route))).toEqual(route);
     }
     expect(parseRoute("#nonsense")).toEqual({ view: "chat" });
+  });
+});
+
+suite("files", () => {
+  test("are what their type says, or else their name", () => {
+    const files = [["a", "image/png"], ["a", "image/tiff"], ["a", "application/pdf"], ["A.PDF", ""], ["a.heic", ""], ["a.mov", ""]] as const;
+    expect(files.map(([name, type]) => kindOf(name, type))).toEqual(["image", "document", "document", "document", "image", "video"]);
+    expect([kindOf("a.svg", "image/svg+xml"), kindOf("a.txt", "text/plain"), kindOf("a", "")]).toEqual([undefined, undefined, undefined]);
   });
 });
 

@@ -87,9 +87,10 @@ export async function* respond(
 }
 
 export function inputParts(question: Turn): unknown[] {
-  const shown = question.attachments.map((attachment) => ({
-    type: attachment.kind === "video" ? "input_file" : "input_image",
-    file_id: attachment.fileId,
+  const shown = question.attachments.map(({ kind, fileId, pages }) => ({
+    type: kind === "image" ? "input_image" : "input_file",
+    file_id: fileId,
+    pages,
   }));
   return question.text ? [...shown, { type: "input_text", text: question.text }] : shown;
 }
@@ -102,6 +103,7 @@ async function chatContent(turn: Turn): Promise<unknown> {
 
 async function attachmentPart(attachment: Attachment): Promise<unknown> {
   const url = await dataUrl(attachment.blob!);
+  if (attachment.kind === "document") return { type: "file", file: { filename: attachment.name, file_data: url }, pages: attachment.pages };
   return attachment.kind === "video" ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } };
 }
 

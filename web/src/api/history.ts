@@ -1,6 +1,6 @@
 /** Conversations and images that the server keeps. All of it throws ApiError. */
 
-import type { Attachment, Turn } from "../state/types";
+import { kindOf, type Attachment, type Turn } from "../state/types";
 import { inputParts } from "./answers";
 import { ApiError, getJson, request, sendJson } from "./client";
 
@@ -8,6 +8,7 @@ interface Part {
   type: string;
   text?: string;
   file_id?: string;
+  pages?: string;
 }
 
 interface Item {
@@ -54,7 +55,7 @@ export async function loadTurns(id: string): Promise<Turn[]> {
   for (let after = ""; ; ) {
     const page = await getJson<ItemList>(`v1/conversations/${encodeURIComponent(id)}/items?order=asc&limit=100${after && `&after=${after}`}`);
     for (const item of page.data) {
-      if (item.role === "user" || item.role === "assistant") turns.push(turnOf(item, item.role));
+      if (item.role === "user" || item.role === "assistant") turns.push(await turnOf(item, item.role));
     }
     if (!page.has_more || !page.last_id) return turns;
     after = page.last_id;
@@ -97,13 +98,24 @@ export async function download(fileId: string): Promise<Blob> {
   return (await request(`v1/files/${fileId}/content`)).blob();
 }
 
-function turnOf(item: Item, role: "user" | "assistant"): Turn {
-  const attachments = item.content
-    .filter((part) => part.file_id)
-    .map((part): Attachment => {
-      const kind = part.type === "input_file" ? "video" : "image";
-      return { id: part.file_id!, name: kind === "video" ? "Video" : "Image", kind, fileId: part.file_id };
-    });
+async function turnOf(item: Item, role: "user" | "assistant"): Promise<Turn> {
+  const attachments = await Promise.all(item.content.filter((part) => part.file_id).map(attachmentOf));
   const text = item.content.map((part) => part.text ?? "").join("");
   return { id: item.id, itemId: item.id, role, text, attachments, ...(role === "assistant" ? { ending: "complete" } : {}) };
+}
+
+async function attachmentOf({ type, file_id: fileId, pages }: Part): Promise<Attachment> {
+  if (type === "input_image") return { id: fileId!, name: "Image", kind: "image", fileId };
+  const name = await filename(fileId!);
+  return { id: fileId!, name, kind: kindOf(name, "") ?? "document", fileId, pages };
+}
+
+/** What a file is called; its id if it is gone. */
+async function filename(fileId: string): Promise<string> {
+  try {
+    return (await getJson<{ filename: string }>(`v1/files/${fileId}`)).filename;
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 404) return fileId;
+    throw error;
+  }
 }

@@ -1,21 +1,28 @@
-import { ImageOff, X } from "lucide-react";
+import { FileText, ImageOff, X } from "lucide-react";
 import { useEffect, useState } from "react";
 import { download } from "../api/history";
-import { newId, type Attachment } from "../state/types";
+import { kindOf, newId, type Attachment } from "../state/types";
 import { Dialog } from "./dialog";
 
 /** What the file chooser offers; the server says what it really takes. */
-export const ACCEPTED = "image/png,image/jpeg,image/webp,image/gif,image/bmp,image/tiff,video/mp4,video/webm,video/x-msvideo,video/quicktime";
+export const ACCEPTED = [
+  "image/png,image/jpeg,image/webp,image/gif,image/bmp,image/avif,image/heic,.heic",
+  "video/mp4,video/webm,video/x-msvideo,video/quicktime",
+  "application/pdf,.pdf,image/tiff,.tif,.tiff",
+].join();
 
 const downloads = new Map<string, Promise<Blob>>();
 
-export function attachmentOf(file: Blob, name: string): Attachment {
-  return { id: newId(), name, kind: file.type.startsWith("video/") ? "video" : "image", blob: file };
+export function imageOf(file: Blob, name: string): Attachment {
+  return { id: newId(), name, kind: "image", blob: file };
 }
 
-/** Those of some files that are images or videos. */
+/** Those of some files that are images, videos or documents. */
 export function attachmentsOf(files: Iterable<File>): Attachment[] {
-  return [...files].filter((file) => /^(image|video)\//.test(file.type)).map((file) => attachmentOf(file, file.name || "Image"));
+  return [...files].flatMap((file) => {
+    const kind = kindOf(file.name, file.type);
+    return kind ? [{ id: newId(), name: file.name || "Image", kind, blob: file }] : [];
+  });
 }
 
 /** An address of an image for as long as it is shown; "" until it is there, undefined if it is gone. */
@@ -48,23 +55,41 @@ function bytesOf(attachment: Attachment): Promise<Blob> {
 
 interface Props {
   attachments: Attachment[];
-  /** Lets images be taken away again. */
-  onRemove?: (id: string) => void;
+  /** Lets them be changed and taken away again. */
+  onChange?: (attachments: Attachment[]) => void;
 }
 
-/** Images side by side; each opens in full size. */
-export function Attachments({ attachments, onRemove }: Props) {
+/** Images, videos and documents side by side; each opens in full size. */
+export function Attachments({ attachments, onChange }: Props) {
   const [shown, setShown] = useState<Attachment>();
   if (attachments.length === 0) return null;
   return (
-    <ul className={onRemove ? "attachments small" : "attachments"} aria-label="Images">
+    <ul className={onChange ? "attachments small" : "attachments"} aria-label="Files">
       {attachments.map((attachment) => (
         <li key={attachment.id}>
           <button className="attachment" aria-label={`Open ${attachment.name}`} onClick={() => setShown(attachment)} type="button">
-            <Shown attachment={attachment} />
+            {attachment.kind === "document" ? <Sheet name={attachment.name} pages={onChange ? undefined : attachment.pages} /> : <Shown attachment={attachment} />}
           </button>
-          {onRemove && (
-            <button type="button" className="icon remove" aria-label={`Remove ${attachment.name}`} onClick={() => onRemove(attachment.id)}>
+          {onChange && attachment.kind === "document" && (
+            <input
+              className="pages"
+              aria-label={`Pages of ${attachment.name}`}
+              placeholder="All pages"
+              title="Such as 1-3,7,10-"
+              value={attachment.pages ?? ""}
+              onChange={(event) => {
+                const changed = { ...attachment, pages: event.target.value || undefined };
+                onChange(attachments.map((one) => (one === attachment ? changed : one)));
+              }}
+            />
+          )}
+          {onChange && (
+            <button
+              type="button"
+              className="icon remove"
+              aria-label={`Remove ${attachment.name}`}
+              onClick={() => onChange(attachments.filter((one) => one !== attachment))}
+            >
               <X />
             </button>
           )}
@@ -73,13 +98,35 @@ export function Attachments({ attachments, onRemove }: Props) {
       {shown && (
         <li>
           <Dialog title={shown.name} wide onClose={() => setShown(undefined)}>
-            <div className="whole">
-              <Shown attachment={shown} controls />
-            </div>
+            <div className="whole">{shown.kind === "document" ? <Saved attachment={shown} /> : <Shown attachment={shown} controls />}</div>
           </Dialog>
         </li>
       )}
     </ul>
+  );
+}
+
+/** A document by its name: only the server renders its pages. */
+function Sheet({ name, pages }: { name: string; pages?: string }) {
+  return (
+    <span className="sheet">
+      <FileText aria-hidden />
+      <span>
+        <strong>{name}</strong>
+        {pages && <small>Pages {pages}</small>}
+      </span>
+    </span>
+  );
+}
+
+/** A document to be saved, and read with what reads documents. */
+function Saved({ attachment }: { attachment: Attachment }) {
+  const url = useAttachmentUrl(attachment);
+  if (!url) return <span className="missing">{url === undefined ? "No longer available" : ""}</span>;
+  return (
+    <a className="button" href={url} download={attachment.name}>
+      Save {attachment.name}
+    </a>
   );
 }
 

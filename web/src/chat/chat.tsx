@@ -13,7 +13,7 @@ import { attachmentsOf } from "./attachments";
 import { TurnView } from "./turn";
 import { useDropAndPaste } from "./drop-and-paste";
 
-const NO_IMAGE: Problem = { title: "This is not an image", detail: "Images are files like PNG, JPEG, WebP or GIF." };
+const NOT_SHOWN: Problem = { title: "No model reads this file", detail: "Images, PDF and TIFF documents, and videos can be shown." };
 const DRAFT_DELAY = 300;
 /** Pixels from its end within which a conversation follows what comes. */
 const NEAR = 120;
@@ -34,7 +34,7 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
   const dragging = useDropAndPaste((files) => {
     const dropped = attachmentsOf(files);
     setAttachments((before) => [...before, ...dropped]);
-    setProblem(dropped.length > 0 ? undefined : NO_IMAGE);
+    setProblem(dropped.length > 0 ? undefined : NOT_SHOWN);
   });
   const end = useFollow(conversation);
 
@@ -145,7 +145,7 @@ function Welcome({ known }: { known: boolean }) {
         <li>
           <ImagePlus aria-hidden />
           <span>
-            <strong>Drop, paste or choose</strong> images, as many as you like.
+            <strong>Drop, paste or choose</strong> images, PDF documents and videos.
           </span>
         </li>
         <li>

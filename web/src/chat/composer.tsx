@@ -1,4 +1,4 @@
-import { Brush, ImagePlus, SendHorizontal, Square } from "lucide-react";
+import { Brush, Paperclip, SendHorizontal, Square } from "lucide-react";
 import { useEffect, useRef, type RefObject } from "react";
 import { coarse } from "../pointer";
 import type { Attachment } from "../state/types";
@@ -18,9 +18,10 @@ interface Props {
   onEditLast: () => void;
 }
 
-const SUGGESTIONS = ["What is in the image?", "How many objects are there?", "Which colours are there?"];
+const ABOUT_IMAGES = ["What is in the image?", "How many objects are there?", "Which colours are there?"];
+const ABOUT_DOCUMENTS = ["What is this document about?", "Write down its text.", "What do its tables say?"];
 
-/** Where a question is written, and images are put beside it. */
+/** Where a question is written, and files are put beside it. */
 export function Composer(props: Props) {
   const { area, text, attachments, answering, sending, onText, onAttachments, onSend } = props;
   const files = useRef<HTMLInputElement>(null);
@@ -57,7 +58,7 @@ export function Composer(props: Props) {
     >
       {attachments.length > 0 && !text && !answering && (
         <div className="suggestions" role="group" aria-label="Suggested questions">
-          {SUGGESTIONS.map((suggestion) => (
+          {(attachments.some((one) => one.kind === "document") ? ABOUT_DOCUMENTS : ABOUT_IMAGES).map((suggestion) => (
             <button key={suggestion} type="button" onClick={() => onSend(suggestion)}>
               {suggestion}
             </button>
@@ -65,7 +66,7 @@ export function Composer(props: Props) {
         </div>
       )}
       <div className="box">
-        <Attachments attachments={attachments} onRemove={(id) => onAttachments(attachments.filter((attachment) => attachment.id !== id))} />
+        <Attachments attachments={attachments} onChange={onAttachments} />
         <textarea
           ref={area}
           rows={1}
@@ -82,14 +83,14 @@ export function Composer(props: Props) {
             accept={ACCEPTED}
             multiple
             hidden
-            aria-label="Choose images"
+            aria-label="Choose files"
             onChange={(event) => {
               onAttachments([...attachments, ...attachmentsOf(event.target.files ?? [])]);
               event.target.value = "";
             }}
           />
           <button type="button" className="tool" onClick={() => files.current!.click()}>
-            <ImagePlus aria-hidden /> Images
+            <Paperclip aria-hidden /> Files
           </button>
           <button type="button" className="tool" onClick={props.onDraw}>
             <Brush aria-hidden /> Draw

@@ -3,7 +3,7 @@ import { useEffect, useRef, useState, type ReactNode } from "react";
 import type { Attachment } from "../state/types";
 import { Dialog } from "./dialog";
 import { COLOURS, describe, outline, paint, placeOf, SHAPES, SIDE, type Colour, type Mark, type Point, type Shape } from "./drawing";
-import { attachmentOf } from "./attachments";
+import { imageOf } from "./attachments";
 
 type Tool = Shape | "line" | "area";
 
@@ -30,7 +30,7 @@ export function DrawDialog({ onClose, onAdd, onAsk }: Props) {
   useEffect(() => paint(canvas.current!.getContext("2d")!, background, marks), [background, marks]);
 
   function withAttachment(then: (attachment: Attachment) => void): void {
-    canvas.current!.toBlob((blob) => blob && then(attachmentOf(blob, "Drawing.png")), "image/png");
+    canvas.current!.toBlob((blob) => blob && then(imageOf(blob, "Drawing.png")), "image/png");
   }
 
   return (

@@ -68,7 +68,7 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
           send();
         }}
       >
-        <Attachments attachments={attachments} onRemove={(id) => setAttachments(attachments.filter((attachment) => attachment.id !== id))} />
+        <Attachments attachments={attachments} onChange={setAttachments} />
         <textarea
           ref={area}
           aria-label="Edited question"

@@ -5,7 +5,9 @@ import type { Problem } from "../api/problems";
 export interface Attachment {
   id: string;
   name: string;
-  kind: "image" | "video";
+  kind: "image" | "video" | "document";
+  /** Of a document, those that are shown, as in "1-3,7"; all if there are none. */
+  pages?: string;
   /** Its bytes, where they are in the browser. */
   blob?: Blob;
   /** Its name on the server, where it was uploaded. */
@@ -47,6 +49,14 @@ export interface Conversation {
   turns: Turn[];
   /** Items that the server still has and that are no longer part of it. */
   obsolete?: string[];
+}
+
+/** What a file is, by its name and what the browser calls its type; undefined if no model takes it. */
+export function kindOf(name: string, type: string): Attachment["kind"] | undefined {
+  if (type === "application/pdf" || type === "image/tiff" || /\.(pdf|tiff?)$/i.test(name)) return "document";
+  if (type.startsWith("video/") || /\.(mp4|webm|avi|mov|mkv)$/i.test(name)) return "video";
+  if ((type.startsWith("image/") && type !== "image/svg+xml") || /\.(heic|heif|avif)$/i.test(name)) return "image";
+  return undefined;
 }
 
 export function newId(): string {
