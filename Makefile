@@ -10,7 +10,7 @@ ARGS ?=
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test check lint types sanitize bench web format wheel clean
+.PHONY: help serve test check lint types sanitize bench web format wheel release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ format: $(VENV)/.dev ## Put the code into its standard form
 
 wheel: $(VENV)/.core ## Build the wheel of this machine, with its kernels, into dist
 	@$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+
+release: ## Commit and tag a release with its notes: make release VERSION=1.2.3
+	@$(PYTHON) .ci/release.py "$(VERSION)"
 
 clean: ## Remove the virtual environment and what tools left behind
 	rm -rf $(VENV) build dist site web/node_modules src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
