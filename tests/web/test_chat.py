@@ -446,6 +446,32 @@ def test_markdown_is_shown_and_code_copied_but_nothing_is_loaded_from_elsewhere(
     assert page.evaluate("navigator.clipboard.readText()") == "print('hi')"
 
 
+INVOICE = {
+    "id": "A-17",
+    "paid": True,
+    "tags": ["new"],
+    "lines": [{"item": "Ink", "count": 3}, {"item": "Pen", "note": None}],
+}
+
+
+@pytest.mark.parametrize("text", ["Here:\n\n```json\n{}\n```", "{}"], ids=["in code", "alone"])
+def test_json_is_shown_as_a_table_and_as_text(pixie, visit, text):
+    page = visit(pixie)
+    answering(page, events(*re.findall(r".{1,9}", text.replace("{}", json.dumps(INVOICE, indent=1)), re.DOTALL)))
+    ask(page, "Anything")
+    answer_of(page, 0)
+    table = answers(page).get_by_role("region", name="Table")
+    expect(table.locator("> table > tbody > tr > th")).to_have_text(["id", "paid", "tags", "lines"])
+    expect(table.locator("> table > tbody > tr > td").nth(1)).to_have_text("true")
+    lines = table.locator("table table")
+    expect(lines.locator("th")).to_have_text(["item", "count", "note"])
+    expect(lines.locator("td")).to_have_text(["Ink", "3", "", "Pen", "", "null"])
+    page.get_by_role("button", name="Show as text").click()
+    assert json.loads(answers(page).locator("pre").inner_text()) == INVOICE
+    page.get_by_role("button", name="Show as a table").click()
+    expect(table).to_be_visible()
+
+
 def test_what_is_set_is_sent_and_remembered(pixie, visit):
     page = visit(pixie)
     page.get_by_role("button", name="Settings").click()

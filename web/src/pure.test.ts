@@ -2,6 +2,7 @@ import { describe as suite, expect, test } from "vitest";
 import { ApiError } from "./api/client";
 import { explain } from "./api/problems";
 import { describe, outline, placeOf, SHAPES, SIDE } from "./chat/drawing";
+import { columnsOf, parseJson } from "./chat/json";
 import { bytes, describeCost, percent, rate, seconds } from "./format";
 import { inWords } from "./live/block-map";
 import { sampleOf, SPAN, withSample, type Engine, type Figures, type Sample } from "./live/figures";
@@ -46,6 +47,20 @@ suite("files", () => {
     const files = [["a", "image/png"], ["a", "image/tiff"], ["a", "application/pdf"], ["A.PDF", ""], ["a.heic", ""], ["a.mov", ""]] as const;
     expect(files.map(([name, type]) => kindOf(name, type))).toEqual(["image", "document", "document", "document", "image", "video"]);
     expect([kindOf("a.svg", "image/svg+xml"), kindOf("a.txt", "text/plain"), kindOf("a", "")]).toEqual([undefined, undefined, undefined]);
+  });
+});
+
+suite("JSON", () => {
+  test("is shown as a table when it is whole and not too large", () => {
+    expect(parseJson(' {"a": [1, null]}')).toEqual({ a: [1, null] });
+    const tooLarge = JSON.stringify(Array(3000).fill(1));
+    const tooDeep = "[".repeat(9) + "]".repeat(9);
+    for (const text of ["{", "12", '"text"', "Some [text]", '{"a": 1} and more', tooLarge, tooDeep]) expect(parseJson(text)).toBeUndefined();
+  });
+
+  test("has the columns of all its rows", () => {
+    expect(columnsOf([{ a: 1, b: 2 }, { c: null }])).toEqual(["a", "b", "c"]);
+    for (const values of [[], [1, { a: 1 }], [{}, {}]]) expect(columnsOf(values)).toBeUndefined();
   });
 });
 

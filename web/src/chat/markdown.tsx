@@ -3,6 +3,8 @@ import ReactMarkdown, { type Components } from "react-markdown";
 import remarkGfm from "remark-gfm";
 import { CopyButton } from "./copy-button";
 import { highlighted } from "./highlighter";
+import { parseJson } from "./json";
+import { JsonBlock } from "./json-table";
 
 const PLUGINS = [remarkGfm];
 const COMPONENTS: Components = {
@@ -25,13 +27,18 @@ const COMPONENTS: Components = {
   ),
 };
 
-/** What a model wrote, as Markdown. HTML in it is shown as text. */
+/** What a model wrote, as Markdown, or as a table if it is JSON. HTML in it is shown as text. */
 export const Markdown = memo(function Markdown({ text }: { text: string }) {
+  const json = useMemo(() => parseJson(text), [text]);
   return (
     <div className="markdown">
-      <ReactMarkdown remarkPlugins={PLUGINS} components={COMPONENTS}>
-        {text}
-      </ReactMarkdown>
+      {json === undefined ? (
+        <ReactMarkdown remarkPlugins={PLUGINS} components={COMPONENTS}>
+          {text}
+        </ReactMarkdown>
+      ) : (
+        <JsonBlock value={json} text={text} />
+      )}
     </div>
   );
 });
@@ -41,6 +48,8 @@ function CodeBlock({ children }: { children: ReactNode }) {
   const language = /language-(\S+)/.exec(className)?.[1] ?? "";
   const code = String(content ?? "").replace(/\n$/, "");
   const shown = useMemo(() => highlighted(code, language), [code, language]);
+  const json = useMemo(() => (language === "json" ? parseJson(code) : undefined), [code, language]);
+  if (json !== undefined) return <JsonBlock value={json} text={code} />;
   return (
     <div className="code">
       <div className="head">
