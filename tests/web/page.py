@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mimetypes
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,16 @@ def stamp(page: Page, x: float, y: float) -> None:
     box = sheet.bounding_box()
     assert box is not None
     sheet.click(position={"x": x * box["width"], "y": y * box["height"]})
+
+
+def events(*texts: str, end: str = "data: [DONE]\n\n") -> str:
+    """A stream of chat completions."""
+    chunks = [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in texts]
+    if end:
+        chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
+
+
+def answering(page: Page, body: str) -> None:
+    """Let the server's next answers be these events."""
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,10 +13,11 @@ axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright", re
 
 from playwright.sync_api import Page
 
-from tests.web.page import answer_of, ask, draw
+from tests.web.page import add, answer_of, answering, ask, draw, events
 
 STYLES = Path(__file__).parents[2] / "web/src/styles/base.css"
 SHAPES = Path(__file__).parents[2] / "examples/shapes.png"
+DOCUMENT = SHAPES.with_suffix(".pdf")
 PHONE = {"width": 390, "height": 780}
 TEXT, GRAPHICS = 4.5, 3.0
 """What WCAG's level AA wants of a contrast: https://www.w3.org/TR/WCAG22/"""
@@ -81,9 +83,15 @@ def test_axe_finds_nothing_wrong_with_any_view_and_nothing_is_wider_than_the_scr
     look("draw")
     page.get_by_role("button", name="What is in the image?").click()
     answer_of(page, 0)
+    marks = [{"bbox_2d": [16, 112, 81, 177], "label": "circle"}, {"point_2d": [240, 250], "label": "triangle"}]
+    answering(page, events(json.dumps(marks)))
+    ask(page, "Where are they?", SHAPES, DOCUMENT)
+    page.locator(".mark").first.wait_for()
+    page.unroute("**/v1/chat/completions")
     page.route("**/v1/chat/completions", lambda route: route.abort())
     ask(page, "What is it?", SHAPES)
     page.locator(".turn .problem").wait_for()
+    add(page, SHAPES, DOCUMENT)
     look("chat")
     if size:
         page.get_by_role("button", name="Conversations").click()

@@ -21,7 +21,7 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed: 
 
 from playwright.sync_api import Page, expect
 
-from tests.web.page import add, answer_of, answers, ask, draw, stamp
+from tests.web.page import add, answer_of, answering, answers, ask, draw, events, stamp
 
 SHAPES = Path(__file__).parents[2] / "examples/shapes.png"
 DOCUMENT = SHAPES.with_suffix(".pdf")
@@ -47,19 +47,6 @@ def webm(colours: Sequence[tuple[int, int, int]]) -> bytes:
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
-
-
-def events(*texts: str, end: str = "data: [DONE]\n\n") -> str:
-    """A stream of chat completions."""
-    chunks = [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in texts]
-    if end:
-        chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
-
-
-def answering(page: Page, body: str) -> None:
-    """Let the server's next answers be these events."""
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
 
 def test_a_newcomer_gets_a_right_answer_about_their_drawing_in_three_actions(pixie, visit):
@@ -470,6 +457,36 @@ def test_json_is_shown_as_a_table_and_as_text(pixie, visit, text):
     assert json.loads(answers(page).locator("pre").inner_text()) == INVOICE
     page.get_by_role("button", name="Show as a table").click()
     expect(table).to_be_visible()
+
+
+def test_boxes_and_points_are_drawn_on_the_image(pixie, visit):
+    page = visit(pixie)
+    found = [{"bbox_2d": [72, 144, 144, 288], "label": "left"}, {"point_2d": [216, 72], "label": "right"}]
+    answering(page, events(f"```json\n{json.dumps(found)}\n```"))
+    ask(page, "Where is it?", SHAPES)
+    answer_of(page, 0)
+    marked = page.get_by_role("img", name="shapes.png with left, right")
+    expect(marked.locator(".label")).to_have_text(["left", "right"])
+
+    def place(mark: str) -> list[float]:
+        whole, box = (one.bounding_box() for one in (marked.locator("img"), marked.locator(mark)))
+        left, top = (box[axis] - whole[axis] for axis in "xy")
+        sides = [left, top, left + box["width"], top + box["height"]]
+        return [side / whole[size] for side, size in zip(sides, ("width", "height") * 2, strict=True)]
+
+    assert place(".area") == pytest.approx([0.25, 0.5, 0.5, 1], abs=0.01)
+    left, top, right, bottom = place(".point")
+    assert ((left + right) / 2, (top + bottom) / 2) == pytest.approx((0.75, 0.25), abs=0.01)
+    page.get_by_label("Coordinates in").select_option("thousandths")
+    assert place(".area") == pytest.approx([0.072, 0.144, 0.144, 0.288], abs=0.01)
+    # Further questions are about the same image; answers without marks show none.
+    ask(page, "And now?")
+    answer_of(page, 1)
+    expect(marked).to_have_count(2)
+    page.unroute("**/v1/chat/completions")
+    ask(page, "What colour is the circle?")
+    answer_of(page, 2)
+    expect(marked).to_have_count(2)
 
 
 def test_what_is_set_is_sent_and_remembered(pixie, visit):

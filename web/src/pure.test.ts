@@ -3,6 +3,7 @@ import { ApiError } from "./api/client";
 import { explain } from "./api/problems";
 import { describe, outline, placeOf, SHAPES, SIDE } from "./chat/drawing";
 import { columnsOf, parseJson } from "./chat/json";
+import { marksIn, placeIn, unitOf } from "./chat/marks";
 import { bytes, describeCost, percent, rate, seconds } from "./format";
 import { inWords } from "./live/block-map";
 import { sampleOf, SPAN, withSample, type Engine, type Figures, type Sample } from "./live/figures";
@@ -61,6 +62,38 @@ suite("JSON", () => {
   test("has the columns of all its rows", () => {
     expect(columnsOf([{ a: 1, b: 2 }, { c: null }])).toEqual(["a", "b", "c"]);
     for (const values of [[], [1, { a: 1 }], [{}, {}]]) expect(columnsOf(values)).toBeUndefined();
+  });
+});
+
+suite("marks", () => {
+  test("are found as models write them", () => {
+    const box = { label: "cat", at: [10, 20, 30, 40], unit: undefined };
+    expect(marksIn('```json\n[{"bbox_2d": [10, 20, 30, 40], "label": "cat"}]\n```')).toEqual([box]);
+    expect(marksIn('{"found": {"name": "cat", "bbox": [10, 20, 30, 40]}, "count": 1}')).toEqual([box]);
+    expect(marksIn('[{"box_2d": [20, 10, 40, 30], "label": "cat"}]')).toEqual([{ ...box, unit: "thousandths" }]);
+    expect(marksIn('{"x_min": 0.1, "y_min": 0.2, "x_max": 0.3, "y_max": 0.4}')[0]?.at).toEqual([0.1, 0.2, 0.3, 0.4]);
+    expect(marksIn('[{"point_2d": [5, 6], "label": "eye"}, {"x": 0.5, "y": 0.25}]').map((mark) => mark.at)).toEqual([[5, 6], [0.5, 0.25]]);
+    expect(marksIn("<loc0256><loc0512><loc0768><loc1023> cat ; <loc0000><loc0000><loc0512><loc0512> dog")).toMatchObject([
+      { label: "cat", at: [0.5, 0.25, 1023 / 1024, 0.75], unit: "shares" },
+      { label: "dog", at: [0, 0, 0.5, 0.5] },
+    ]);
+    expect(marksIn("<ref>cat</ref><box>[[10, 20, 30, 40]]</box>")).toEqual([{ ...box, unit: "thousandths" }]);
+    expect(marksIn("<ref>cat</ref><box>(10,20),(30,40)</box>")).toEqual([{ ...box, unit: "thousandths" }]);
+    expect(marksIn("<|ref|>cat<|/ref|><|det|>[[10, 20, 30, 40]]<|/det|>")).toEqual([{ ...box, unit: "thousandths" }]);
+    expect(marksIn('<points x1="10" y1="20" x2="30.5" y2="40" alt="eyes">eyes</points>').map((mark) => mark.at)).toEqual([[0.1, 0.2], [0.305, 0.4]]);
+  });
+
+  test("are none in other answers", () => {
+    const texts = ["a red circle", '{"bbox": [1, 2, 3]}', '{"bbox": [9, 9, 3, 3]}', '{"bbox": ["1", 2, 3, 4]}', '{"x": 1}', "[1, 2, 3, 4]", "<loc0001>"];
+    for (const text of texts) expect(marksIn(text)).toEqual([]);
+  });
+
+  test("stand where their coordinates say", () => {
+    const marks = marksIn('[{"bbox": [100, 50, 200, 100]}]');
+    expect([unitOf(marks, 400, 200), unitOf(marks, 150, 200), unitOf([{ label: "", at: [0.5, 1] }], 9, 9)]).toEqual(["pixels", "thousandths", "shares"]);
+    expect(placeIn(marks[0]!, "pixels", 400, 200)).toEqual([0.25, 0.25, 0.5, 0.5]);
+    expect(placeIn(marks[0]!, "thousandths", 400, 200)).toEqual([0.1, 0.05, 0.2, 0.1]);
+    expect(placeIn({ label: "", at: [500, 20], unit: "shares" }, "pixels", 400, 200)).toEqual([1, 1]);
   });
 });
 

@@ -26,7 +26,7 @@ export function attachmentsOf(files: Iterable<File>): Attachment[] {
 }
 
 /** An address of an image for as long as it is shown; "" until it is there, undefined if it is gone. */
-function useAttachmentUrl(attachment: Attachment): string | undefined {
+export function useAttachmentUrl(attachment: Attachment): string | undefined {
   const [url, setUrl] = useState<string | undefined>("");
   useEffect(() => {
     let made: string | undefined;

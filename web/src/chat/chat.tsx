@@ -6,7 +6,7 @@ import { go } from "../route";
 import { useShortcuts } from "../shortcuts";
 import { readDraft, saveDraft } from "../state/database";
 import { ask, find, isLoaded, load, stop, useSession } from "../state/session";
-import type { Conversation, Attachment } from "../state/types";
+import type { Conversation, Attachment, Turn } from "../state/types";
 import { Composer } from "./composer";
 import { DrawDialog } from "./draw-dialog";
 import { attachmentsOf } from "./attachments";
@@ -76,6 +76,7 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
                 conversation={conversation.id}
                 turn={turn}
                 question={conversation.turns[index - 1]}
+                shown={attachedBefore(conversation.turns, index)}
                 busy={busy}
                 note={turn.ending === undefined ? notes[conversation.id] : undefined}
                 editing={editing === turn.id}
@@ -128,6 +129,11 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
       )}
     </main>
   );
+}
+
+/** The files that were attached last before a turn. */
+function attachedBefore(turns: Turn[], index: number): Attachment[] | undefined {
+  return turns.slice(0, index).findLast((turn) => turn.attachments.length > 0)?.attachments;
 }
 
 function Welcome({ known }: { known: boolean }) {

@@ -59,6 +59,7 @@ function Members({ members }: { members: [string, Json][] }) {
 /** Objects as rows of a table; other values one below the other. */
 function Items({ items }: { items: Json[] }) {
   const columns = columnsOf(items);
+  if (items.every((item) => typeof item === "number")) return <span className="plain">{items.join(", ")}</span>;
   if (!columns) {
     return (
       <ul>

@@ -1,12 +1,14 @@
 import { KeyRound, Pencil, RefreshCw, TriangleAlert } from "lucide-react";
-import { memo, useEffect, useRef, useState } from "react";
+import { memo, useEffect, useMemo, useRef, useState } from "react";
 import type { Problem } from "../api/problems";
 import { describeCost } from "../format";
 import { coarse } from "../pointer";
 import { askAgain } from "../state/session";
-import type { Turn } from "../state/types";
+import type { Attachment, Turn } from "../state/types";
 import { CopyButton } from "./copy-button";
 import { Markdown } from "./markdown";
+import { MarkedImage } from "./marked-image";
+import { marksIn } from "./marks";
 import { Attachments } from "./attachments";
 
 interface Props {
@@ -14,6 +16,8 @@ interface Props {
   turn: Turn;
   /** Of an answer, what it answers. */
   question?: Turn;
+  /** Of an answer, the files that were attached last before it. */
+  shown?: Attachment[];
   busy: boolean;
   note?: string;
   editing: boolean;
@@ -96,13 +100,16 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
   );
 }
 
-function Answer({ conversation, turn, question, busy, note, onKey }: Props) {
+function Answer({ conversation, turn, question, shown = [], busy, note, onKey }: Props) {
   const again = () => question && askAgain(conversation, question.id);
   const coming = turn.ending === undefined;
+  const images = shown.filter((attachment) => attachment.kind === "image");
+  const marks = useMemo(() => (coming ? [] : marksIn(turn.text)), [coming, turn.text]);
   return (
     <li className="turn answer" aria-busy={coming}>
       <h2 className="visually-hidden">Answer</h2>
       {turn.text && <Markdown text={turn.text} />}
+      {images.length > 0 && marks.length > 0 && <MarkedImage images={images} marks={marks} />}
       {coming && !turn.text && (
         <p className="thinking">
           <span className="dots" aria-hidden>
