@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +13,17 @@ from vlmserve.kernels.attention import LayerCache
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU take memory only once they are written to: numpy leaves untouched pages to the system."""
+    """Zeros that on a CPU take memory only once they are written to.
+
+    Their pages come from the system: an allocator may take them from what it holds, and write the zeros.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:

@@ -61,6 +61,7 @@ def test_all_products_are_searched_and_lines_can_be_read_back(
     monkeypatch.setattr(gpu_tiles, "candidates", lambda rule, *_, **__: [rule._replace(outputs=32, warps=1)])
     monkeypatch.setattr(gpu_tiles, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(gpu_tiles, "per_launch", lambda *_: 1.0)
+    monkeypatch.setitem(gpu_tiles.SECONDS, "cpu", 1e6)
     report = gpu_tiles.tiles(CPU, TINY, tmp_path)  # type: ignore[arg-type]
     assert len(report["searched"]) == 4 * 3 * 1
     assert not report["left_out"]
