@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# One worker more than cores: many tests wait for processes that they start.
+TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
@@ -19,10 +21,10 @@ serve: $(VENV)/.core ## Start the server; flags go in ARGS="--port 8001"
 	@exec $(BIN)/vlmserve serve $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests; pytest's flags go in ARGS="-k name"
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest $(TEST_WORKERS) $(ARGS)
 
 check: $(VENV)/.dev ## Run the tests that are fast, while you work: under two minutes on two cores
-	@$(BIN)/python -m pytest --fast --timeout 60 --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --fast --timeout 60 $(TEST_WORKERS) $(ARGS)
 
 lint: $(VENV)/.dev ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -102,3 +106,16 @@ def test_no_layer_keeps_a_weight_beside_what_the_device_stores(tmp_path: Path, k
     names = [name for name, _ in model.language_model.named_parameters() if name.endswith("proj.weight")]
     assert names == []
     assert model.device.kernels == kernels
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's instruction sets of x86")
+def test_bfloat16_by_torch_computes_where_onednn_is_held_to_less_than_the_processor_has() -> None:
+    program = """
+import torch
+from vlmserve.devices.cpu import CpuDevice
+from vlmserve.layers.operations import Epilogue
+weight, x = torch.randn(64, 32).bfloat16(), torch.randn(3, 32).bfloat16()
+product = CpuDevice(torch.device("cpu")).linear(weight, None, Epilogue(), torch.bfloat16)
+torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight))
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}, check=True)
