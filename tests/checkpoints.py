@@ -28,6 +28,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
@@ -195,16 +197,23 @@ QWEN_VISION: dict[str, dict[str, Any]] = {
         "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "window_size": 16,
         "fullatt_block_indexes": [1, 3], "tokens_per_second": 2,
     },
+    "qwen3_vl": {
+        "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
+        "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2],
+    },
 }  # fmt: skip
 QWEN_CLASSES = {
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
 QWEN_PIXELS = {"min_pixels": 16 * 16, "max_pixels": 48 * 48}
+QWEN3_VIDEO_PIXELS = {"min_pixels": 2000, "max_pixels": 9000}
+"""Of all frames of a video together."""
 
 
 def make_qwen_vl(folder: Path, kind: str) -> Path:
-    """A Qwen2-VL or Qwen2.5-VL checkpoint in `folder`, whose embeddings are 8 pixels wide."""
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint in `folder`, whose embeddings are 8 pixels wide."""
     tokenizer = write_tokenizer(folder, takes_images=False)
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in QWEN_TOKENS])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -219,15 +228,20 @@ def make_qwen_vl(folder: Path, kind: str) -> Path:
             "vocab_size": tokenizer.get_vocab_size() + 5,
             "rope_parameters": rope,
             "max_position_embeddings": 4096,
+            **({"head_dim": 8} if kind == "qwen3_vl" else {}),
         },
         vision_config={**QWEN_VISION[kind], **width},
         **{f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("vision_start", "vision_end")},
         image_token_id=tokenizer.token_to_id("<|image_pad|>"),
         video_token_id=tokenizer.token_to_id("<|video_pad|>"),
     )
-    save_model(folder, model_class, config, 0, torch.float32, "1GB")
+    # Another seed gives answers that are alike.
+    save_model(folder, model_class, config, 3 if kind == "qwen3_vl" else 0, torch.float32, "1GB")
     settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, **QWEN_PIXELS}
     (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "temporal_patch_size": 2}))
+    if kind == "qwen3_vl":
+        settings = {**settings, **QWEN3_VIDEO_PIXELS, "video_processor_type": "Qwen3VLVideoProcessor"}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps({**settings, "temporal_patch_size": 2}))
     return folder
 
 

@@ -1,5 +1,5 @@
-"""Qwen2-VL and Qwen2.5-VL from a checkpoint's files, through `LLM` and the server, against transformers' processor and
-models: images of any shape, videos, limits that requests set."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL from a checkpoint's files, through `LLM` and the server, against transformers'
+processor and models: images of any shape, videos, limits that requests set."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from transformers.processing_utils import ProcessorMixin
 
-from tests.checkpoints import QWEN_CLASSES, QWEN_PIXELS, QWEN_TEMPLATE, make_qwen_vl
+from tests.checkpoints import QWEN3_VIDEO_PIXELS, QWEN_CLASSES, QWEN_PIXELS, QWEN_TEMPLATE, make_qwen_vl
 from tests.media.images_for_tests import encoded, noise
 from tests.models.test_qwen_vision import patches
 from tests.oracles.mrope import positions
@@ -86,13 +89,43 @@ class Oracle:
     def video(self, frames: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
         """Patches and grid of a video: of each two frames the first and the second half of what the image processor
         makes of them, which shows an image twice."""
+        resize = self.kind != "qwen3_vl"
+        if not resize:
+            width, height = frames[0].size
+            rows, columns = smart_resize(len(frames), height, width, 2, 8, *QWEN3_VIDEO_PIXELS.values())
+            frames = [frame.resize((columns, rows), Image.Resampling.BICUBIC) for frame in frames]
         frames = [*frames, frames[-1]] if len(frames) % 2 else list(frames)
-        made = [self.images([frame]) for frame in frames]
+        made = [self.images([frame], do_resize=resize) for frame in frames]
         rows = [one["pixel_values"].view(len(one["pixel_values"]), 3, 2, -1) for one in made]
         pairs = [torch.stack((a[:, :, 0], b[:, :, 1]), 2) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         grid = made[0]["image_grid_thw"].clone()
         grid[0, 0] = len(pairs)
         return torch.cat(pairs).flatten(1), grid
+
+    def text_of_videos(self, text: str, videos: Sequence[Sequence[Image.Image]], fps: float) -> str:
+        """A prompt in which videos are written as transformers' processor of Qwen3-VL writes them, in place of the
+        placeholder and the tokens around it."""
+        around = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+        sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+        own: Any = SimpleNamespace(**around, video_token="<|video_pad|>", video_processor=sizes)
+        own._calculate_timestamps = lambda *given: Qwen3VLProcessor._calculate_timestamps(own, *given)
+        for frames in videos:
+            metadata = SimpleNamespace(fps=fps, frames_indices=list(range(len(frames))))
+            inputs = {"video_grid_thw": self.video(frames)[1], "video_metadata": [metadata]}
+            written = Qwen3VLProcessor.replace_video_token(own, inputs, 0).replace("<|video_pad|>", "<|of_video|>")
+            text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", written, 1)
+        return text.replace("<|of_video|>", "<|video_pad|>")
+
+    def with_videos(
+        self, conversation: list[dict[str, Any]], images: Sequence[Image.Image], videos: Any, fps: float
+    ) -> list[int]:
+        """Token ids of a prompt of Qwen3-VL. The sizes of images are what the image processor says."""
+        text = self.processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        for image in images:
+            count = int(self.images([image])["image_grid_thw"].prod()) // 4
+            text = text.replace("<|image_pad|>", "<|of_image|>" * count, 1)
+        text = self.text_of_videos(text, videos, fps).replace("<|of_image|>", "<|image_pad|>")
+        return list(self.processor.tokenizer(text)["input_ids"])
 
     @torch.inference_mode()
     def greedy_with_videos(
@@ -118,7 +151,10 @@ class Oracle:
         grids = []
         for kind in order:
             frames, rows, columns = (videos_left if kind == "v" else grids_left).pop(0)
-            grids.append(((frames, rows // 2, columns // 2), step if kind == "v" else 1.0))
+            if self.kind == "qwen3_vl":
+                grids += [((1, rows // 2, columns // 2), 1.0)] * frames
+            else:
+                grids.append(((frames, rows // 2, columns // 2), step if kind == "v" else 1.0))
         places = {config.image_token_id, config.video_token_id}
         answer: list[int] = []
         for _ in range(NEW_TOKENS):
@@ -236,6 +272,8 @@ def expected_of_videos(oracle: Oracle) -> list[list[int]]:
     answers = []
     for conversation, order, images, videos, fps in VIDEOS:
         prompt = preparer.chat(conversation, allow_local=True)
+        if oracle.kind == "qwen3_vl":
+            assert prompt.token_ids == oracle.with_videos(conversation, images, videos, fps)
         answers.append(oracle.greedy_with_videos(prompt.token_ids, images, videos, order, fps))
     return answers
 
@@ -299,7 +337,7 @@ def test_preempted_requests_and_further_turns_keep_their_positions(
 def test_a_video_that_spans_more_positions_than_the_model_has_is_refused(oracle: Oracle) -> None:
     llm = oracle.llm()
     asked = [user(FRAMES[:12], "slow", fps=0.001)]
-    if oracle.kind == "qwen2_vl":
+    if oracle.kind != "qwen2_5_vl":
         assert tokens(llm.chat(asked, GREEDY, use_tqdm=False)), "its positions do not count seconds"
         return
     with pytest.raises(PromptTooLongError, match="24,000 positions, and the model has 4,096"):

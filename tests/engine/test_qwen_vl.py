@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL in the engine against transformers: images of any shape, whatever else goes on."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL in the engine against transformers: images of any shape, whatever else goes on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from tests.checkpoints import TEXT, save_model, write_tokenizer
-from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
-from tests.models.test_qwen_vision import QWEN2, QWEN25, patches
+from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache
+from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
 from vlmserve.types import ImageInput, ImageSpan, Prompt
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -30,6 +32,7 @@ SIDE = 8
 CLASSES = {
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration, QWEN2),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, QWEN25),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, QWEN3),
 }
 
 
@@ -61,8 +64,8 @@ class Oracle:
                 token_ids += random.integers(3, 280, part).tolist()
         return Prompt(token_ids, tuple(spans))
 
-    @torch.inference_mode()
-    def greedy(self, prompt: Prompt) -> list[int]:
+    def inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
+        """What transformers' model takes."""
         ids = torch.tensor([prompt.token_ids])
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
         if prompt.images:
@@ -70,19 +73,24 @@ class Oracle:
             rows = [patches(torch.from_numpy(span.image.pixels), vision) for span in prompt.images]
             inputs["pixel_values"] = torch.cat([patch for patch, _ in rows])
             inputs["image_grid_thw"] = torch.cat([grid for _, grid in rows])
-        generated = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-        return generated[0, ids.shape[1] :].tolist()
+        return inputs
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Prompt) -> list[int]:
+        generated = self.model.generate(**self.inputs(prompt), max_new_tokens=NEW_TOKENS, do_sample=False)
+        return generated[0, len(prompt.token_ids) :].tolist()
 
 
-@pytest.fixture(scope="module", params=CLASSES)
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    config_class, model_class, vision = CLASSES[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
+def make_oracle(folder: Path, kind: str) -> Oracle:
+    """A random checkpoint in `folder`."""
+    config_class, model_class, vision = CLASSES[kind]
     write_tokenizer(folder, takes_images=False)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     text = {**TEXT, "vocab_size": 300, "rope_parameters": rope}
+    if kind == "qwen3_vl":
+        text["head_dim"] = 8
     vision_fields = {**vision.to_dict()}
-    vision_fields["hidden_size" if request.param == "qwen2_vl" else "out_hidden_size"] = TEXT["hidden_size"]
+    vision_fields["hidden_size" if kind == "qwen2_vl" else "out_hidden_size"] = TEXT["hidden_size"]
     config = config_class(text_config=text, vision_config=vision_fields, image_token_id=IMAGE_TOKEN, video_token_id=291,
                           vision_start_token_id=292, vision_end_token_id=293)  # fmt: skip
     save_model(folder, model_class, config, 0, torch.float32, "1GB")
@@ -90,6 +98,11 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return Oracle(folder, model)
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return make_oracle(tmp_path_factory.mktemp(request.param), request.param)
 
 
 MIXED: list[tuple[int | tuple[int, int], ...]] = [
@@ -119,10 +132,28 @@ def test_tokens_are_those_of_transformers(
     assert generate(engine, prompts[::-1]) == expected[::-1]
 
 
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
+    expected = torch.stack([oracle.model(**oracle.inputs(prompt)).logits[0, -1] for prompt in prompts])
+    actual = first_logits(engine_for(oracle, block_size=4), prompts)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     assert generate(tight, prompts) == expected
     assert tight.stats().preemptions > 0
+
+
+def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
+    first = oracle.prompt(9, 6, (3, 4), 5)
+    [span] = first.images
+    other = Prompt([*first.token_ids[: span.end], 17, 4, 8], first.images)
+    engine = engine_for(oracle, block_size=4)
+    generate(engine, [first])
+    before = engine.stats().prefix_cached_tokens
+    assert generate(engine, [other]) == [oracle.greedy(other)]
+    assert span.start < engine.stats().prefix_cached_tokens - before < span.end
 
 
 def test_a_further_turn_finds_the_image_and_goes_on_behind_it(oracle: Oracle) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+from transformers.video_utils import VideoMetadata
 
 from tests.media.images_for_tests import encoded, noise
 from vlmserve.config import MediaConfig, ProcessorOverrides
@@ -27,6 +30,7 @@ from vlmserve.errors import (
 )
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import ImageCache
+from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import PixelLimits
 from vlmserve.media.videos import Timing, VideoProcessor, VideoSource, prepare_video
@@ -68,6 +72,58 @@ def test_frames_are_taken_evenly_and_in_whole_pairs(
     num_frames: int, rate: float, fields: dict[str, Any], expected: list[int]
 ) -> None:
     assert timing(**fields).sample(num_frames, rate) == expected
+
+
+TIMES = FrameTimes(lambda text: list(text.encode()), "(", ")")
+QWEN3 = {"model_type": "qwen3_vl"}
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3, 7, 25, 99, 100, 2000])
+@pytest.mark.parametrize("rate", [1.0, 23.976, 30.0])
+@pytest.mark.parametrize("fps", [0.5, 2.0])
+def test_frames_to_the_end_are_those_that_transformers_takes(num_frames: int, rate: float, fps: float) -> None:
+    own: Any = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
+    metadata = VideoMetadata(total_num_frames=num_frames, fps=rate)
+    expected = Qwen3VLVideoProcessor.sample_frames(own, metadata, fps=fps).tolist()
+    assert timing(to_the_end=True, fps=fps).sample(num_frames, rate) == expected
+
+
+@pytest.mark.parametrize("num_frames", [2, 3, 4, 5, 6, 7, 30, 61])
+def test_frames_of_a_video_share_its_pixels_as_in_transformers(num_frames: int) -> None:
+    settings = {**SETTINGS, "size": {"shortest_edge": 4000, "longest_edge": 40_000}}
+    videos = VideoProcessor.from_settings(settings, QWEN3, times=TIMES)
+    for width, height in ((40, 24), (100, 30), (7, 50), (300, 2), (640, 480), (12, 12)):
+        pixels = videos.process(iter([DecodedImage.whole(noise(width, height))] * num_frames), num_frames, LIMITS)
+        assert pixels.shape[2:] == smart_resize(num_frames, height, width, 2, 8, 4000, 40_000)
+
+
+def test_times_are_those_that_transformers_writes() -> None:
+    own: Any = SimpleNamespace()
+    for num_frames, rate in ((1, 2.0), (2, 2.0), (5, 0.7), (6, 23.976)):
+        seconds = [index / rate for index in range(num_frames)]
+        text = dict(TIMES.text(seconds, 2, 3))
+        expected = ""
+        for time in Qwen3VLProcessor._calculate_timestamps(own, list(range(num_frames)), rate, 2):
+            expected += f"<{time:.1f} seconds>(***)"
+        assert "".join(chr(text.get(place, ord("*"))) for place in range(len(expected))) == expected
+        assert max(text) == len(expected) - 1
+
+
+def test_a_model_that_reads_times_gets_them_of_files_and_of_lists() -> None:
+    videos = VideoProcessor.from_settings(SETTINGS, QWEN3, times=TIMES)
+
+    def times(video: ImageInput) -> list[str]:
+        return "".join(chr(id_) for _, id_ in video.text).replace("()", "").split(">")[:-1]
+
+    listed = prepare(FRAMES[:3], videos)
+    assert times(listed) == ["<0.2 seconds", "<1.0 seconds"]
+    assert listed.grid is not None
+    assert listed.num_embeddings == listed.grid[0] * listed.grid[1] * listed.grid[2]
+    assert listed.frame_step == 1.0
+    assert times(prepare(FRAMES[:3], videos.within(PixelLimits(), 0.5))) == ["<1.0 seconds", "<4.0 seconds"]
+    filmed = prepare(video_file([colour for colour in COLOURS for _ in range(4)]), videos.within(PixelLimits(), 1.0))
+    assert times(filmed) == ["<0.6 seconds", "<2.9 seconds", "<5.1 seconds"]
+    assert len({listed.key, prepare(FRAMES[:3]).key}) == 2
 
 
 def test_time_becomes_positions_where_the_model_counts_seconds() -> None:

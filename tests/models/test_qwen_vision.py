@@ -1,7 +1,8 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL against transformers, in float32."""
+"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers, in float32."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from vlmserve.errors import InvalidImageError
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
+from vlmserve.models.vision_families import VISION_FAMILIES
 from vlmserve.models.weights import weight_slots
 
 CPU = torch.device("cpu")
@@ -22,10 +26,22 @@ QWEN25 = Qwen2_5_VLVisionConfig(
     depth=4, hidden_size=32, intermediate_size=40, num_heads=2, patch_size=4, window_size=16, out_hidden_size=24,
     fullatt_block_indexes=[1, 3],
 )  # fmt: skip
+QWEN3 = Qwen3VLVisionConfig(
+    depth=4, hidden_size=32, intermediate_size=40, num_heads=2, patch_size=4, out_hidden_size=24,
+    num_position_embeddings=25, deepstack_visual_indexes=[0, 2],
+)  # fmt: skip
 TOWERS = {
     "qwen2": (QWEN2, Qwen2VisionTransformerPretrainedModel),
     "qwen2.5": (QWEN25, Qwen2_5_VisionTransformerPretrainedModel),
+    "qwen3": (QWEN3, Qwen3VLVisionModel),
 }
+
+
+def ours_of(name: str) -> str:
+    """A tensor's name here."""
+    for pattern, replacement in VISION_FAMILIES["qwen3_vl"].names:
+        name = re.sub(pattern, replacement, f"visual.{name}").removeprefix("visual.")
+    return name
 
 
 @pytest.fixture(params=TOWERS)
@@ -37,7 +53,7 @@ def towers(request: pytest.FixtureRequest) -> tuple[QwenVisionTower, nn.Module]:
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.2)
     ours = QwenVisionTower(QwenVisionSpec.from_config(config.to_dict(), 24), dtype=torch.float32, device=CPU)
-    weights = theirs.state_dict()
+    weights = {ours_of(name): weight for name, weight in theirs.state_dict().items()}
     slots = {name.removeprefix("."): slot for name, slot in weight_slots(ours)}
     assert slots.keys() == weights.keys()
     for name, slot in slots.items():
@@ -71,7 +87,9 @@ def test_embeddings_equal_those_of_transformers(
     ours, theirs = towers
     pixels = torch.randn(shape[0], 3, *shape[1:], generator=torch.Generator().manual_seed(1))
     rows, grid = patches(pixels, theirs.config)
-    expected = theirs(rows, grid_thw=grid).pooler_output
+    output = theirs(rows, grid_thw=grid)
+    expected = torch.cat((output.pooler_output, *(output.get("deepstack_features") or ())), 1)
+    assert expected.shape[1] == 24 * (1 + len(ours.spec.deepstack))
     (actual,) = ours.encode([pixels])
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

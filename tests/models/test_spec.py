@@ -13,6 +13,7 @@ from transformers import (
     LlavaNextConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3VLTextConfig,
     SmolVLMConfig,
 )
 
@@ -25,12 +26,12 @@ from vlmserve.models.vision_families import VISION_FAMILIES
 from vlmserve.prompt.checkpoint import DEFAULT_IMAGE_TOKEN_IDS
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
+@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3VLTextConfig])
 def test_an_empty_config_means_what_transformers_presumes(config_class: type[Any]) -> None:
     config = config_class()
     complete = config.to_dict()
     assert decoder_spec({"model_type": config.model_type}) == decoder_spec(complete)
-    assert FAMILIES[config.model_type].defaults["eos_token_id"] == config.eos_token_id
+    assert FAMILIES[config.model_type].defaults["eos_token_id"] == complete.get("eos_token_id")
 
 
 def test_an_empty_vision_config_means_what_transformers_presumes() -> None:

@@ -29,6 +29,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "gemma3": make_gemma3,
     "qwen2-vl": lambda folder: make_qwen_vl(folder, "qwen2_vl"),
     "qwen2.5-vl": lambda folder: make_qwen_vl(folder, "qwen2_5_vl"),
+    "qwen3-vl": lambda folder: make_qwen_vl(folder, "qwen3_vl"),
     "first qwen-vl": make_resampled,
     "blip": make_blip,
     "moondream": make_moondream,
@@ -44,7 +45,7 @@ def sample_images(name: str, vision: VisionEncoder) -> list[tuple[Tensor, TowerI
         shapes.append(((7, channels, height, width), Tiling(2, 3, 4, 12)))
     elif name == "idefics3":
         shapes.append(((19, channels, height, width), None))
-    elif name.startswith("qwen2"):
+    elif name.startswith("qwen"):
         shapes.append(((5, channels, height // 2, width), None))
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(shape, generator=generator), tiling) for shape, tiling in shapes]

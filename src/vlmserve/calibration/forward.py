@@ -9,13 +9,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import Device, LayerStack
+from vlmserve.devices.device import Device, LayerExecutor, LayerStack
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layers.attention import StepContext
 from vlmserve.models.decoder import Decoder, DecoderLayer
+from vlmserve.models.image_rows import LayerFeatures, add_features, place_images
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.quant.calibration import Observer
-from vlmserve.runner.batch import Batch, BatchBuilder
+from vlmserve.runner.batch import BatchBuilder
 from vlmserve.runner.requests import RequestState, ScheduledRequest
 from vlmserve.sampling.grammar import Matcher
 from vlmserve.steps import NewRequest
@@ -40,6 +41,10 @@ class OneLayer:
         output: Tensor = self.layer(self.states, caches[0], step)
         return output
 
+    def for_part(self) -> LayerExecutor:
+        """See `LayerExecutor.for_part`. Features are added by `LayerByLayer`."""
+        return self
+
 
 @dataclass(frozen=True)
 class Group:
@@ -63,6 +68,7 @@ class LayerByLayer:
         self._batches = BatchBuilder(BLOCK_SIZE, device)
         self._most_blocks = max(group.num_blocks for group in self._groups)
         self.states: list[Tensor] = []
+        self._features: list[list[LayerFeatures]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +77,12 @@ class LayerByLayer:
     def embed(self, images: Mapping[bytes, Tensor]) -> None:
         """Begin: embeddings of all prompts. images: embeddings by key."""
         self._executor.layer = None
-        self.states = [self._run(group, 0, images=images) for group in self._groups]
+        self.states, self._features = [], []
+        for group in self._groups:
+            batch = self._batches.build(group.scheduled)
+            embeddings = self._decoder.embed(batch.token_ids)
+            self._features.append(place_images(embeddings, batch.image_rows, images))
+            self.states.append(self._run(group, 0, embeddings))
 
     def through(
         self, index: int, *, observer: Observer | None = None, image_weight: float = 1.0, keep: bool = True
@@ -84,24 +95,20 @@ class LayerByLayer:
                 observer.row_weights = self._row_weights(group, image_weight)
             self._executor.states = self.states[number]
             output = self._run(group, index)
+            if index < self._decoder.spec.deepstack:
+                add_features(output, self._features[number], index)
             if keep:
                 self.states[number] = output
 
-    def _run(self, group: Group, index: int, images: Mapping[bytes, Tensor] | None = None) -> Tensor:
+    def _run(self, group: Group, index: int, embeddings: Tensor | None = None) -> Tensor:
         decoder = self._decoder
         batch = self._batches.build(group.scheduled)
         spec = decoder.spec.attention[index]
         cache = decoder.backend.allocate(self._most_blocks, BLOCK_SIZE, spec, decoder.dtype, decoder.device)
-        if images is None:
+        if embeddings is None:
             embeddings = torch.zeros(
                 len(batch.token_ids), decoder.hidden_size, dtype=decoder.dtype, device=decoder.device
             )
-        else:
-            embeddings = decoder.embed(batch.token_ids)
-            for rows in batch.image_rows:
-                embeddings[rows.first : rows.last] = images[rows.key][
-                    rows.offset : rows.offset + rows.last - rows.first
-                ]
         return decoder.forward(embeddings, batch.positions, batch.metadata, [cache])
 
     def _row_weights(self, group: Group, image_weight: float) -> Tensor | None:
@@ -122,15 +129,9 @@ def hidden_states(model: LoadedModel, group: Group) -> Tensor:
         images = dict(encode_images(model.vision, model.device, group.prompts, model.dtype))
     batch = BatchBuilder(BLOCK_SIZE, model.device).build(group.scheduled)
     caches = decoder.allocate_cache(group.num_blocks, BLOCK_SIZE)
-    return decoder.forward(_embed(decoder, batch, images), batch.positions, batch.metadata, caches)
-
-
-def _embed(decoder: LanguageModel, batch: Batch, images: Mapping[bytes, Tensor]) -> Tensor:
     embeddings = decoder.embed(batch.token_ids)
-    for rows in batch.image_rows:
-        last = rows.offset + rows.last - rows.first
-        embeddings[rows.first : rows.last] = images[rows.key][rows.offset : last]
-    return embeddings
+    features = place_images(embeddings, batch.image_rows, images)
+    return decoder.forward(embeddings, batch.positions, batch.metadata, caches, features)
 
 
 def make_groups(decoder: LanguageModel, prompts: Sequence[Prompt]) -> Iterator[Group]:

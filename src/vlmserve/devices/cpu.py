@@ -192,6 +192,10 @@ class ProgramExecutor:
             return program.run(x, ropes, step.plan)
         return program.run(x, ropes, step.plan, step.adapters.slots, step.adapters.scalings)
 
+    def for_part(self) -> LayerExecutor:
+        """See `LayerExecutor.for_part`."""
+        return ProgramExecutor()
+
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
         """The layers over these caches as one program; None if a layer has an operation without a native kernel."""
         if self._recorded is None or self._recorded[0]() is not caches[0]:

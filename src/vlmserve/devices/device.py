@@ -24,7 +24,12 @@ class LayerExecutor(Protocol):
     """Runs the layers of one decoder: one by one, as a fused program, or as a graph."""
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """The result of `layers`, which is the same function in each call."""
+        """The result of `layers`, which does the same in each call."""
+        ...
+
+    def for_part(self) -> LayerExecutor:
+        """An executor for some of the layers, in steps that do not run all of them at once: those with features of
+        images for single layers."""
         ...
 
 
@@ -131,6 +136,10 @@ class EagerExecutor:
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         """See `LayerExecutor.run`."""
         return layers(x, caches, step)
+
+    def for_part(self) -> LayerExecutor:
+        """See `LayerExecutor.for_part`."""
+        return self
 
 
 class HostClock:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import LayerStack
+from vlmserve.devices.device import EagerExecutor, LayerExecutor, LayerStack
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layers.attention import StepContext
 
@@ -101,6 +101,10 @@ class GraphExecutor:
         self._remember(key, graph)
         graph.x.copy_(x)
         return graph.repeat()
+
+    def for_part(self) -> LayerExecutor:
+        """See `LayerExecutor.for_part`. Steps with images are not repeated."""
+        return EagerExecutor()
 
     def _remember(self, key: Hashable, graph: _Graph | None) -> None:
         self._graphs[key] = graph

@@ -121,7 +121,7 @@ class Engine(BaseEngine):
         self._first_position = language_model.first_position
         self._bidirectional = language_model.bidirectional
         cross = model.cross
-        self._image_token_bytes = (cross.feature_size if cross else language_model.hidden_size) * model.dtype.itemsize
+        self._image_token_bytes = (cross.feature_size if cross else language_model.image_width) * model.dtype.itemsize
         self._state_bytes = cross.state_size * model.dtype.itemsize if cross else 0
         self._num_added = 0
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0

@@ -10,6 +10,7 @@ from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.crops import CropProcessor
+from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor, implied_settings
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.media.transformers_processor import TransformersProcessor
@@ -73,8 +74,11 @@ def _split_words(tokenizer: Tokenizer) -> SplitWords:
     )
 
 
-def video_processor(folder: Path, media: MediaConfig) -> VideoProcessor:
+def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> VideoProcessor:
     """Of a model that takes videos."""
+    times = None
+    if tokenizer.frame_ends is not None:
+        times = FrameTimes(partial(tokenizer.encode, add_special_tokens=False), *tokenizer.frame_ends)
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     return VideoProcessor.from_settings(
         settings,
@@ -82,6 +86,7 @@ def video_processor(folder: Path, media: MediaConfig) -> VideoProcessor:
         exact_pixels=media.exact_pixels,
         overrides=media.mm_processor_kwargs,
         max_frames=media.max_video_frames,
+        times=times,
     )
 
 

@@ -102,8 +102,8 @@ class RequestPreparer:
         )
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
-        supports_videos = self.tokenizer.video_token_id is not None
-        self._video_processor = video_processor(folder, media) if supports_videos else None
+        supports_videos = self.tokenizer.video_token_id is not None and not theirs
+        self._video_processor = video_processor(folder, self.tokenizer, media) if supports_videos else None
 
     def fit(self, info: ModelInfo) -> None:
         """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
@@ -204,7 +204,7 @@ class RequestPreparer:
         )
         _check_shown(text, self.tokenizer.image_mark, len(images), "images")
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
-        text = self.tokenizer.write_images(text)
+        text = self.tokenizer.write_media(text)
         # Like transformers: its processors add what the template leaves out, its tokenizers do not.
         ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.supports_images)
         return self._expand(ids, images, videos, cache_salt)
@@ -228,7 +228,7 @@ class RequestPreparer:
                 check_remote(medium.source, medium.place)
         if self._one_image is not None:
             return self._with_one_image(text, media, cache_salt, param="images")
-        return self._expand(self.tokenizer.encode(self.tokenizer.write_images(text)), media, [], cache_salt)
+        return self._expand(self.tokenizer.encode(self.tokenizer.write_media(text)), media, [], cache_salt)
 
     def check_files(self, messages: Sequence[Any]) -> None:
         """What can be said of a conversation of a caller in this process before anything is prepared: that it has the

@@ -208,13 +208,15 @@ class Rope:
         attention_factor: float = 1.0,
         stages: Sequence[tuple[int, Tensor]] = (),
         sections: Sequence[int] = (),
+        in_turn: bool = False,
     ) -> None:
         """frequencies: float32 ``[size / 2]``. stages: as `RopeSpec.stages`, without the first. sections: how many of
-        them rotate by frames, rows and columns."""
+        them rotate by frames, rows and columns: the first so many by frames, and so on, or in_turn: every third by
+        rows and columns until these have theirs, all others by frames."""
         self.frequencies = frequencies
         self._attention_factor = attention_factor
         self._stages = list(stages)
-        self.sections = list(sections)
+        self.axes = _axes(sections, in_turn=in_turn)
         self._halves = self._compute(FIRST_POSITIONS)
 
     @classmethod
@@ -226,6 +228,7 @@ class Rope:
             attention_factor=spec.attention_factor,
             stages=stages,
             sections=spec.parameters.get("mrope_section", ()),
+            in_turn=bool(spec.parameters.get("mrope_interleaved")),
         )
 
     @property
@@ -247,6 +250,16 @@ class Rope:
         for start, frequencies in self._stages:
             angles[start:] = (positions[start:, None] - start) * frequencies
         return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+
+
+def _axes(sections: Sequence[int], *, in_turn: bool) -> list[slice]:
+    """Which frequencies rotate by rows, and which by columns."""
+    if not sections:
+        return []
+    frames, rows, columns = sections
+    if in_turn:
+        return [slice(1, 3 * rows, 3), slice(2, 3 * columns, 3)]
+    return [slice(frames, frames + rows), slice(frames + rows, frames + rows + columns)]
 
 
 class RopeTables:
@@ -293,9 +306,12 @@ class RopeTables:
         tables = self._rope.upto(self._length)
         if self._positions.ndim == 1:
             return [table[self._positions] for table in tables]
-        sections = list(self._rope.sections)
-        parts = [zip(torch.split(table, sections, -1), self._positions, strict=True) for table in tables]
-        return [torch.cat([part[row] for part, row in pairs], -1).contiguous() for pairs in parts]
+        frames, *others = self._positions
+        halves = [table[frames] for table in tables]
+        for half, table in zip(halves, tables, strict=True):
+            for columns, positions in zip(self._rope.axes, others, strict=True):
+                half[:, columns] = table[:, columns][positions]
+        return halves
 
 
 def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:

@@ -39,7 +39,8 @@ LOW_DETAIL_PIXELS = 512 * 512
 
 @dataclass(frozen=True)
 class AnySizeRecipe:
-    """Every setting that changes pixels. side: pixels along each side of what becomes an embedding."""
+    """Every setting that changes pixels. side: pixels along each side of what becomes an embedding. frames: that have
+    the pixels together, one after another. depth: frames of a video that share embeddings; None: it is an image."""
 
     side: int
     min_pixels: int
@@ -49,6 +50,8 @@ class AnySizeRecipe:
     rescale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
+    frames: int = 1
+    depth: int | None = None
 
 
 class AnySizeProcessor(PixelProcessor):
@@ -93,6 +96,17 @@ class AnySizeProcessor(PixelProcessor):
         recipe = replace(self._recipe, min_pixels=least, max_pixels=most)
         return self if recipe == self._recipe else type(self)(recipe, exact_pixels=self._exact_pixels)
 
+    def for_video(self, num_frames: int, depth: int, bounds: tuple[int, int]) -> Self:
+        """The same for the frames of a video, as Qwen3-VL's video processor has it.
+
+        depth: frames that share embeddings. bounds: pixels that all frames have together at least and at most; the
+        bounds of this processor count for each frame.
+        """
+        least = max(bounds[0], num_frames * self._recipe.min_pixels)
+        most = min(bounds[1], num_frames * self._recipe.max_pixels)
+        recipe = replace(self._recipe, min_pixels=min(least, most), max_pixels=most, frames=num_frames, depth=depth)
+        return type(self)(recipe, exact_pixels=self._exact_pixels)
+
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
         every pixel is to be decoded."""
@@ -127,15 +141,31 @@ class AnySizeProcessor(PixelProcessor):
                 "the other"
             )
         side, least, most = self._recipe.side, self._recipe.min_pixels, self._recipe.max_pixels
+        counted = 1
+        if (depth := self._recipe.depth) is not None:
+            counted = max(1, round(self._recipe.frames / depth)) * depth
+            if min(size) < side:
+                enlarged = max(side / height, side / width)
+                width, height = int(width * enlarged), int(height * enlarged)
         down, across = round(height / side), round(width / side)
-        area = width * height
-        if down * across * side**2 > most:
+        area = self._recipe.frames * width * height
+        if counted * down * across * side**2 > most:
             shrink = math.sqrt(area / most)
             down, across = (max(1, math.floor(edge / shrink / side)) for edge in (height, width))
-        elif down * across * side**2 < least:
+        elif counted * down * across * side**2 < least:
             grow = math.sqrt(least / area)
             down, across = (math.ceil(edge * grow / side) for edge in (height, width))
         return across * side, down * side
+
+
+def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[int, int]:
+    """The least and the most pixels that a processor's settings say; defaults: where they do not."""
+    size = settings.get("size")
+    bounds = size if isinstance(size, dict) else {}
+    # They have moved: first beside `size`, then into it, then under the names that it has for other towers.
+    least = settings.get("min_pixels") or bounds.get("min_pixels") or bounds.get("shortest_edge") or defaults[0]
+    most = settings.get("max_pixels") or bounds.get("max_pixels") or bounds.get("longest_edge") or defaults[1]
+    return int(least), int(most)
 
 
 def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: tuple[int, int]) -> AnySizeRecipe:
@@ -151,13 +181,9 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
         "merge_size": 2,
         **{key: value for key, value in settings.items() if value is not None},
     }
-    size = values.get("size")
-    bounds = size if isinstance(size, dict) else {}
-    # The bounds have moved: first beside `size`, then into it, then under the names that it has for other towers.
-    least = values.get("min_pixels") or bounds.get("min_pixels") or bounds.get("shortest_edge") or defaults[0]
-    most = values.get("max_pixels") or bounds.get("max_pixels") or bounds.get("longest_edge") or defaults[1]
-    most = overrides.max_pixels or int(most)
-    least = overrides.min_pixels or min(int(least), most)
+    least, most = pixel_bounds(values, defaults)
+    most = overrides.max_pixels or most
+    least = overrides.min_pixels or min(least, most)
     if least > most:
         raise ConfigurationError(f"--mm-processor-kwargs: min_pixels, {least:,}, is more than max_pixels, {most:,}")
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))

@@ -23,10 +23,11 @@ _SAFE = {"protocol_whitelist": "", "format_whitelist": ",".join(CONTAINERS)}
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was taken of a file. indices: of the frames. rate: how many of those that were taken are a second. frames:
-    upright RGB images, decoded as they are asked for. num_pixels: of each frame."""
+    """What was taken of a file. indices: of the frames. seconds: when each is shown. rate: how many of those that were
+    taken are a second. frames: upright RGB images, decoded as they are asked for. num_pixels: of each frame."""
 
     indices: Sequence[int]
+    seconds: Sequence[float]
     rate: float
     num_pixels: int
     frames: Iterator[Image.Image]
@@ -63,7 +64,8 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
             indices = sample(count, rate)
             container.seek(0)
             frames = _decoded(container, stream, indices, limits)
-            yield Sampled(indices, len(indices) / count * rate, stream.width * stream.height, frames)
+            seconds = [index / rate for index in indices]
+            yield Sampled(indices, seconds, len(indices) / count * rate, stream.width * stream.height, frames)
     except av.error.FFmpegError as error:
         raise InvalidVideoError(f"the video is broken: {error}") from error
 

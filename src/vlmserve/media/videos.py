@@ -16,9 +16,10 @@ from blake3 import blake3
 
 from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeError
-from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.any_size import AnySizeProcessor, pixel_bounds
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory, frame_bytes
+from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import video_key
 from vlmserve.media.processor import PixelLimits
@@ -31,6 +32,8 @@ VideoSource: TypeAlias = ImageSource | Sequence[ImageSource]
 
 FRAME_BOUNDS = (128 * 28 * 28, 768 * 28 * 28)
 """Pixels that a frame has at least and at most where a checkpoint does not say."""
+VIDEO_BOUNDS = (128 * 32 * 32, 768 * 32 * 32)
+"""Likewise, of all frames of a video together, where a model bounds these."""
 FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
 
 
@@ -40,7 +43,7 @@ class Timing:
 
     fps: frames taken of a second of a file; of frames that come one by one, how many are a second. min_frames,
     max_frames: taken of a file, if it has them. depth: frames that share an embedding. positions_per_second: None: one
-    position each for so many frames.
+    position each for so many frames. to_the_end: the first and the last frame of a file are among those that are taken.
     """
 
     fps: float
@@ -48,10 +51,14 @@ class Timing:
     max_frames: int
     depth: int
     positions_per_second: float | None
+    to_the_end: bool = False
 
     def sample(self, num_frames: int, rate: float) -> list[int]:
         """Which frames are taken of a file of so many, `rate` a second: evenly spread, whole embeddings if it has
         them."""
+        if self.to_the_end:
+            count = min(max(int(num_frames / rate * self.fps), self.min_frames), self.max_frames, num_frames)
+            return [int(index) for index in np.linspace(0, num_frames - 1, count).round()]
         depth = self.depth
         most = min(self.max_frames, num_frames) // depth * depth
         wanted = min(max(num_frames / rate * self.fps, self.min_frames), most)
@@ -66,12 +73,25 @@ class Timing:
 
 
 class VideoProcessor:
-    """Preprocesses videos for one checkpoint. fingerprint: 32-byte digest of all that decides pixels and positions."""
+    """Preprocesses videos for one checkpoint. fingerprint: 32-byte digest of all that decides pixels and positions.
 
-    def __init__(self, frames: AnySizeProcessor, timing: Timing) -> None:
+    bounds: pixels that all frames have together at least and at most; None: each frame has bounds of its own alone.
+    times: writes when frames are shown; None: their positions tell it.
+    """
+
+    def __init__(
+        self,
+        frames: AnySizeProcessor,
+        timing: Timing,
+        bounds: tuple[int, int] | None = None,
+        times: FrameTimes | None = None,
+    ) -> None:
         self._frames = frames
         self.timing = timing
-        described = json.dumps(["videos v1", asdict(timing)], sort_keys=True).encode()
+        self._bounds = bounds
+        self._times = times
+        written = None if times is None else (times.begin, times.end)
+        described = json.dumps(["videos v2", asdict(timing), bounds, written], sort_keys=True).encode()
         self.fingerprint = blake3(frames.fingerprint + described).digest()
 
     @classmethod
@@ -83,12 +103,15 @@ class VideoProcessor:
         exact_pixels: bool = False,
         overrides: ProcessorOverrides | None = None,
         max_frames: int = MAX_FRAMES,
+        times: FrameTimes | None = None,
     ) -> Self:
         """settings: of the checkpoint's video processor. vision_config: of its config.json. max_frames: the server's
-        own limit."""
+        own limit. times: see above; a model that reads them bounds the pixels of all frames together, too."""
         overrides = overrides or ProcessorOverrides()
+        bounds = None if times is None else pixel_bounds(settings, VIDEO_BOUNDS)
+        own = settings if bounds is None else {**settings, "size": None, "min_pixels": None, "max_pixels": bounds[1]}
         frames = AnySizeProcessor.from_settings(
-            settings, exact_pixels=exact_pixels, overrides=overrides, bounds=FRAME_BOUNDS
+            own, exact_pixels=exact_pixels, overrides=overrides, bounds=FRAME_BOUNDS if bounds is None else (1, 1)
         )
         counts_seconds = str(vision_config.get("model_type")).startswith("qwen2_5_vl")
         timing = Timing(
@@ -97,8 +120,9 @@ class VideoProcessor:
             max_frames=min(int(settings.get("max_frames") or MAX_FRAMES), max_frames),
             depth=int(settings.get("temporal_patch_size") or 2),
             positions_per_second=float(vision_config.get("tokens_per_second", 4)) if counts_seconds else None,
+            to_the_end=times is not None,
         )
-        return cls(frames, timing)
+        return cls(frames, timing, bounds, times)
 
     def within(self, limits: PixelLimits, fps: float | None) -> VideoProcessor:
         """The same with frames within narrower bounds, and other `Timing.fps`.
@@ -106,7 +130,7 @@ class VideoProcessor:
         Raises InvalidRequestError for bounds that are wider.
         """
         timing = self.timing if fps is None else replace(self.timing, fps=fps)
-        return VideoProcessor(self._frames.within(limits), timing)
+        return VideoProcessor(self._frames.within(limits), timing, self._bounds, self._times)
 
     def reduction(self, size: tuple[int, int]) -> float:
         """As that of `AnySizeProcessor`."""
@@ -118,8 +142,11 @@ class VideoProcessor:
         Raises InvalidVideoError for frames of different sizes, VideoTooLargeError for too many pixels, and as
         `AnySizeProcessor.process` does.
         """
+        processor = self._frames
+        if self._bounds is not None:
+            processor = processor.for_video(num_frames, self.timing.depth, self._bounds)
         first = next(frames)
-        pixels = self._frames.process(first)
+        pixels = processor.process(first)
         if num_frames * pixels[0, 0].size > limits.max_video_pixels:
             raise VideoTooLargeError(
                 f"the video has {num_frames} frames of {pixels.shape[3]} x {pixels.shape[2]} pixels, more than "
@@ -133,15 +160,17 @@ class VideoProcessor:
                     f"frame {index} of the video has {frame.size[0]} x {frame.size[1]} pixels, those before it "
                     f"{first.size[0]} x {first.size[1]}; all need one size"
                 )
-            video[index] = self._frames.process(frame)[0]
+            video[index] = processor.process(frame)[0]
         return video
 
-    def finish(self, key: bytes, pixels: Pixels, rate: float) -> ImageInput:
-        """The video with these pixels, `rate` frames a second."""
+    def finish(self, key: bytes, pixels: Pixels, rate: float, seconds: Sequence[float]) -> ImageInput:
+        """The video with these pixels, `rate` frames a second, each shown at its own of `seconds`."""
         pixels.flags.writeable = False  # other requests may see the same video
         frames, rows, columns = self._frames.grid(pixels)
-        grid = -(-frames // self.timing.depth), rows, columns
-        return ImageInput(key, pixels, math.prod(grid), grid, self.timing.frame_step(rate))
+        depth = self.timing.depth
+        grid = -(-frames // depth), rows, columns
+        text = () if self._times is None else self._times.text(seconds, depth, rows * columns)
+        return ImageInput(key, pixels, math.prod(grid) + len(text), grid, self.timing.frame_step(rate), text=text)
 
 
 def prepare_video(
@@ -164,7 +193,7 @@ def prepare_video(
             frames = (DecodedImage.whole(frame) for frame in sampled.frames)
             with cache.decoding.share(frame_bytes(sampled.num_pixels)):
                 pixels = processor.process(frames, len(sampled.indices), limits)
-        return processor.finish(key, pixels, sampled.rate)
+        return processor.finish(key, pixels, sampled.rate, sampled.seconds)
 
     return cache.get(key, prepare)
 
@@ -200,7 +229,8 @@ def _of_frames(
     def prepare() -> ImageInput:
         with contextlib.closing(_decoded(opened, cache.decoding)) as images:
             pixels = processor.process(images, len(opened), limits)
-        return processor.finish(key, pixels, processor.timing.fps)
+        fps = processor.timing.fps
+        return processor.finish(key, pixels, fps, [index / fps for index in range(len(opened))])
 
     return cache.get(key, prepare)
 

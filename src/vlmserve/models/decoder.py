@@ -17,6 +17,7 @@ from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepC
 from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
+from vlmserve.models.image_rows import LayerFeatures, add_features
 from vlmserve.models.spec import ArchSpec, NormSpec
 from vlmserve.types import Bidirectional
 
@@ -156,6 +157,8 @@ class Decoder(nn.Module):
         self.spec = spec
         self.backend = backend
         self._executor = executor or EagerExecutor()
+        # One for each layer whose output gets something added, and one for what follows.
+        self._part_executors = [self._executor.for_part() for _ in range(spec.deepstack + 1)] if spec.deepstack else []
         self.adapter_rows: AdapterRows | None = None
         self.dtype = dtype
         self.device = device
@@ -235,6 +238,11 @@ class Decoder(nn.Module):
         return self.spec.hidden_size
 
     @property
+    def image_width(self) -> int:
+        """See `LanguageModel.image_width`."""
+        return self.spec.hidden_size * (1 + self.spec.deepstack)
+
+    @property
     def vocab_size(self) -> int:
         return self.spec.vocab_size
 
@@ -292,8 +300,10 @@ class Decoder(nn.Module):
         positions: Tensor,
         metadata: BatchMetadata,
         caches: list[LayerCache],
+        features: Sequence[LayerFeatures] = (),
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states."""
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states. features: what
+        images add to the outputs of the first `ArchSpec.deepstack` layers."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         if self.embedding_norm is not None:
@@ -306,7 +316,16 @@ class Decoder(nn.Module):
             self._query_scale(metadata, longest),
             self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
         )
-        return self._executor.run(self._through_layers, embeddings, caches, step)
+        if not features:
+            return self._executor.run(self._through_layers, embeddings, caches, step)
+        x = embeddings
+        for layer, executor in enumerate(self._part_executors):
+            last = layer + 1 if layer < self.spec.deepstack else None
+            part = partial(self._through_layers, first=layer, last=last)
+            x = executor.run(part, x, caches, step)
+            if last is not None:
+                add_features(x, features, layer)
+        return x
 
     def _query_scale(self, metadata: BatchMetadata, longest: int) -> Tensor | None:
         """``[tokens, 1]``: the logarithm of each token's place to the base `log_context`, at least 1."""
@@ -318,10 +337,13 @@ class Decoder(nn.Module):
         scales = places.double().log().div(math.log(base)).clamp(min=1.0)
         return scales[:, None].to(self.device, self.dtype)
 
-    def _through_layers(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        for layer, cache in zip(self.layers, caches, strict=True):
+    def _through_layers(
+        self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int = 0, last: int | None = None
+    ) -> Tensor:
+        """Layers ``first <= i < last``; last: None: all others, and the norm behind them."""
+        for layer, cache in zip(self.layers[first:last], caches[first:last], strict=True):
             x = layer(x, cache, step)
-        if self.norm is not None:
+        if self.norm is not None and last is None:
             x = self.norm(x)
         return x
 

@@ -189,6 +189,17 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, specs.qwen2),
     "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, specs.qwen2),
     "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, specs.qwen3, models="Qwen 3"),
+    "qwen3_vl_text": Family(
+        "Qwen3VLForConditionalGeneration",
+        {
+            **_QWEN,
+            "head_dim": 128,
+            "max_position_embeddings": 128000,
+            "rope_theta": 5e5,
+            "deepstack": 0,
+        },
+        specs.qwen3_vl,
+    ),
     "phi": Family(
         "PhiForCausalLM",
         {

@@ -4,6 +4,7 @@ config completed by its defaults."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
@@ -99,6 +100,19 @@ def qwen3(family: str, config: Config) -> ArchSpec:
         output_bias=config["attention_bias"],
         head_norm=HeadNormSpec("head", NormSpec(config["rms_norm_eps"])),
     )
+
+
+def qwen3_vl(family: str, config: Config) -> ArchSpec:
+    """The text model of Qwen3-VL, whose frames, rows and columns always rotate pairs in turn."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    sections = {"mrope_section": [24, 20, 20], **rope, "mrope_interleaved": True}
+    spec = qwen3(family, {**config, "rope_scaling": sections})
+    if config["deepstack"] > len(spec.attention):
+        raise ModelLoadError(
+            f"config.json: images have features for {config['deepstack']} layers (deepstack_visual_indexes), and the "
+            f"decoder has {len(spec.attention)}"
+        )
+    return replace(spec, deepstack=config["deepstack"])
 
 
 def _qwen_windows(config: Config) -> list[int | None]:

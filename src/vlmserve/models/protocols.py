@@ -14,6 +14,7 @@ from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCac
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.models.adaptable import AdaptableModel
+from vlmserve.models.image_rows import LayerFeatures
 from vlmserve.types import Bidirectional, CrossInput, TowerInputs
 
 
@@ -37,7 +38,8 @@ class VisionEncoder(Protocol):
 
         pixels: one float tensor ``[tiles, channels, height, width]`` an image, on the model's device.
         tilings: how the tiles of each lie, for a model that puts their embeddings in order, or whatever else it needs.
-        Returns one ``[num_tokens, hidden_size]`` tensor an image, ready to replace its placeholders' embeddings.
+        Returns one ``[num_tokens, image_width]`` tensor an image: what replaces its placeholders' embeddings, and
+        beside that `LayerFeatures.values` if the decoder's layers take any.
         """
         ...
 
@@ -83,6 +85,11 @@ class LanguageModel(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
+    def image_width(self) -> int:
+        """Elements of an image's embedding: `hidden_size`, and as many again for each layer that takes features."""
+        ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -123,10 +130,12 @@ class LanguageModel(Protocol):
         positions: Tensor,
         metadata: BatchMetadata,
         caches: list[LayerCache],
+        features: Sequence[LayerFeatures] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
         Positions of sequences of more than `max_short_len` tokens begin there, all others at `first_position`.
+        features: what images add to the outputs of the first layers.
         """
         ...
 

@@ -45,6 +45,7 @@ class ArchSpec:
     many positions on, queries are multiplied with the logarithm of their position to this base; None: none are.
     embedding_scale: what embeddings of tokens are multiplied with. embedding_norm: whether they are normed once
     positions are added. head_transform: whether a dense layer, the activation and a norm come before the output head.
+    deepstack: how many of the first layers have features of images added to what they return, see `LayerFeatures`.
     logit_cap: bounds logits as `AttentionSpec.soft_cap` does scores; None: off.
     """
 
@@ -73,4 +74,5 @@ class ArchSpec:
     log_context: int | None = None
     embedding_norm: bool = False
     embedding_scale: float = 1.0
+    deepstack: int = 0
     logit_cap: float | None = None

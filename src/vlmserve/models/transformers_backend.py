@@ -31,6 +31,7 @@ from vlmserve.media.images import DecodedImage
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.models.expert_choices import ExpertChoices
 from vlmserve.models.grid_positions import grid_positions
+from vlmserve.models.image_rows import ImageRows, LayerFeatures, place_images
 from vlmserve.models.transformers_vision import TransformersVision
 from vlmserve.types import KEY_BYTES, Bidirectional, ImageInput, ImageSpan, bidirectional_spans
 
@@ -167,7 +168,7 @@ class TransformersModel:
         self._model = model
         self._body = model.get_decoder()
         self._embeddings = model.get_input_embeddings()
-        self.hidden_size = self._width = int(self._embeddings.weight.shape[1])
+        self.hidden_size = self.image_width = int(self._embeddings.weight.shape[1])
         self.bidirectional: Bidirectional | None = None
         self.attention = self._find_attention()
         self._choose_backend = backend
@@ -220,11 +221,9 @@ class TransformersModel:
         return 0
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden_size]``, not yet scaled where the model scales them; zeros where
-        images have something for its layers."""
+        """``[tokens]`` int64 to ``[tokens, hidden_size]``, not yet scaled where the model scales them."""
         embeddings: Tensor = self._embeddings(token_ids)
-        rest = self.hidden_size - self._width
-        return nn.functional.pad(embeddings, (0, rest)) if rest else embeddings
+        return embeddings
 
     def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
         """The KV cache of all layers, on the model's device or another one."""
@@ -243,8 +242,10 @@ class TransformersModel:
         positions: Tensor,
         metadata: BatchMetadata,
         caches: list[LayerCache],
+        features: Sequence[LayerFeatures] = (),
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states."""
+        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states.
+        features: see `LanguageModel.forward`."""
         plan = self.backend.prepare(metadata, caches[0].block_size, self.attention, self._model.dtype)
         layers = zip(caches, self.attention, strict=True)
 
@@ -252,16 +253,20 @@ class TransformersModel:
             return self.backend.attend(query, key, value, *next(layers), metadata, plan)
 
         with _attending(attend):
-            return self._hidden(embeddings, positions)
+            return self._hidden(embeddings, positions, features)
 
-    def _hidden(self, embeddings: Tensor, positions: Tensor) -> Tensor:
-        first, *of_layers = torch.split(embeddings, self._width, 1)
+    def _hidden(self, embeddings: Tensor, positions: Tensor, features: Sequence[LayerFeatures] = ()) -> Tensor:
         further: dict[str, Any] = {}
-        if of_layers:
-            further["deepstack_visual_embeds"] = of_layers
-            # What is added is zero where there is no image.
-            further["visual_pos_masks"] = torch.ones(1, len(first), dtype=torch.bool, device=first.device)
-        output = self._body(inputs_embeds=first[None], position_ids=positions.unsqueeze(-2), use_cache=False, **further)
+        if features:
+            masks = torch.zeros(1, len(embeddings), dtype=torch.bool, device=embeddings.device)
+            for rows in features:
+                masks[0, rows.first : rows.last] = True
+            values = torch.cat([rows.values for rows in features])
+            further["visual_pos_masks"] = masks
+            further["deepstack_visual_embeds"] = torch.split(values, self.hidden_size, 1)
+        output = self._body(
+            inputs_embeds=embeddings[None], position_ids=positions.unsqueeze(-2), use_cache=False, **further
+        )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -295,7 +300,7 @@ class TransformersModel:
         device, image = self._model.device, sample.image
         pixels = torch.tensor(image.pixels, device=device, dtype=self._model.dtype)
         [image_embeddings] = sample.vision.encode([pixels], [image.tiling])
-        self.hidden_size = sample.vision.width
+        self.image_width = sample.vision.width
         text = [token for token in range(self.vocab_size) if token != sample.image_token_id][:8]
         shown = [sample.image_token_id] * image.num_tokens
         for place, token in image.text:
@@ -309,9 +314,10 @@ class TransformersModel:
         span = ImageSpan(image, 5).placement
         places = np.arange(len(ids))
         positions = torch.from_numpy(places if image.grid is None else grid_positions([span], places)).to(device)
+        image_rows = [ImageRows(image.key, *run) for run in span.runs(0, len(ids))]
         for ahead in BIDIRECTIONAL_SCOPES:
             embeddings = self.embed(ids.to(device))
-            embeddings[placeholders] = image_embeddings
+            features = place_images(embeddings, image_rows, {image.key: image_embeddings})
             rows = [
                 BidirectionalRows(0, first, last - 1, last)
                 for first, last in bidirectional_spans([span], len(ids), ahead)
@@ -319,7 +325,7 @@ class TransformersModel:
             self.backend = self._choose_backend(self.attention, bidirectional=ahead is not None)
             metadata, _ = _metadata([(0, len(ids))], len(ids), device, rows)
             with choices.replay([(0, len(ids))]):
-                hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)))
+                hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)), features)
             actual = self.logits(hidden)
             if self._logits_agree(actual, expected):
                 self.bidirectional = ahead

@@ -19,7 +19,7 @@ from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaNextVision, LlavaVision
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.vision.blip import BlipTower, blip_vision_spec
 from vlmserve.models.vision.moondream import MoondreamSpec, MoondreamTower
-from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
+from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower, deepstack_layers
 from vlmserve.models.vision.resampled import ResampledSpec, ResampledVision
 from vlmserve.types import Bidirectional
 
@@ -103,6 +103,19 @@ def _qwen(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch
     spec = QwenVisionSpec.from_config(config.get("vision_config") or {}, hidden_size)
     tower = QwenVisionTower(spec, dtype=dtype, device=device)
     return Vision(tower, {"visual": tower})
+
+
+def _qwen3_text(config: Config) -> Config:
+    return {"deepstack": len(deepstack_layers(config.get("vision_config") or {}))}
+
+
+# As the towers before it call them.
+_QWEN3_NAMES: Names = (
+    (r"(visual\.blocks\.\d+\.mlp)\.linear_fc", r"\1.fc"),
+    (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.norm\.", r"\1.ln_q."),
+    (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.linear_fc1\.", r"\1.mlp.0."),
+    (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.linear_fc2\.", r"\1.mlp.2."),
+)
 
 
 def _qwen_vl(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
@@ -198,6 +211,16 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     ),
     "qwen2_5_vl": VisionFamily(
         "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", _qwen, 151655, models="Qwen2.5-VL", videos=True
+    ),
+    "qwen3_vl": VisionFamily(
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl_text",
+        _qwen,
+        151655,
+        _QWEN3_NAMES,
+        _qwen3_text,
+        models="Qwen3-VL 2B to 32B",
+        videos=True,
     ),
     "moondream1": VisionFamily(
         "HfMoondream",

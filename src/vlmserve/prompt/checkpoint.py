@@ -17,15 +17,18 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "smolvlm": 128257,
     "qwen2_vl": 151655,
     "qwen2_5_vl": 151655,
+    "qwen3_vl": 151655,
     "gemma3": 262144,
 }
 """Placeholders of images, by model types whose config.json may leave them out."""
 OWN_PREPROCESSING = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
 """Model types for whose images there is code of our own."""
-DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656}
+DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656, "qwen3_vl": 151656}
 """Placeholders of videos, by the model types that take any."""
 DEFAULT_IMAGE_ENDS = {"gemma3": (255999, 256000)}
 """The tokens before and after an image, by model types whose chat templates write the first alone for it."""
+DEFAULT_FRAME_ENDS = {"qwen3_vl": (151652, 151653)}
+"""The tokens before and after each frame of a video, by model types that read the times of frames as text."""
 
 LLAVA_TEMPLATE = (
     "{% for message in messages %}"
@@ -84,7 +87,7 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         # What lies between the tokens for an image's beginning and its end.
         default_id = visual.get("image_start_id", 151857) + 2
     image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if takes_images else None
-    ends = DEFAULT_IMAGE_ENDS.get(model_type)
+    ends, frame_ends = DEFAULT_IMAGE_ENDS.get(model_type), DEFAULT_FRAME_ENDS.get(model_type)
     return PromptFiles(
         model_type=model_type,
         tokenizer_config=tokenizer_config,
@@ -97,6 +100,12 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         else None,
         image_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
         if ends is not None
+        else None,
+        frame_ends=(
+            config.get("vision_start_token_id", frame_ends[0]),
+            config.get("vision_end_token_id", frame_ends[1]),
+        )
+        if frame_ends is not None
         else None,
         has_own_preprocessing=model_type in OWN_PREPROCESSING or isinstance(visual, dict),
     )

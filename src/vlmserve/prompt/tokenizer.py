@@ -43,7 +43,8 @@ class Tokenizer:
     """A checkpoint's tokenizer.
 
     image_token, image_token_id: the placeholder of an image, None for a model without a vision tower; video_token,
-    video_token_id: of a video. image_mark: what chat templates write for an image.
+    video_token_id: of a video. image_mark: what chat templates write for an image. frame_ends: the tokens around each
+    frame of a video whose times are text; None: times are no text.
     special_tokens: by name (``bos_token``…). end_token_ids: ids that end an answer.
     control_tokens: what users' text must never be read as.
     """
@@ -62,9 +63,16 @@ class Tokenizer:
         if files.image_ends is not None:
             begin, end = (_ensure_token(backend, id_, "a token beside images") for id_ in files.image_ends)
             self.image_mark, self._image = begin, f"\n\n{begin}{self.image_token}{end}\n\n"
+        self.frame_ends: tuple[str, str] | None = None
+        if files.frame_ends is not None:
+            begin, end = (_ensure_token(backend, id_, "a token beside frames") for id_ in files.frame_ends)
+            assert begin is not None
+            assert end is not None
+            self.frame_ends = begin, end
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        media_ids = (files.image_token_id, files.video_token_id, *(files.image_ends or ()))
+        beside = (*(files.image_ends or ()), *(files.frame_ends or ()))
+        media_ids = (files.image_token_id, files.video_token_id, *beside)
         # Some vocabularies have these as ordinary tokens, since they are to be seen in answers.
         marks = {id_ for id_, token in added.items() if token.content in TOOL_MARKS}
         self._control_ids = self.special_ids | marks | {id_ for id_ in media_ids if id_ is not None}
@@ -120,8 +128,12 @@ class Tokenizer:
         """Chat templates write `mark` for an image, which nothing surrounds."""
         self.image_mark, self._image = mark, self.image_token
 
-    def write_images(self, text: str) -> str:
-        """Text in which everything that belongs to an image stands where the template has its mark."""
+    def write_media(self, text: str) -> str:
+        """Text in which everything that belongs to an image stands where the template has its mark, and the placeholder
+        of a video without the tokens that each of its frames will have."""
+        if self.frame_ends is not None and self.video_token is not None:
+            begin, end = self.frame_ends
+            text = text.replace(begin + self.video_token + end, self.video_token)
         if self.image_mark is None or self._image is None:
             return text
         return text.replace(self.image_mark, self._image)

@@ -15,20 +15,11 @@ from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows
 from vlmserve.models.grid_positions import grid_positions
+from vlmserve.models.image_rows import ImageRows
 from vlmserve.runner.requests import RequestState, ScheduledRequest
 
 _NOTHING_DRAWN: dict[str, int] = {}
 _NO_STATES: dict[bytes, Tensor] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class ImageRows:
-    """Rows ``first <= row < last`` of a batch take an image's embeddings, from its row `offset` on."""
-
-    key: bytes
-    first: int
-    last: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vlmserve.devices.device import Clock
 from vlmserve.kernels.torch_sampling import DrawLater
+from vlmserve.models.image_rows import place_images
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.batch import Batch, BatchBuilder, Unstaged
@@ -211,10 +212,8 @@ class ModelRunner:
             # Where nothing could be drawn, -1 is no token, and what follows on it is for nobody.
             token_ids = self._drawn.clamp(min=0)[batch.drawn_rows].long()
         embeddings = language_model.embed(token_ids)
-        for rows in batch.image_rows:
-            image = self._images.embeddings[rows.key][rows.offset : rows.offset + rows.last - rows.first]
-            embeddings[rows.first : rows.last] = image
-        return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers)
+        features = place_images(embeddings, batch.image_rows, self._images.embeddings)
+        return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, features)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[rows, vocabulary]``."""

@@ -1,13 +1,13 @@
-"""The vision transformers of Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL
-(https://arxiv.org/abs/2502.13923): images of any size, patches that are rotated by row and column, merged four to
-one."""
+"""The vision transformers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL
+(https://arxiv.org/abs/2502.13923) and Qwen3-VL (https://arxiv.org/abs/2511.21631): images of any size, patches that
+are rotated by row and column, merged four to one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,10 @@ NORM_EPS = 1e-6
 class QwenVisionSpec:
     """The shape of a tower. patch_size: pixels; merge: patches along each side that become one embedding; frames: that
     a patch is deep. window: pixels along each side within which patches attend to each other; None: all of the image.
-    full_layers: those without windows all the same. gated: an MLP with gates and norms without means, as of 2.5.
+    full_layers: those without windows all the same. gated: an MLP with gates and norms without means, only in 2.5.
+    num_positions: of a square of learned embeddings that is resized to the image; 0: none. patch_bias: whether the
+    projection of patches has one. deepstack: the layers whose outputs are merged too, each for one of the decoder's
+    first layers (https://arxiv.org/abs/2406.04334).
     """
 
     num_layers: int
@@ -44,6 +47,9 @@ class QwenVisionSpec:
     gated: bool
     window: int | None = None
     full_layers: tuple[int, ...] = ()
+    num_positions: int = 0
+    patch_bias: bool = False
+    deepstack: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], output_size: int) -> QwenVisionSpec:
@@ -79,11 +85,30 @@ class QwenVisionSpec:
                 activation=config.get("hidden_act", "quick_gelu"),
                 gated=False,
             )
-        raise UnsupportedModelError(f"vision tower {kind!r} is not supported; supported are qwen2_vl and qwen2_5_vl")
+        if kind.startswith("qwen3_vl"):
+            return cls(
+                **{**common, "num_layers": config.get("depth", 27), "patch_size": config.get("patch_size", 16)},
+                hidden_size=config.get("hidden_size", 1152),
+                intermediate_size=config.get("intermediate_size", 4304),
+                output_size=config.get("out_hidden_size", 3584),
+                activation=config.get("hidden_act", "gelu_pytorch_tanh"),
+                gated=False,
+                num_positions=config.get("num_position_embeddings", 2304),
+                patch_bias=True,
+                deepstack=deepstack_layers(config),
+            )
+        raise UnsupportedModelError(
+            f"vision tower {kind!r} is not supported; supported are qwen2_vl, qwen2_5_vl and qwen3_vl"
+        )
 
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
+
+
+def deepstack_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of Qwen3-VL's ``vision_config``: see `QwenVisionSpec.deepstack`."""
+    return tuple(config.get("deepstack_visual_indexes", (8, 16, 24)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +133,34 @@ class PatchEmbedding(Linear):
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         shape = (spec.num_channels, spec.frames, spec.patch_size, spec.patch_size)
-        super().__init__(math.prod(shape), spec.hidden_size, bias=False, dtype=dtype, device=device)
+        super().__init__(math.prod(shape), spec.hidden_size, bias=spec.patch_bias, dtype=dtype, device=device)
         self.weight = empty_parameter(spec.hidden_size, *shape, dtype=dtype, device=device)
+
+
+class PositionGrid(nn.Module):
+    """Learned embeddings of places in a square, resized to images by bilinear interpolation, corners to corners."""
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(spec.num_positions, spec.hidden_size, dtype=dtype, device=device)
+        self._side = math.isqrt(spec.num_positions)
+
+    def forward(self, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
+        """``[patches, hidden_size]`` of the patches at those rows and columns, int64 ``[patches]``, of an image of
+        that many rows and columns."""
+        result = torch.zeros(len(rows), self.weight.shape[1], device=self.weight.device)
+        vertical, horizontal = (self._taps(*axis) for axis in zip((rows, columns), shape, strict=True))
+        for down, of_row in vertical:
+            for across, of_column in horizontal:
+                result += self.weight[down * self._side + across].float() * (of_row * of_column)[:, None]
+        return result.to(self.weight.dtype)
+
+    def _taps(self, places: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        """The two places in the square that lie around each, and their weights."""
+        exact = places.to(self.weight.device).float() * (self._side - 1) / max(length - 1, 1)
+        first = exact.floor().long()
+        second = (first + 1).clamp(max=self._side - 1)
+        return [(first, 1 - (exact - first)), (second, exact - first)]
 
 
 class VisionAttention(nn.Module):
@@ -223,10 +274,18 @@ class VisionLayer(nn.Module):
 class PatchMerger(nn.Module):
     """Squares of patches to embeddings. products: multiplications for each. Modules are named as checkpoints do it."""
 
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: QwenVisionSpec, *, norms_squares: bool = False, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """norms_squares: the patches of a square are normed together, not each by itself."""
         super().__init__()
         size = spec.hidden_size * spec.merge**2
-        self.ln_q = _norm(spec, dtype=dtype, device=device)
+        self.ln_q = (
+            LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
+            if norms_squares
+            else _norm(spec, dtype=dtype, device=device)
+        )
+        self._norms_squares = norms_squares
         first = Linear(size, size, bias=True, dtype=dtype, device=device, act="gelu")
         second = Linear(size, spec.output_size, bias=True, dtype=dtype, device=device)
         self.mlp = nn.ModuleDict({"0": first, "2": second})
@@ -235,6 +294,7 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
+        x = x.flatten(1) if self._norms_squares else x
         output: Tensor = self.mlp["2"](self.mlp["0"](self.ln_q(x).view(-1, self._size)))
         return output
 
@@ -250,6 +310,10 @@ class QwenVisionTower(StagedVision):
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, dtype=dtype, device=device)})
         self.blocks = nn.ModuleList(VisionLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers))
         self.merger = PatchMerger(spec, dtype=dtype, device=device)
+        self.pos_embed = PositionGrid(spec, dtype=dtype, device=device) if spec.num_positions else None
+        self.deepstack_merger_list = nn.ModuleList(
+            PatchMerger(spec, norms_squares=True, dtype=dtype, device=device) for _ in spec.deepstack
+        )
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels ``[frames, channels, height, width]`` become that many embeddings.
@@ -286,13 +350,15 @@ class QwenVisionTower(StagedVision):
         )
         patches = deep * down * across
         embeddings = patches // spec.merge**2
-        return layers + patches * self._projection.products + embeddings * self.merger.products
+        mergers = self.merger.products * (1 + len(spec.deepstack))
+        return layers + patches * self._projection.products + embeddings * mergers
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. Images or videos ``[frames, channels, height, width]`` each by itself; the
-        last frame is repeated to fill a patch. Embeddings come frame by frame, row by row."""
+        last frame is repeated to fill a patch. Embeddings come frame by frame, row by row, beside what the decoder's
+        layers get of them: ``[embeddings, (1 + deepstack) * output_size]``."""
         images = []
         for image in pixels:
             images.append((yield from self._encode(image.to(self.dtype), budget)))
@@ -317,11 +383,21 @@ class QwenVisionTower(StagedVision):
         layout = self._layout(grid, pixels.device)
         patches = self._patches(pixels, grid)[layout.order]
         x = yield from by_rows(self._projection, self._projection.products, budget, patches)
+        if self.pos_embed is not None:
+            of_frame = self.pos_embed(*self._rows_and_columns(*grid[1:]), grid[1:])
+            x = (x.view(grid[0], *of_frame.shape) + of_frame).flatten(0, 1)
+        of_layers: list[Tensor] = []
         for index, block in enumerate(self._layers()):
             lengths = layout.windows if self._is_windowed(index) else layout.frames
             x = yield from block.in_stages(x, layout, lengths, budget)
-        merged = yield from by_rows(self.merger, self.merger.products, budget, x.view(-1, spec.merge**2, x.shape[-1]))
-        return merged[layout.back]
+            if index in spec.deepstack:
+                merger = cast(PatchMerger, self.deepstack_merger_list[spec.deepstack.index(index)])
+                of_layers.append((yield from self._merged(x, merger, budget)))
+        merged = yield from self._merged(x, self.merger, budget)
+        return torch.cat((merged, *of_layers), 1)[layout.back]
+
+    def _merged(self, x: Tensor, merger: PatchMerger, budget: StageBudget) -> Stages[Tensor]:
+        return by_rows(merger, merger.products, budget, x.view(-1, self.spec.merge**2, x.shape[-1]))
 
     def _patches(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """``[patches, channels * frames * patch * patch]``, merged ones side by side, else row by row."""
