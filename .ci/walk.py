@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""A newcomer's walk: everything that the README tells to type, word for word, in a fresh clone and an empty home.
+"""A newcomer's walk: what the README and the first pages of the documentation tell to type, word for word.
 
-The README's ``sh`` and ``python`` blocks run in order. Each must end well and print what `CHECKS` says. Lines that
+Their ``sh`` and ``python`` blocks run in order, in a fresh clone and an empty home. Each must end well and print what `CHECKS` says. Lines that
 start a server run in the background until it is ready; the first one, `make serve`, stays until the end, as the README
 says. ``make test`` is left out, since CI runs it. Only pip's cache is shared with the home of who calls this.
 
@@ -33,6 +33,8 @@ INSTALL_TIMEOUT = 900.0
 BLOCK_TIMEOUT = 180.0
 SERVER = re.compile(r"(make serve|\.venv/bin/vlmserve serve)\b.*")
 LEFT_OUT = {"make test": "CI runs it"}
+PAGES = ("README.md", "docs/start.md", "docs/python.md", "docs/serving.md")
+"""In the order in which they are read."""
 
 CHECKS = {
     "make serve": "",
@@ -42,13 +44,13 @@ CHECKS = {
     ".venv/bin/vlmserve chat": r"(?i)\bred\b",
     ".venv/bin/python -m pip install --quiet openai": "",
     "import base64": r"(?i)circle",
-    ".venv/bin/vlmserve ask examples/shapes.pdf": r"(?i)\btriangle\b",
+    ".venv/bin/python -m pip install --quiet 'vlmserve[documents]'": r"(?i)\btriangle\b",
+    ".venv/bin/vlmserve batch": r"answers\.jsonl: 2 of 2 rows have an answer",
     "curl -s http://127.0.0.1:8000/metrics": r"(?m)^vlmserve:request_success_total\{",
     ".venv/bin/vlmserve keys add alice": r"(?m)^vlm-\w+",
     ".venv/bin/vlmserve loadtest": r"(?i)\bTTFT\b",
     "from PIL import Image": r"(?i)What colour is the circle\? -> .*\bred\b",
     "import asyncio": r"(?i)^red (3|three)\n.*circle",
-    ".venv/bin/vlmserve batch": r"answers\.jsonl: 2 of 2 rows have an answer",
     "mkdir -p build && cp -r": "",
     ".venv/bin/python -m pip install --quiet 'vlmserve[gguf]'": "",
     "mkdir -p build\n.venv/bin/vlmserve config": r"max_num_seqs\s+32\s+VLMSERVE_MAX_NUM_SEQS",
@@ -75,14 +77,13 @@ class Block(NamedTuple):
         for start in CHECKS:
             if self.text.startswith(start):
                 return start
-        raise WalkError(
-            f"there is no check for this block of the README; add one to {Path(__file__).name}:\n{self.text}"
-        )
+        raise WalkError(f"there is no check for this block; add one to {Path(__file__).name}:\n{self.text}")
 
 
-def blocks(readme: str) -> list[Block]:
-    """What a newcomer is told to type, in order, but for what is left out."""
-    found = [Block(*pair) for pair in re.findall(r"^```(sh|python)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)]
+def blocks(root: Path) -> list[Block]:
+    """What a newcomer is told to type, in order, but for what is left out. root: of a clone."""
+    text = "".join((root / page).read_text("utf-8") for page in PAGES)
+    found = [Block(*pair) for pair in re.findall(r"^```(sh|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
     return [block for block in found if block.text.strip() not in LEFT_OUT]
 
 
@@ -131,7 +132,7 @@ class Newcomer:
         port = int(match[1]) if (match := re.search(r"--port (\d+)", line)) else 8000
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                raise WalkError(f"port {port} is in use by another program; stop it, since the README uses this port")
+                raise WalkError(f"port {port} is in use by another program; stop it, since this port is used")
         with self.log.open("ab") as log:
             server = subprocess.Popen(
                 ["bash", "-c", line],
@@ -175,7 +176,7 @@ class Newcomer:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """The caller's variables without those that lead into its home or change what the README's commands do."""
+    """The caller's variables without those that lead into its home or change what the commands do."""
     ours = re.compile(r"(VLMSERVE|HF|XDG|CUDA|TORCH|OPENAI|PYTEST)_|(VIRTUAL_ENV|PYTHONPATH|PYTHONHOME|MAKEFLAGS)$")
     kept = {name: value for name, value in os.environ.items() if not ours.match(name)}
     cache = subprocess.run([sys.executable, "-m", "pip", "cache", "dir"], capture_output=True, text=True)
@@ -202,7 +203,7 @@ def _status(url: str, key: str | None = None) -> int:
 def walk(folder: Path) -> None:
     """Type everything. Raises WalkError for the first step that fails."""
     newcomer = Newcomer(folder)
-    first, *others = blocks((newcomer.clone / "README.md").read_text("utf-8"))
+    first, *others = blocks(newcomer.clone)
     print(f"$ {first.text.strip()}", flush=True)
     started = time.monotonic()
     with newcomer.serving(first.text.strip()):

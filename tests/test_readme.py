@@ -15,7 +15,10 @@ from vlmserve import vllm_flags as vllm
 from vlmserve.cli import app
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 
 
 def commands() -> list[list[str]]:
@@ -122,10 +125,10 @@ def test_links_to_headings_lead_somewhere(path):
     assert [(file, to) for file, to in links if to not in anchors(path.parent / file if file else path)] == []
 
 
-def test_the_newcomers_walk_checks_every_block_of_the_readme():
+def test_the_newcomers_walk_checks_every_block_of_its_pages():
     walk = runpy.run_path(str(ROOT / ".ci" / "walk.py"))
-    blocks = walk["blocks"]((ROOT / "README.md").read_text(encoding="utf-8"))
+    blocks = walk["blocks"](ROOT)
     assert [block.start for block in blocks] == list(walk["CHECKS"])
     for block in blocks:
         if block.language == "python":
-            compile(block.text, "README.md", "exec")
+            compile(block.text, block.start, "exec")
