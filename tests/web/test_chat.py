@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.adapters.test_serving import write_adapter
+from tests.checkpoints import make_llama
 from tests.server.live import LiveServer, wait_until
+from tests.server.test_adapters import ENGINE
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
 
@@ -487,6 +490,37 @@ def test_boxes_and_points_are_drawn_on_the_image(pixie, visit):
     ask(page, "What colour is the circle?")
     answer_of(page, 2)
     expect(marked).to_have_count(2)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A model with two adapters."""
+    base = tmp_path_factory.mktemp("adapted")
+    adapters = [f"{name}={write_adapter(base / name, seed)}" for seed, name in enumerate(("formal", "brief"))]
+    engine = {**ENGINE, "lora_modules": adapters}
+    with LiveServer(make_llama(base / "llama", max_position_embeddings=2048), engine=engine) as server:
+        yield server
+
+
+def test_adapters_are_chosen_beside_the_model_and_named_below_their_answers(adapted, visit):
+    page = visit(adapted)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Longest answer").fill("3")
+    page.get_by_role("button", name="Done").click()
+    choice = page.get_by_label("The model that answers")
+    expect(choice.locator("option")).to_have_text(["tiny", "brief", "formal"])
+    expect(choice.locator("optgroup[label=Adapters] option")).to_have_count(2)
+    for number, (option, sent_model) in enumerate((("brief", "brief"), ("tiny", None))):
+        choice.select_option(option)
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(page, "Hello")
+        assert sent.value.post_data_json.get("model") == sent_model
+        answer_of(page, number)
+        named = re.compile(f"^{option} · ") if sent_model else re.compile(r"^\d")
+        expect(answers(page).nth(number).locator(".cost")).to_have_text(named)
+    choice.select_option("formal")
+    page.reload()
+    expect(choice).to_have_value("formal")
 
 
 def test_what_is_set_is_sent_and_remembered(pixie, visit):

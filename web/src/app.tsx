@@ -4,6 +4,7 @@ import { useServer, type Server } from "./api/server";
 import { Boundary } from "./boundary";
 import { Chat } from "./chat/chat";
 import { KeyDialog } from "./chat/key-dialog";
+import { ModelChoice } from "./chat/model-choice";
 import { SettingsDialog } from "./chat/settings-dialog";
 import { ShortcutsDialog } from "./chat/shortcuts-dialog";
 import { Sidebar } from "./chat/sidebar";
@@ -87,9 +88,18 @@ function skip(event: React.MouseEvent): void {
   document.getElementById("main")?.focus();
 }
 
+/** The model that answers, to be changed where there are several. */
 function ModelName({ server }: { server: Server }) {
   const { sampling } = useSettings();
-  const name = sampling.model ?? server.models[0]?.id;
+  const [first] = server.models;
+  if (server.models.length > 1 || (sampling.model && sampling.model !== first?.id)) {
+    return (
+      <span className="model">
+        <ModelChoice models={server.models} label="The model that answers" />
+      </span>
+    );
+  }
+  const name = first?.id;
   return <span className="model">{name && <span title="The model that answers">{name}</span>}</span>;
 }
 

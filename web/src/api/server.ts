@@ -9,6 +9,8 @@ import { explain, type Problem } from "./problems";
 export interface Model {
   id: string;
   max_model_len: number | null;
+  /** Of an adapter, the model that it adapts. */
+  parent?: string;
 }
 
 export interface Server {

@@ -3,6 +3,7 @@ import type { Server } from "../api/server";
 import { SAMPLING_FIELDS, changeSettings, useSettings, type SamplingField, type Settings, type Theme } from "../state/settings";
 import type { Place } from "../state/types";
 import { Dialog } from "./dialog";
+import { ModelChoice } from "./model-choice";
 
 const THEMES: Record<Theme, string> = { system: "As the system", light: "Light", dark: "Dark" };
 
@@ -16,12 +17,7 @@ export function SettingsDialog({ server, onKey, onClose }: { server: Server; onK
       <form onSubmit={(event) => event.preventDefault()}>
         <label>
           Model
-          <select value={sampling.model ?? ""} onChange={(event) => change({ model: event.target.value || undefined })}>
-            <option value="">{server.models[0]?.id ?? "The server's"}</option>
-            {server.models.slice(1).map((model) => (
-              <option key={model.id}>{model.id}</option>
-            ))}
-          </select>
+          <ModelChoice models={server.models} />
         </label>
         <label>
           What the model is told first

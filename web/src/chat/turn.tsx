@@ -131,7 +131,7 @@ function Answer({ conversation, turn, question, shown = [], busy, note, onKey }:
               <RefreshCw />
             </button>
           )}
-          {turn.cost && <span className="cost">{describeCost(turn.cost)}</span>}
+          {turn.cost && <span className="cost">{[turn.model, describeCost(turn.cost)].filter(Boolean).join(" · ")}</span>}
         </div>
       )}
     </li>

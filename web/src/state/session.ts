@@ -135,7 +135,7 @@ async function create(text: string, place: Place): Promise<string> {
 }
 
 function append(id: string, question: Turn): void {
-  const answer: Turn = { id: newId(), role: "assistant", text: "", attachments: [] };
+  const answer: Turn = { id: newId(), role: "assistant", text: "", attachments: [], model: getSettings().sampling.model };
   update(id, (conversation) => ({
     ...conversation,
     updated: Date.now(),

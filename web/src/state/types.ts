@@ -34,6 +34,8 @@ export interface Turn {
   ending?: Ending;
   problem?: Problem;
   cost?: Cost;
+  /** Of an answer, the model or adapter that was chosen for it; none if it is the server's own. */
+  model?: string;
   /** Its name on the server, which keeps it. */
   itemId?: string;
 }
