@@ -20,7 +20,7 @@ _SLOW = {
     "kernels": "attention_backends cpu_attention",
     "kernels/triton": "attention compiled products sampling",
     "loadtest": "command perform",
-    "media": "processor",
+    "media": "pdf processor",
     "models": "blip families gguf llava published_quantization tiles",
     "sampling": "sampler",
     "scaleout": "faults gateway pixie ray",
