@@ -16,6 +16,8 @@ MAX_SEED = 2**63 - 1
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 MAX_BIASES = 4096
 """Tokens that a request may have a bias for."""
+MAX_NGRAM = 1024
+"""Tokens of an n-gram that must not be repeated."""
 MAX_SAMPLES = 1024
 """Answers to one prompt."""
 
@@ -83,6 +85,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: positive logits of tokens of prompt and answer are divided by it, negative ones multiplied.
     frequency_penalty: subtracted from a token's logit for each time that the answer has it. presence_penalty: for
     having it at all. repeat_last_n: how many of the latest tokens are penalized, images not counted; -1: all.
+    no_repeat_ngram_size: no so many tokens in a row come twice, counting the prompt, where an image is no token; 0:
+    they may. no_repeat_ngram_window: only those that begin among so many of the latest tokens count; -1: all. Where a
+    grammar allows nothing else, a token may repeat them.
     logprobs: how many alternatives are returned with each token; 0: only the token's own logprob; None: no logprobs.
     prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
     seed: makes a request reproducible whatever else is in the batch; None draws one.
@@ -105,6 +110,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repeat_last_n: int = -1
+    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_window: int = -1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
@@ -133,6 +140,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
         check(self.repeat_last_n >= -1, "repeat_last_n", "-1 (all tokens) or more")
+        size, window = self.no_repeat_ngram_size, self.no_repeat_ngram_window
+        check(size == 0 or 2 <= size <= MAX_NGRAM, "no_repeat_ngram_size", f"0 (off), or between 2 and {MAX_NGRAM}")
+        check(
+            window == -1 or window >= size, "no_repeat_ngram_window", "-1 (all tokens), or no_repeat_ngram_size or more"
+        )
         check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more")
         check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more")
         self._check_biases()
@@ -218,7 +230,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 _NUMBERS: dict[str, tuple[type[int] | type[float], bool]] = {
-    **dict.fromkeys(("n", "top_k", "repeat_last_n", "min_tokens"), (int, False)),
+    **dict.fromkeys(
+        (
+            "n",
+            "top_k",
+            "repeat_last_n",
+            "no_repeat_ngram_size",
+            "no_repeat_ngram_window",
+            "min_tokens",
+        ),
+        (int, False),
+    ),
     **dict.fromkeys(("best_of", "logprobs", "prompt_logprobs", "seed", "max_tokens"), (int, True)),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),

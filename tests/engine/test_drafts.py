@@ -93,6 +93,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3, "repeat_last_n": 9},
     "biases": {"temperature": 0.0, "logit_bias": {7: 3.0, 9: -100.0}, "presence_penalty": 0.5},
     "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
+    "n-grams": {"no_repeat_ngram_size": 2, "no_repeat_ngram_window": 20},
     "end tokens": {"temperature": 3.0, "stop_token_ids": tuple(range(100, 140)), "min_tokens": 6},
 }
 

@@ -34,6 +34,7 @@ PLAIN = [request("a"), request("bb", 7, temperature=0), request("ccc", 30, max_t
 SPECIAL: dict[str, list[EngineRequest]] = {
     "plain": [],
     "penalties": [request("eeeee", repetition_penalty=1.5, frequency_penalty=0.5)],
+    "n-grams": [request("eeeee", no_repeat_ngram_size=2)],
     "biases": [request("eeeee", logit_bias={7: 5.0, 9: -100.0}), request("ffffff", min_tokens=4, ignore_eos=False)],
     "logprobs": [request("eeeee", logprobs=2)],
     "grammars": [request("eeeee", grammar=Grammar.regex("[a-z]{3,9}!"))],

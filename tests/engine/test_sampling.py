@@ -89,6 +89,7 @@ def theirs(model, prompt: list[int], **settings) -> list[int]:
     [
         ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
         ({"repetition_penalty": 0.6}, {"repetition_penalty": 0.6}),
+        ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
         (
             {"logit_bias": {7: 3.0, 9: -100.0, 11: 2.5}, "repetition_penalty": 1.2},
             {"sequence_bias": {(7,): 3.0, (9,): -100.0, (11,): 2.5}, "repetition_penalty": 1.2},

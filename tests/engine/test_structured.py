@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -200,6 +201,17 @@ def test_the_mock_engine_obeys_and_comes_to_an_end(tmp_path):
 def test_the_large_vocabulary_of_a_padded_model_is_masked_to_its_end(folder):
     [outputs] = run(engine_of(folder), [request_of("a", Grammar.regex("[a-z]{40}"), temperature=100.0)]).values()
     assert outputs[-1].finish_reason == "stop"
+
+
+def test_where_a_grammar_allows_nothing_else_ngrams_are_repeated(llm):
+    guard = {"temperature": 1.0, "seed": 0, "no_repeat_ngram_size": 2}
+    free, fixed = llm.generate(
+        ["hello"] * 2, [SamplingParams(grammar=Grammar.regex(form), **guard) for form in ("[a-d]{12}", "a{12}")], False
+    )
+    assert fixed.text == "a" * 12
+    assert len(free.text) == 12
+    pairs = list(itertools.pairwise(free.outputs[0].token_ids))
+    assert len(pairs) == len(set(pairs)) > 5
 
 
 class Shape(BaseModel):

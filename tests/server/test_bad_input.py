@@ -150,6 +150,8 @@ def test_a_form_instead_of_json(live):
         ({"frequency_penalty": -3}, "between -2 and 2", "frequency_penalty"),
         ({"repetition_penalty": 0}, "between 0.01 and 100", "repetition_penalty"),
         ({"repeat_last_n": -2}, "-1", "repeat_last_n"),
+        ({"no_repeat_ngram_size": 1}, "between 2 and 1024", "no_repeat_ngram_size"),
+        ({"no_repeat_ngram_size": 9, "no_repeat_ngram_window": 5}, "or no_repeat_ngram_size", "no_repeat_ngram_window"),
         ({"cache_salt": ""}, "at least 1", "cache_salt"),
         ({"cache_salt": "a" * 257}, "at most 256", "cache_salt"),
         ({"cache_salt": 5}, "string", "cache_salt"),

@@ -39,7 +39,8 @@ def tokenizer(tiny_folder) -> Tokenizer:
 
 
 def chat(server: LiveServer, **fields):
-    extra = {name: fields.pop(name) for name in ("repetition_penalty", "repeat_last_n", "ignore_eos") if name in fields}
+    own = ("repetition_penalty", "repeat_last_n", "no_repeat_ngram_size", "ignore_eos")
+    extra = {name: fields.pop(name) for name in own if name in fields}
     fields = {"temperature": 1.0, "seed": 1, "max_tokens": 24, **fields}
     return server.openai.chat.completions.create(model="tiny", messages=QUESTION, extra_body=extra, **fields)
 
@@ -304,6 +305,7 @@ def test_penalties_keep_an_answer_from_repeating_itself(tiny):
     assert distinct(presence_penalty=2) > plain
     assert distinct(repetition_penalty=1.5) > plain
     assert distinct(repetition_penalty=1.5, repeat_last_n=0) == plain
+    assert distinct(no_repeat_ngram_size=2) > plain
 
 
 def test_without_a_penalty_of_its_own_a_request_gets_the_checkpoints(tiny, monkeypatch):

@@ -83,8 +83,8 @@ def _check_params(params: SamplingParams) -> None:
     """Raises InvalidRequestError, naming the field, for what a search has no use for."""
     neutral = SamplingParams(temperature=0)
     fields = (
-        "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "logprobs", "prompt_logprobs",
-        "stop",
+        "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size",
+        "logprobs", "prompt_logprobs", "stop",
     )  # fmt: skip
     if params.grammar is not None:
         source = params.grammar.source

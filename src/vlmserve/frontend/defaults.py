@@ -22,7 +22,7 @@ def default_sampling(folder: Path) -> SamplingParams:
     """
     path = folder if folder.is_file() else folder / "generation_config.json"
     settings = _in_gguf(path) if folder.is_file() else read_json(path)
-    names = ["temperature", "repetition_penalty", "repeat_last_n"]
+    names = ["temperature", "repetition_penalty", "repeat_last_n", "no_repeat_ngram_size"]
     if settings.get("do_sample") is False:
         settings = {**settings, "temperature": 0.0}
     else:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
 from vlmserve.models.protocols import LanguageModel
-from vlmserve.sampling.grammar import Matcher
+from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.sampling.logits_processor import LogitsProcessor
+from vlmserve.sampling.ngrams import RepeatedNgrams
 from vlmserve.sampling.sampler import SamplingRow
 from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
 from vlmserve.types import Grammar, ImagePlacement, bidirectional_spans
@@ -17,6 +19,8 @@ from vlmserve.types import Grammar, ImagePlacement, bidirectional_spans
 MakeMatcher = Callable[[Grammar], Matcher]
 
 _NOTHING_BANNED: frozenset[int] = frozenset()
+_IMAGE = -1
+"""No token: stands for an image, so that no n-gram is made of what comes before and after it."""
 
 
 class RequestState:
@@ -26,7 +30,8 @@ class RequestState:
     takes its place. scaling_table: likewise for its scaling pass; None: it has none. bidirectional_spans: tokens
     ``first <= i < last`` that attend to each other in both directions.
     adapter: the digest of its adapter; empty: none.
-    matcher: where its answer stands in its grammar. logits_processor: its biases and penalties.
+    matcher: where its answer stands in its grammar. logits_processor: its biases and penalties. ngrams: those that it
+    must not repeat.
     num_scored: leading tokens of the prompt whose logprobs are known, while some are asked for that are not; else None.
     """
 
@@ -42,6 +47,7 @@ class RequestState:
         "logits_processor",
         "matcher",
         "max_len",
+        "ngrams",
         "num_prompt_tokens",
         "num_scored",
         "params",
@@ -71,6 +77,9 @@ class RequestState:
         self.logits_processor: LogitsProcessor | None = None
         if self.params.logit_bias or self.params.penalizes:
             self.logits_processor = LogitsProcessor(self.params, self._text_tokens())
+        self.ngrams: RepeatedNgrams | None = None
+        if size := self.params.no_repeat_ngram_size:
+            self.ngrams = RepeatedNgrams(self._text_tokens([_IMAGE]), size, self.params.no_repeat_ngram_window)
         self._first_position = model.first_position(self.num_prompt_tokens)
         self._max_short_len = model.max_short_len
 
@@ -95,6 +104,8 @@ class RequestState:
             allowed = self.matcher.allowed(self.end_token_ids, may_end=may_end, left=left)
         elif not may_end:
             banned = self.end_token_ids
+        if self.ngrams is not None:
+            banned |= self._repeating(allowed)
         return SamplingRow(self.params, self.seed, num_generated, banned, self.logits_processor, allowed, self.matcher)
 
     def append(self, token_id: int) -> None:
@@ -102,6 +113,8 @@ class RequestState:
         self.token_ids.append(token_id)
         if self.logits_processor is not None:
             self.logits_processor.append(token_id)
+        if self.ngrams is not None:
+            self.ngrams.append(token_id)
         if self.matcher is not None:
             self.matcher.advance(token_id)
 
@@ -115,11 +128,19 @@ class RequestState:
                 self.scaling_table = array("i")
             self.scaling_table.extend(scheduled.new_scaling_block_ids)
 
-    def _text_tokens(self) -> list[int]:
-        """The prompt without the tokens of images."""
+    def _repeating(self, allowed: Allowed | None) -> frozenset[int]:
+        """Tokens that would repeat an n-gram; none where a grammar allows nothing else."""
+        assert self.ngrams is not None
+        repeating = self.ngrams.repeating()
+        if allowed is not None and repeating and np.count_nonzero(allowed) == np.count_nonzero(allowed[[*repeating]]):
+            return _NOTHING_BANNED
+        return repeating
+
+    def _text_tokens(self, instead: Sequence[int] = ()) -> list[int]:
+        """The prompt without the tokens of images. instead: what stands for an image."""
         token_ids, start = [], 0
         for image in self.images:
-            token_ids += self.token_ids[start : image.start]
+            token_ids += [*self.token_ids[start : image.start], *instead]
             start = image.end
         return token_ids + self.token_ids[start:]
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.sampling_params import MAX_NGRAM
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.structured import Choices, ResponseFormat, Schema, StructuredOutputs, wanted_grammar
 from vlmserve.types import MAX_BIASES, MAX_CACHE_SALT, BeamSearch, Grammar, SamplingParams
@@ -92,6 +93,18 @@ class SamplingRequest(RequestModel):
         le=MAX_COUNT,
         description="Number of latest tokens that are penalized. Default: the model's, else all (-1).",
     )
+    no_repeat_ngram_size: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_NGRAM,
+        description="So many tokens in a row do not come twice. Default: the model's, else they may (0).",
+    )
+    no_repeat_ngram_window: int = Field(
+        -1,
+        ge=-1,
+        le=MAX_COUNT,
+        description="Only those that begin among so many of the latest tokens count. Default: all (-1).",
+    )
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         default_factory=list, description="A string or a list of them."
@@ -164,6 +177,10 @@ class SamplingRequest(RequestModel):
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             repeat_last_n=defaults.repeat_last_n if self.repeat_last_n is None else self.repeat_last_n,
+            no_repeat_ngram_size=(
+                defaults.no_repeat_ngram_size if self.no_repeat_ngram_size is None else self.no_repeat_ngram_size
+            ),
+            no_repeat_ngram_window=self.no_repeat_ngram_window,
             logprobs=self.wanted_logprobs,
             prompt_logprobs=self.wanted_prompt_logprobs,
             seed=self.seed,
