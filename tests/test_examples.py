@@ -1,0 +1,136 @@
+"""The recipes in examples/ do what they say, word for word as somebody would call them."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+from tests.server.live import LiveServer
+from vlmserve.config import BUILT_IN_MODEL
+from vlmserve.models.hub import resolve_model
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+SHAPES = str(EXAMPLES / "shapes.png")
+MODEL = "tiny"
+"""As what the server in these tests offers pixie."""
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    engine = {
+        "engine": "real", "kv_cache_memory": "64MiB", "num_threads": 1,
+        "enable_lora": True, "lora_modules": ("corners=pixie/corners",),
+    }  # fmt: skip
+    with LiveServer(resolve_model(BUILT_IN_MODEL), engine=engine) as server:
+        yield f"{server.url}/v1"
+
+
+@pytest.fixture
+def run(url: str, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Calls a recipe with arguments; returns what it prints."""
+
+    def call(name: str, *arguments: str, model: bool = True) -> str:
+        main = runpy.run_path(str(EXAMPLES / name))["main"]
+        main([*arguments, "--url", url, *(["--model", MODEL] if model else [])])
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_captions_of_a_folder(run: Run, tmp_path: Path) -> None:
+    for number in range(3):
+        image = Image.new("RGB", (96, 96), (225, 228, 232))
+        ImageDraw.Draw(image).ellipse((20, 20, 70, 70), fill=("red", "blue", "green")[number])
+        image.save(tmp_path / f"{number}.png")
+    (tmp_path / "notes.txt").write_text("no image", "utf-8")
+    run("captions.py", str(tmp_path), "--output", str(tmp_path / "captions.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text("utf-8").splitlines()]
+    assert [row["file"] for row in rows] == ["0.png", "1.png", "2.png"]
+    assert all(colour in row["caption"] for colour, row in zip(("red", "blue", "green"), rows, strict=True))
+
+
+def test_fields_with_their_probabilities(run: Run) -> None:
+    lines = run("fields.py", SHAPES, "--check-below", "1.1").splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["count", "circle", "square"]
+    assert all(re.fullmatch(r"\w+: \w+ \(\d+%\)  <- check this", line) for line in lines)
+
+
+def test_moments_of_a_video(run: Run, tmp_path: Path) -> None:
+    frames = []
+    for colour in ("blue", "red", "blue"):
+        frame = Image.new("RGB", (96, 96), (225, 228, 232))
+        ImageDraw.Draw(frame).ellipse((20, 20, 70, 70), fill=colour)
+        frames.append(frame)
+    frames[0].save(tmp_path / "video.gif", save_all=True, append_images=frames[1:], duration=1000)
+    found = run("find_in_video.py", str(tmp_path / "video.gif"), "What colour is the circle?", "red")
+    assert found == "1.0 s: red\n"
+
+
+@pytest.mark.skipif(find_spec("pypdfium2") is None, reason="needs vlmserve[documents]")
+def test_pages_of_a_document(run: Run) -> None:
+    lines = run("pages.py", str(EXAMPLES / "shapes.pdf"), "What shape is there?").splitlines()
+    assert "triangle" in lines[1]
+    assert lines[-1].startswith("(")
+    assert [line.partition(":")[0] for line in lines[:-1]] == [f"page {page + 1}" for page in range(len(lines) - 1)]
+
+
+def test_an_agent_calls_its_tool_and_goes_on(run: Run) -> None:
+    lines = run("agent.py", SHAPES, "How large is the circle?", "--steps", "2").splitlines()
+    called = re.fullmatch(r"share_of_colour\((\{.*\})\) -> ([\d.]+) %", lines[0])
+    assert called is not None
+    colour = json.loads(called[1])["colour"]
+    assert (0 < float(called[2]) < 50) == (colour != "green")
+    assert len(lines) > 1
+
+
+def test_an_adapter_for_each_customer(run: Run) -> None:
+    lines = run("adapters.py", SHAPES, "How many corners does the triangle have?", model=False).splitlines()
+    answers = dict(line.split(": ", 1) for line in lines)
+    assert answers.keys() == {MODEL, "corners"}
+    assert answers["corners"] == "3"
+
+
+def test_a_shared_image_is_cached(run: Run) -> None:
+    lines = run("shared_image.py", SHAPES, "What colour is the circle?", "How many shapes are there?").splitlines()
+    assert lines[0].startswith("red (")
+    assert int(re.search(r"\((\d+) of", lines[1])[1]) > 32
+
+
+def test_the_notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert "What colour is the circle? -> red" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "arguments"),
+    [
+        ("langchain_chat.py", "langchain_openai", ("What colour is the circle?",)),
+        ("instructor_fields.py", "instructor", ()),
+        ("pydantic_ai_agent.py", "pydantic_ai", ()),
+    ],
+)
+def test_clients_of_other_projects(run: Run, name: str, package: str, arguments: tuple[str, ...]) -> None:
+    pytest.importorskip(package)
+    assert run(name, SHAPES, *arguments).strip() in {"red", "green", "blue", "yellow"}
+
+
+def test_every_recipe_is_named() -> None:
+    text = (EXAMPLES / "README.md").read_text("utf-8")
+    recipes = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]
+    assert len(recipes) >= 10
+    assert [path.name for path in recipes if f"[`{path.name}`]({path.name})" not in text] == []
