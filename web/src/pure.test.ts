@@ -91,6 +91,8 @@ suite("marks", () => {
   test("stand where their coordinates say", () => {
     const marks = marksIn('[{"bbox": [100, 50, 200, 100]}]');
     expect([unitOf(marks, 400, 200), unitOf(marks, 150, 200), unitOf([{ label: "", at: [0.5, 1] }], 9, 9)]).toEqual(["pixels", "thousandths", "shares"]);
+    const models = ["Qwen/Qwen3-VL-2B-Instruct", "qwen3-vl:2b", "Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct"];
+    expect(models.map((model) => unitOf(marks, 400, 200, model))).toEqual(["thousandths", "thousandths", "thousandths", "pixels"]);
     expect(placeIn(marks[0]!, "pixels", 400, 200)).toEqual([0.25, 0.25, 0.5, 0.5]);
     expect(placeIn(marks[0]!, "thousandths", 400, 200)).toEqual([0.1, 0.05, 0.2, 0.1]);
     expect(placeIn({ label: "", at: [500, 20], unit: "shares" }, "pixels", 400, 200)).toEqual([1, 1]);

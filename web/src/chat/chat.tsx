@@ -18,8 +18,8 @@ const DRAFT_DELAY = 300;
 /** Pixels from its end within which a conversation follows what comes. */
 const NEAR = 120;
 
-/** A conversation, or the beginning of one. */
-export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
+/** A conversation, or the beginning of one. model: the server's own. */
+export function Chat({ id, model, onKey }: { id?: string; model?: string; onKey: () => void }) {
   const { ready, answering, notes } = useSession();
   const conversation = id === undefined ? undefined : find(id);
   const [text, setText] = useDraft(id ?? "new");
@@ -77,6 +77,7 @@ export function Chat({ id, onKey }: { id?: string; onKey: () => void }) {
                 turn={turn}
                 question={conversation.turns[index - 1]}
                 shown={attachedBefore(conversation.turns, index)}
+                model={model}
                 busy={busy}
                 note={turn.ending === undefined ? notes[conversation.id] : undefined}
                 editing={editing === turn.id}

@@ -7,14 +7,14 @@ const UNITS: Record<Unit, string> = { pixels: "pixels", thousandths: "thousandth
 const COLOURS = 6;
 
 /** What an answer marks, drawn on the image that it is about. */
-export function MarkedImage({ images, marks }: { images: Attachment[]; marks: Mark[] }) {
+export function MarkedImage({ images, marks, model }: { images: Attachment[]; marks: Mark[]; model?: string }) {
   const [number, setNumber] = useState(0);
   const [chosen, setChosen] = useState<Unit>();
   const [size, setSize] = useState<[number, number]>();
   const image = images[number] ?? images[0]!;
   const url = useAttachmentUrl(image);
   if (!url) return null;
-  const unit = chosen ?? (size ? unitOf(marks, ...size) : "pixels");
+  const unit = chosen ?? (size ? unitOf(marks, ...size, model) : "pixels");
   const labels = [...new Set(marks.map((mark) => mark.label))];
   return (
     <figure className="marked">

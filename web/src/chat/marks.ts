@@ -18,6 +18,8 @@ const BOXES = ["bbox_2d", "bbox", "box", "bounding_box"];
 const POINTS = ["point_2d", "point"];
 const SIDES = ["x_min", "y_min", "x_max", "y_max"];
 const LABELS = ["label", "name", "category", "class", "text_content", "text", "description"];
+/** Models whose JSON has thousandths. */
+const IN_THOUSANDTHS = /qwen-?(2-?vl|3)/i;
 const FENCED = /```json\s*\n([\s\S]*?)```/g;
 
 const NUMBER = String.raw`\s*(\d+(?:\.\d+)?)\s*`;
@@ -38,10 +40,11 @@ export function marksIn(text: string): Mark[] {
   return [...values.flatMap(inJson), ...inTags(text)].slice(0, MOST);
 }
 
-/** What coordinates count, for marks that do not say so, in an image of that size. */
-export function unitOf(marks: Mark[], width: number, height: number): Unit {
+/** What coordinates count, for marks that do not say so, in an image of that size. model: that wrote them, if it is known. */
+export function unitOf(marks: Mark[], width: number, height: number, model = ""): Unit {
   const open = marks.filter((mark) => !mark.unit);
   if (open.every(({ at }) => at.every((value) => value <= 1))) return "shares";
+  if (IN_THOUSANDTHS.test(model)) return "thousandths";
   return open.every(({ at }) => at.every((value, index) => value <= (index % 2 ? height : width))) ? "pixels" : "thousandths";
 }
 

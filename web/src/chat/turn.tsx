@@ -18,6 +18,8 @@ interface Props {
   question?: Turn;
   /** Of an answer, the files that were attached last before it. */
   shown?: Attachment[];
+  /** The server's own model. */
+  model?: string;
   busy: boolean;
   note?: string;
   editing: boolean;
@@ -100,7 +102,7 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
   );
 }
 
-function Answer({ conversation, turn, question, shown = [], busy, note, onKey }: Props) {
+function Answer({ conversation, turn, question, shown = [], model, busy, note, onKey }: Props) {
   const again = () => question && askAgain(conversation, question.id);
   const coming = turn.ending === undefined;
   const images = shown.filter((attachment) => attachment.kind === "image");
@@ -109,7 +111,7 @@ function Answer({ conversation, turn, question, shown = [], busy, note, onKey }:
     <li className="turn answer" aria-busy={coming}>
       <h2 className="visually-hidden">Answer</h2>
       {turn.text && <Markdown text={turn.text} />}
-      {images.length > 0 && marks.length > 0 && <MarkedImage images={images} marks={marks} />}
+      {images.length > 0 && marks.length > 0 && <MarkedImage images={images} marks={marks} model={turn.model ?? model} />}
       {coming && !turn.text && (
         <p className="thinking">
           <span className="dots" aria-hidden>
