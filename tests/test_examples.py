@@ -106,6 +106,13 @@ def test_a_shared_image_is_cached(run: Run) -> None:
     assert int(re.search(r"\((\d+) of", lines[1])[1]) > 32
 
 
+def test_a_load_test_that_can_fail(run: Run) -> None:
+    few = ("--requests", "4")
+    assert run("slo.py", *few, "--slo", "e2el=1000s") == "100% of 4 requests met e2el=1000s\n"
+    with pytest.raises(SystemExit, match="1"):
+        run("slo.py", *few, "--slo", "ttft=0.001ms")
+
+
 def test_the_notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))
@@ -120,6 +127,7 @@ def test_the_notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     ("name", "package", "arguments"),
     [
         ("langchain_chat.py", "langchain_openai", ("What colour is the circle?",)),
+        ("litellm_chat.py", "litellm", ("What colour is the circle?",)),
         ("instructor_fields.py", "instructor", ()),
         ("pydantic_ai_agent.py", "pydantic_ai", ()),
     ],

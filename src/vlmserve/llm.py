@@ -46,7 +46,7 @@ _LOAD_INTERVAL = 0.002
 class LLM:
     """A model that answers in this process.
 
-    model: built-in name, local folder or .gguf file, or Hugging Face repository id. Further options are the fields of
+    model: short name, local folder or .gguf file, or Hugging Face repository id. Further options are the fields of
     `EngineConfig`, `MediaConfig` and `OfflineConfig` (``dtype="float32"``, ``kv_cache_memory="2GiB"``,
     ``max_images=4``, ``prepare_ahead=64``…). `default_sampling_params` is what calls without sampling parameters use:
     the checkpoint's own.
