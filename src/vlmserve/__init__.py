@@ -12,6 +12,7 @@ from vlmserve.cores import bound_spinning
 if TYPE_CHECKING:
     from vlmserve.async_llm import AsyncLLM
     from vlmserve.confidences import confidence
+    from vlmserve.grounding import original_box, original_point
     from vlmserve.llm import LLM
     from vlmserve.offline import LoRARequest
     from vlmserve.outputs import CompletionOutput, Logprob, RequestOutput
@@ -33,12 +34,16 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "confidence",
+    "original_box",
+    "original_point",
 ]
 
 _HOMES = {
     "LLM": "vlmserve.llm",
     "AsyncLLM": "vlmserve.async_llm",
     "confidence": "vlmserve.confidences",
+    "original_box": "vlmserve.grounding",
+    "original_point": "vlmserve.grounding",
     "CompletionOutput": "vlmserve.outputs",
     "LoRARequest": "vlmserve.offline",
     "Logprob": "vlmserve.outputs",

@@ -134,6 +134,7 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
     ) -> Any:
         """Answer one conversation or many, as `LLM.chat` does. Returns a coroutine, or with `stream` an asynchronous
@@ -152,6 +153,7 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
             cache_salt=cache_salt,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
         if is_conversation(messages):
             return self._answer(call, lora_request, [messages], stream=stream, is_one=True)

@@ -343,12 +343,14 @@ class EngineConfig(Settings):
 class ProcessorOverrides(Settings):
     """What counts instead of a checkpoint's own image processor, under the names that vLLM and Qwen use.
 
-    min_pixels, max_pixels: bounds of the area of an image, or of a video's frame, once it is resized. fps: frames that
+    min_pixels, max_pixels: bounds of the area of an image, or of a video's frame, once it is resized. max_tokens: of an
+    image, or of a video for each frame of its embeddings. fps: frames that
     are taken of a second of a video.
     """
 
     min_pixels: Annotated[int, Field(ge=1)] | None = None
     max_pixels: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
 
 
@@ -390,7 +392,7 @@ class MediaConfig(Settings):
     )
     mm_processor_kwargs: Annotated[ProcessorOverrides, BeforeValidator(parse_json)] = Field(
         ProcessorOverrides(),
-        description="Overrides for the checkpoint's processor, as JSON with min_pixels, max_pixels and fps.",
+        description="Overrides for the checkpoint's processor, as JSON: min_pixels, max_pixels, max_tokens and fps.",
     )
     fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one image, or one video and its frames.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one image or video.")

@@ -143,6 +143,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
     ) -> Any:
         """Answer one conversation (a list of messages) or many (a list of lists); results are in the same order.
@@ -164,7 +165,9 @@ class LLM:
         `RequestOutput` with the same objects in `parsed`.
         add_generation_prompt: whether the prompt ends with the beginning of an answer (True). chat_template_kwargs:
         values that the model's chat template may know by name, such as ``enable_thinking``. cache_salt: nothing that is
-        cached is shared with requests of another salt, or of none. lora_request: the adapter that answers, one for all,
+        cached is shared with requests of another salt, or of none. mm_processor_kwargs: the budget of all images that
+        say nothing themselves, such as ``{"max_pixels": 500_000, "max_tokens": 512}``, and the ``fps`` of videos.
+        lora_request: the adapter that answers, one for all,
         or one or None each; an LLM with ``enable_lora=True`` loads it if it is not served yet.
 
         Raises InvalidRequestError for a conversation that cannot be answered, naming its place and its file or URL, and
@@ -181,6 +184,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
             cache_salt=cache_salt,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
         adapters = partial(self._adapters_of, lora_request)
         if is_conversation(messages):
@@ -237,7 +241,7 @@ class LLM:
 
         A prompt is text, ``{"prompt": text, "multi_modal_data": {"image": image or list of images}}`` with the model's
         image token in the text for every image, a list of token ids, or ``{"prompt_token_ids": [...]}``; the dicts may
-        have a "cache_salt". For the rest see `chat`.
+        have a "cache_salt" and "mm_processor_kwargs". For the rest see `chat`.
         """
         call = self._prompts.text_call(sampling_params, on_error)
         adapters = partial(self._adapters_of, lora_request)

@@ -150,6 +150,7 @@ class OfflineRequest:
             first.num_cached_tokens,
             sum(one.num_images_encoded for one in self.generations),
             by_id,
+            image_sizes=prompt.image_sizes,
         )
 
     def _completion(self, index: int, generation: Generation) -> CompletionOutput:

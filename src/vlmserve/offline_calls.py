@@ -41,6 +41,7 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
     chat_template_kwargs: Mapping[str, Any] | None
     cache_salt: str | None
+    mm_processor_kwargs: Mapping[str, Any] | None
     lora_request: Adapters
 
 
@@ -194,13 +195,15 @@ class Prompts:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Call:
         """What `LLM.chat` is asked for. Raises InvalidRequestError."""
-        from vlmserve.frontend.messages import check_cache_salt
+        from vlmserve.frontend.messages import check_cache_salt, with_kwargs
 
         if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
             raise InvalidRequestError("chat_template_kwargs must be a dict", param="chat_template_kwargs")
         salt = check_cache_salt(cache_salt)
+        with_kwargs((), mm_processor_kwargs)
 
         def prepare(conversation: Any) -> Prepared:
             prompt = self._preparer.chat(
@@ -209,6 +212,7 @@ class Prompts:
                 allow_local=True,
                 cache_salt=salt,
                 template_settings=chat_template_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
             return Prepared(prompt, salt)
 
@@ -229,7 +233,13 @@ class Prompts:
         assert isinstance(prompt, Mapping)
         salt = check_cache_salt(prompt.get("cache_salt"))
         if "prompt" in prompt:
-            text = self._preparer.text(prompt["prompt"], images, allow_local=True, cache_salt=salt)
+            text = self._preparer.text(
+                prompt["prompt"],
+                images,
+                allow_local=True,
+                cache_salt=salt,
+                mm_processor_kwargs=prompt.get("mm_processor_kwargs"),
+            )
             return Prepared(text, salt, prompt["prompt"])
         if images:
             raise InvalidRequestError('images need a text "prompt", not token ids', param="prompt")
@@ -243,11 +253,12 @@ class Prompts:
             raise InvalidRequestError(
                 f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"
             )
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt"}
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError(
                 'a prompt is a text or a dict with either "prompt" or "prompt_token_ids", and with "multi_modal_data" '
-                f'if it has images and "cache_salt" if it has one; got the keys {sorted(map(str, prompt))}',
+                'and "mm_processor_kwargs" if it has images and "cache_salt" if it has one; got the keys '
+                f"{sorted(map(str, prompt))}",
                 param="prompt",
             )
         data = prompt.get("multi_modal_data") or {}

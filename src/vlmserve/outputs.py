@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from vlmserve.types import FinishReason, Grammar, TokenLogprobs
+from vlmserve.types import FinishReason, Grammar, ImageSize, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RequestOutput:
     prompt_token_ids: with the placeholders of images expanded. outputs: the answers, as many as `SamplingParams.n`.
     num_cached_tokens: tokens of the prompt that were found in the prefix cache. num_images_encoded: images that went
     through the vision tower for it. prompt_logprobs: for each of `prompt_token_ids`, if they were asked for; None for
-    the first one and for those of images.
+    the first one and for those of images. image_sizes: what the model saw of the prompt's images, in order.
     """
 
     request_id: str
@@ -80,6 +80,7 @@ class RequestOutput:
     num_images_encoded: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
+    image_sizes: list[ImageSize] = field(default_factory=list)
 
     @property
     def text(self) -> str:

@@ -64,6 +64,24 @@ class FurtherInputs(msgspec.Struct, frozen=True, tag=True):
 TowerInputs: TypeAlias = Tiling | FurtherInputs
 
 
+class ImageSize(msgspec.Struct, frozen=True):
+    """What a model sees of an image or video, and what that costs.
+
+    width, height: of the image as it came, upright, in pixels. model_width, model_height: of what the model sees of
+    it; None: its processor does not say. box: the part of the image that this shows, in pixels of the image as it
+    came: left, top, right and bottom; what lies beyond it is padding. None: its processor does not say. tokens: of the
+    prompt that it takes. frames: that a video has; None for images.
+    """
+
+    width: int
+    height: int
+    model_width: int | None
+    model_height: int | None
+    box: tuple[float, float, float, float] | None
+    tokens: int
+    frames: int | None = None
+
+
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One image or video, ready for a vision tower.
 
@@ -75,6 +93,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     positions from one frame of the grid to the next, each rounded down.
     tiling: how its tiles lie, or what else the tower must know. text: the tokens that are text, each with its place
     among all of the image's, in order. adapter: the digest of the adapter that the tower has for it; empty: none.
+    size: what the model sees of it; None: nobody asks.
     """
 
     key: bytes
@@ -85,6 +104,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
     adapter: bytes = b""
+    size: ImageSize | None = None
 
     @property
     def num_embeddings(self) -> int:
@@ -188,6 +208,19 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_images(self) -> int:
         return len(self.images) + (self.cross is not None)
+
+    @property
+    def num_image_tokens(self) -> int:
+        """How many of the tokens are those of images."""
+        return sum(span.image.num_tokens for span in self.images)
+
+    @property
+    def image_sizes(self) -> list[ImageSize]:
+        """What the model sees of the images, in order. One that it sees by cross attention takes no tokens."""
+        sizes = [span.image.size for span in self.images]
+        if self.cross is not None and self.cross.image.size is not None:
+            sizes.append(msgspec.structs.replace(self.cross.image.size, tokens=0))
+        return [size for size in sizes if size is not None]
 
 
 class BeamSearch(msgspec.Struct, frozen=True):

@@ -255,6 +255,17 @@ def test_limits_of_a_request_and_of_the_server_are_those_of_the_processor(oracle
     ]
 
 
+def test_budgets_of_an_image_share_neither_blocks_nor_embeddings(oracle: Oracle) -> None:
+    """Even if they come to the same pixels: what is before the image is all that they share."""
+    llm, image = oracle.llm(), IMAGES[2]
+    asked = [[user("Look at this: ", image, "What?", max_tokens=most)] for most in (10, 11, 10)]
+    results = [llm.chat(one, GREEDY, use_tqdm=False)[0] for one in asked]
+    start = llm._preparer.chat(asked[0], allow_local=True).images[0].start
+    assert results[0].prompt_token_ids == results[1].prompt_token_ids
+    assert [result.num_images_encoded for result in results] == [1, 1, 0]
+    assert 0 < results[1].num_cached_tokens <= start < results[2].num_cached_tokens
+
+
 VIDEOS: list[tuple[list[dict[str, Any]], str, list[Image.Image], list[list[Image.Image]], float]] = [
     ([user(FRAMES[:4], "What is in it?")], "v", [], [FRAMES[:4]], 2.0),
     ([user("Odd", FRAMES[:5], "?")], "v", [], [FRAMES[:5]], 2.0),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_qwen_vl
+from tests.checkpoints import make_idefics3, make_qwen_vl
 from tests.frontend.test_requests import TINY, data_url, user
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_videos import COLOURS, video_file
@@ -102,10 +102,10 @@ def test_models_that_see_images_of_one_size_take_neither_videos_nor_limits(tmp_p
     preparer = RequestPreparer(folder, MediaConfig())
     with pytest.raises(TooManyImagesError, match="takes no videos"):
         preparer.chat([user(VIDEO)])
-    with pytest.raises(InvalidRequestError, match="leave min_pixels and max_pixels out"):
-        preparer.chat([user({**TINY, "max_pixels": 900})])
-    with pytest.raises(ConfigurationError, match="--mm-processor-kwargs"):
-        RequestPreparer(folder, MediaConfig(mm_processor_kwargs=ProcessorOverrides(max_pixels=900)))
+    with pytest.raises(InvalidRequestError, match="for this model an image has at least 784 pixels"):
+        preparer.chat([user({**TINY, "max_pixels": 500})])
+    with pytest.raises(ConfigurationError, match="--mm-processor-kwargs: max_pixels is 500"):
+        RequestPreparer(folder, MediaConfig(mm_processor_kwargs=ProcessorOverrides(max_pixels=500)))
 
 
 def test_a_plain_text_has_no_place_for_videos(preparer: RequestPreparer) -> None:
@@ -152,3 +152,41 @@ def test_overrides_come_as_json_or_as_what_it_says() -> None:
     for value, message in {"{": "not JSON", '{"pixels": 9}': "pixels", '{"max_pixels": 0}': "at least 1"}.items():
         with pytest.raises(ConfigurationError, match=message):
             read_settings(MediaConfig, {"mm_processor_kwargs": value})
+
+
+def sizes(preparer: RequestPreparer, *parts: Any, **fields: Any) -> list[tuple[int | None, int | None, int]]:
+    found = preparer.chat([user(*parts)], **fields).image_sizes
+    return [(size.model_width, size.model_height, size.tokens) for size in found]
+
+
+def test_a_server_has_a_budget_that_no_request_exceeds(folder: Path, tmp_path: Path) -> None:
+    image = data_url(encoded(noise(90, 40)))
+    narrow = RequestPreparer(folder, MediaConfig(mm_processor_kwargs=ProcessorOverrides(max_tokens=10)))
+    for budget in ({}, {"max_tokens": 30}):
+        assert sizes(narrow, {**image, **budget}) == [(32, 16, 8)]
+    assert sizes(narrow, {**image, "max_tokens": 2}, mm_processor_kwargs={"max_tokens": 9}) == [(16, 8, 2)]
+    with pytest.raises(InvalidRequestError, match=r"max_tokens is 10, but .* takes at least 14 tokens"):
+        sizes(narrow, data_url(encoded(noise(600, 30))))
+    tiles = make_idefics3(tmp_path)
+    own, fewer = (
+        RequestPreparer(tiles, MediaConfig(mm_processor_kwargs=ProcessorOverrides(max_tokens=most)))
+        for most in (None, 40)
+    )
+    assert sizes(own, image)[0][2] > 40 >= sizes(fewer, image)[0][2]
+    assert sizes(own, image, mm_processor_kwargs={"max_tokens": 40}) == sizes(fewer, image)
+    with pytest.raises(ConfigurationError, match="--mm-processor-kwargs: max_tokens is 1, but for this model an image"):
+        RequestPreparer(tiles, MediaConfig(mm_processor_kwargs=ProcessorOverrides(max_tokens=1)))
+
+
+def test_a_video_has_a_budget_for_each_frame(preparer: RequestPreparer) -> None:
+    [own] = preparer.chat([user(VIDEO)]).image_sizes
+    [small] = preparer.chat([user({**VIDEO, "max_tokens": 4})]).image_sizes
+    assert (own.width, own.height, own.frames, small.frames) == (40, 24, 3, 3)
+    assert small.tokens <= 2 * 4 < own.tokens
+    fields = {"max_tokens": 4, "fps": 0.5}
+    prompts = [
+        preparer.chat([user(part)], mm_processor_kwargs=kwargs)
+        for part, kwargs in ((VIDEO, fields), ({**VIDEO, **fields}, {"fps": 2}))
+    ]
+    assert prompts[0].images[0].image.key == prompts[1].images[0].image.key
+    assert prompts[0].image_sizes == [small]

@@ -14,8 +14,8 @@ from tests.models.test_qwen_vision import QWEN2, patches
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS, AnySizeProcessor
+from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import PixelLimits
 
 SETTINGS: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -92,25 +92,25 @@ def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
     }
     processor = AnySizeProcessor.from_settings(SETTINGS)
     fingerprints.add(AnySizeProcessor.from_settings(SETTINGS, overrides=ProcessorOverrides(min_pixels=100)).fingerprint)
-    fingerprints |= {processor.within(PixelLimits(max_pixels=most)).fingerprint for most in (500, 600)}
+    fingerprints |= {processor.within(ImageBudget(max_pixels=most)).fingerprint for most in (500, 600)}
     fingerprints.add(AnySizeProcessor.from_settings(SETTINGS, exact_pixels=True).fingerprint)
     assert len(fingerprints) == 9
-    assert processor.within(PixelLimits()).fingerprint in fingerprints
+    assert processor.within(ImageBudget()).fingerprint in fingerprints
 
 
 def test_a_request_may_have_narrower_bounds_and_no_wider_ones() -> None:
     processor = AnySizeProcessor.from_settings(SETTINGS)
-    narrow = processor.within(PixelLimits(max_pixels=1000)).process(DecodedImage.whole(noise(200, 90)))
+    narrow = processor.within(ImageBudget(max_pixels=1000)).process(DecodedImage.whole(noise(200, 90)))
     assert 500 <= narrow.shape[2] * narrow.shape[3] <= 1000
-    large = processor.within(PixelLimits(min_pixels=2000)).process(DecodedImage.whole(noise(8, 8)))
+    large = processor.within(ImageBudget(min_pixels=2000)).process(DecodedImage.whole(noise(8, 8)))
     assert 2000 <= large.shape[2] * large.shape[3] <= 2500
-    tiny = processor.within(PixelLimits(max_pixels=100)).process(DecodedImage.whole(noise(200, 200)))
+    tiny = processor.within(ImageBudget(max_pixels=100)).process(DecodedImage.whole(noise(200, 200)))
     assert tiny.shape[2] * tiny.shape[3] == 64, "the checkpoint's own lower bound gives way"
     for limits, message in {
-        PixelLimits(max_pixels=64 * 64 + 1): "max_pixels is 4,097; it must lie between 1 and this server's max_pixels",
-        PixelLimits(min_pixels=10**9): "min_pixels is 1,000,000,000",
-        PixelLimits(min_pixels=0): "min_pixels is 0",
-        PixelLimits(min_pixels=2000, max_pixels=1000): "min_pixels, 2,000, is more than max_pixels, 1,000",
+        ImageBudget(max_pixels=64 * 64 + 1): "max_pixels is 4,097; it must lie between 1 and this server's max_pixels",
+        ImageBudget(min_pixels=10**9): "min_pixels is 1,000,000,000",
+        ImageBudget(min_pixels=0): "min_pixels is 0",
+        ImageBudget(min_pixels=2000, max_pixels=1000): "min_pixels, 2,000, is more than max_pixels, 1,000",
     }.items():
         with pytest.raises(InvalidRequestError, match=message):
             processor.within(limits)
@@ -121,7 +121,7 @@ def test_an_image_of_low_detail_is_small_unless_the_request_says_how_large() -> 
     processor = AnySizeProcessor.from_settings(settings)
 
     def area(size: tuple[int, int], of: AnySizeProcessor = processor, **limits: int) -> int:
-        pixels = of.within(PixelLimits(**limits, low_detail=True)).process(DecodedImage.whole(noise(*size)))
+        pixels = of.within(ImageBudget(**limits, low_detail=True)).process(DecodedImage.whole(noise(*size)))
         return pixels.shape[2] * pixels.shape[3]
 
     assert 0.95 * LOW_DETAIL_PIXELS < area((900, 700)) <= LOW_DETAIL_PIXELS == 512 * 512
@@ -129,11 +129,11 @@ def test_an_image_of_low_detail_is_small_unless_the_request_says_how_large() -> 
     assert 390_000 < area((900, 700), max_pixels=400_000) <= 400_000
     assert 300_000 <= area((64, 40), min_pixels=300_000) < 330_000
     small = AnySizeProcessor.from_settings(SETTINGS)
-    assert small.within(PixelLimits(low_detail=True)) is small, "the server's own bound is lower"
+    assert small.within(ImageBudget(low_detail=True)) is small, "the server's own bound is lower"
     large = AnySizeProcessor.from_settings(settings, overrides=ProcessorOverrides(min_pixels=500_000))
     assert area((64, 40), large) < 1.02 * LOW_DETAIL_PIXELS, "the server's lower bound gives way"
-    low = processor.within(PixelLimits(low_detail=True))
-    assert low.fingerprint == processor.within(PixelLimits(max_pixels=LOW_DETAIL_PIXELS)).fingerprint
+    low = processor.within(ImageBudget(low_detail=True))
+    assert low.fingerprint == processor.within(ImageBudget(max_pixels=LOW_DETAIL_PIXELS)).fingerprint
     assert low.fingerprint != processor.fingerprint
     theirs = Qwen2VLImageProcessorPil(**{**settings, "size": {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}})(
         images=noise(900, 700), return_tensors="pt"

@@ -15,9 +15,9 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from tests.media.images_for_tests import encoded, noise, photo
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
+from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.images import DecodedImage, decode_image
-from vlmserve.media.processor import PixelLimits
 from vlmserve.media.sources import prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.types import Tiling
@@ -101,18 +101,18 @@ def test_an_image_covers_the_middle_of_its_tiles() -> None:
 @pytest.mark.parametrize("settings", NEXT_SETTINGS.values(), ids=NEXT_SETTINGS)
 def test_of_an_image_of_low_detail_only_the_first_tile_is_left(settings: dict[str, Any]) -> None:
     processor, theirs = next_processor(settings), LlavaNextImageProcessorPil(**settings)
-    low = processor.within(PixelLimits(low_detail=True))
+    low = processor.within(ImageBudget(low_detail=True))
     for size in SIZES[:6]:
         pixels, placeholders = low.prepare(DecodedImage.whole(noise(*size)))
         expected = theirs(images=noise(*size), return_tensors="np")["pixel_values"][0]
         np.testing.assert_allclose(pixels, expected[:1], rtol=0, atol=1e-6)
         assert placeholders == (16 + 1, None, None, ())
     assert low.fingerprint != processor.fingerprint
-    assert processor.within(PixelLimits()) is processor
-    assert low.within(PixelLimits(low_detail=True)) is low
+    assert processor.within(ImageBudget()) is processor
+    assert low.within(ImageBudget(low_detail=True)) is low
     assert low.reduction((640, 480)) >= processor.reduction((640, 480))
-    with pytest.raises(InvalidRequestError, match="leave min_pixels and max_pixels out"):
-        processor.within(PixelLimits(max_pixels=100, low_detail=True))
+    with pytest.raises(InvalidRequestError, match="max_pixels is 100, but for this model an image has at least 256"):
+        processor.within(ImageBudget(max_pixels=100, low_detail=True))
 
 
 SPLIT_SETTINGS: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ def test_pixels_and_words_of_split_images_are_those_of_transformers(
 def test_an_image_of_low_detail_is_not_cut() -> None:
     settings = {**SPLIT_SETTINGS["published"], "do_image_splitting": True}
     processor = split_processor(settings)
-    low = processor.within(PixelLimits(low_detail=True))
+    low = processor.within(ImageBudget(low_detail=True))
     uncut = split_processor({**settings, "do_image_splitting": False})
     image = DecodedImage.whole(noise(90, 20))
     (pixels, placeholders), (expected, expected_placeholders) = low.prepare(image), uncut.prepare(image)
@@ -179,8 +179,8 @@ def test_an_image_of_low_detail_is_not_cut() -> None:
     assert placeholders == expected_placeholders
     assert len(pixels) < len(processor.prepare(image)[0])
     assert low.fingerprint == uncut.fingerprint != processor.fingerprint
-    assert processor.within(PixelLimits()) is processor
-    assert uncut.within(PixelLimits(low_detail=True)) is uncut
+    assert processor.within(ImageBudget()) is processor
+    assert uncut.within(ImageBudget(low_detail=True)) is uncut
 
 
 def test_the_defaults_of_split_images_are_those_of_transformers() -> None:
@@ -235,7 +235,7 @@ def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
     ]  # fmt: skip
     fingerprints = [next_processor({**NEXT, **change}).fingerprint for change in changes]
     fingerprints.append(next_processor(NEXT, exact_pixels=True).fingerprint)
-    low = PixelLimits(low_detail=True)
+    low = ImageBudget(low_detail=True)
     fingerprints += [next_processor({**NEXT, **change}).within(low).fingerprint for change in ({}, {"resample": 2})]
     base = SPLIT_SETTINGS["published"]
     changes = [

@@ -29,10 +29,10 @@ from vlmserve.errors import (
     VideoTooLargeError,
 )
 from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import PixelLimits
 from vlmserve.media.videos import Timing, VideoProcessor, VideoSource, prepare_video
 from vlmserve.types import ImageInput
 
@@ -93,7 +93,7 @@ def test_frames_of_a_video_share_its_pixels_as_in_transformers(num_frames: int) 
     settings = {**SETTINGS, "size": {"shortest_edge": 4000, "longest_edge": 40_000}}
     videos = VideoProcessor.from_settings(settings, QWEN3, times=TIMES)
     for width, height in ((40, 24), (100, 30), (7, 50), (300, 2), (640, 480), (12, 12)):
-        pixels = videos.process(iter([DecodedImage.whole(noise(width, height))] * num_frames), num_frames, LIMITS)
+        pixels, _ = videos.process(iter([DecodedImage.whole(noise(width, height))] * num_frames), num_frames, LIMITS)
         assert pixels.shape[2:] == smart_resize(num_frames, height, width, 2, 8, 4000, 40_000)
 
 
@@ -120,10 +120,23 @@ def test_a_model_that_reads_times_gets_them_of_files_and_of_lists() -> None:
     assert listed.grid is not None
     assert listed.num_embeddings == listed.grid[0] * listed.grid[1] * listed.grid[2]
     assert listed.frame_step == 1.0
-    assert times(prepare(FRAMES[:3], videos.within(PixelLimits(), 0.5))) == ["<1.0 seconds", "<4.0 seconds"]
-    filmed = prepare(video_file([colour for colour in COLOURS for _ in range(4)]), videos.within(PixelLimits(), 1.0))
+    assert times(prepare(FRAMES[:3], videos.within(ImageBudget(), 0.5))) == ["<1.0 seconds", "<4.0 seconds"]
+    filmed = prepare(video_file([colour for colour in COLOURS for _ in range(4)]), videos.within(ImageBudget(), 1.0))
     assert times(filmed) == ["<0.6 seconds", "<2.9 seconds", "<5.1 seconds"]
     assert len({listed.key, prepare(FRAMES[:3]).key}) == 2
+
+
+def test_every_frame_of_a_video_keeps_a_budget() -> None:
+    """Even where a model bounds all frames together, and counts an odd one less or more."""
+    for videos in (PROCESSOR, VideoProcessor.from_settings(SETTINGS, QWEN3, times=TIMES)):
+        for count in (1, 2, 3, 5, 6):
+            for budget in (ImageBudget(max_tokens=3), ImageBudget(max_tokens=6), ImageBudget(max_pixels=300)):
+                video = prepare(FRAMES[:count], videos.within(budget, None))
+                budget.check_kept(video)
+                assert video.size is not None
+                assert (video.size.frames, video.size.tokens) == (count, video.num_tokens)
+                rows, columns = video.pixels.shape[2] // 8, video.pixels.shape[3] // 8
+                assert rows * columns <= (budget.max_tokens or 300 // 64)
 
 
 def test_time_becomes_positions_where_the_model_counts_seconds() -> None:
@@ -133,7 +146,7 @@ def test_time_becomes_positions_where_the_model_counts_seconds() -> None:
     assert VideoProcessor.from_settings(SETTINGS, {"model_type": "qwen2_vl"}).timing.positions_per_second is None
     assert VideoProcessor.from_settings(SETTINGS, {"model_type": "qwen2_5_vl"}).timing.positions_per_second == 4
     assert prepare(FRAMES[:4]).frame_step == 2.0
-    assert prepare(FRAMES[:4], PROCESSOR.within(PixelLimits(), 0.5)).frame_step == 8.0
+    assert prepare(FRAMES[:4], PROCESSOR.within(ImageBudget(), 0.5)).frame_step == 8.0
 
 
 def test_frames_become_what_images_within_the_same_bounds_do(tmp_path: Path) -> None:
@@ -153,7 +166,7 @@ def test_frames_become_what_images_within_the_same_bounds_do(tmp_path: Path) -> 
 
 
 def test_whatever_changes_pixels_or_positions_changes_the_key() -> None:
-    slow, small = PROCESSOR.within(PixelLimits(), 1.0), PROCESSOR.within(PixelLimits(max_pixels=600), None)
+    slow, small = PROCESSOR.within(ImageBudget(), 1.0), PROCESSOR.within(ImageBudget(max_pixels=600), None)
     other = VideoProcessor.from_settings(SETTINGS, {"model_type": "qwen2_vl"})
     keys = {
         prepare(FRAMES[:4]).key,
@@ -200,9 +213,9 @@ def test_what_is_no_video_or_too_large_is_refused(
 
 
 def test_requests_may_ask_for_less_and_not_for_more() -> None:
-    assert prepare(FRAMES, PROCESSOR.within(PixelLimits(max_pixels=400), None)).grid == (3, 1, 3)
+    assert prepare(FRAMES, PROCESSOR.within(ImageBudget(max_pixels=400), None)).grid == (3, 1, 3)
     with pytest.raises(InvalidRequestError, match="max_pixels"):
-        PROCESSOR.within(PixelLimits(max_pixels=2049), None)
+        PROCESSOR.within(ImageBudget(max_pixels=2049), None)
     bounded = VideoProcessor.from_settings(SETTINGS, QWEN25, overrides=ProcessorOverrides(max_pixels=400, fps=1.0))
     assert prepare(FRAMES, bounded).grid == (3, 1, 3)
     assert prepare(FRAMES, bounded).frame_step == 4.0
@@ -257,11 +270,11 @@ def test_frames_of_a_file_are_those_that_were_asked_for(tmp_path: Path) -> None:
     path.write_bytes(data)
     url = "data:video/mp4;base64," + base64.b64encode(data).decode()
     for source in (data, path, str(path), url):
-        video = prepare(source, PROCESSOR.within(PixelLimits(), 1.0))
+        video = prepare(source, PROCESSOR.within(ImageBudget(), 1.0))
         assert video.pixels.shape[0] == 6
         np.testing.assert_allclose(brightness(video.pixels), COLOURS, atol=25)
         assert video.frame_step == 4.0, "2 frames a second apart, 2 positions a second"
-    few = prepare(data, PROCESSOR.within(PixelLimits(), 0.1))
+    few = prepare(data, PROCESSOR.within(ImageBudget(), 0.1))
     np.testing.assert_allclose(brightness(few.pixels), [COLOURS[index] for index in (0, 1, 3, 4)], atol=25)
     assert few.frame_step == 6.0, "4 of 6 seconds"
     capped = prepare(data, VideoProcessor.from_settings(SETTINGS, QWEN25, max_frames=2))

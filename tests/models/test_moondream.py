@@ -13,9 +13,9 @@ from tests.checkpoints import change_config
 from tests.moondream import SETTINGS, TEXT, TOKENS, VISION, Moondream, make_moondream, noise
 from tests.oracles.moondream import MoondreamOracle
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
+from vlmserve.media.budget import ImageBudget
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import PixelLimits
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
@@ -153,7 +153,7 @@ def test_crops_equal_the_oracles(moondream: Moondream, size: tuple[int, int]) ->
 def test_a_picture_of_low_detail_is_one_crop(moondream: Moondream) -> None:
     oracle = MoondreamOracle({"text": TEXT, "vision": {**VISION, "max_crops": 1}}, moondream.oracle.weights)
     processor = CropProcessor({"config": SETTINGS})
-    low, pil_image = processor.within(PixelLimits(low_detail=True)), noise(2, 45, 44)
+    low, pil_image = processor.within(ImageBudget(low_detail=True)), noise(2, 45, 44)
     crops, tiles = oracle.crops(pil_image)
     assert tiles == (1, 1)
     pixels, placeholders = low.prepare(DecodedImage.whole(pil_image))
@@ -168,8 +168,8 @@ def test_a_picture_of_low_detail_is_one_crop(moondream: Moondream) -> None:
     for size in ((200, 30), (17, 90), (3, 3), (90, 21)):
         assert low.process(DecodedImage.whole(noise(3, *size))).shape == (1, 3, 40, 20)
     assert low.fingerprint != processor.fingerprint
-    assert processor.within(PixelLimits()) is processor
-    assert low.within(PixelLimits(low_detail=True)) is low
+    assert processor.within(ImageBudget()) is processor
+    assert low.within(ImageBudget(low_detail=True)) is low
 
 
 def test_whatever_changes_pixels_changes_the_fingerprint() -> None:

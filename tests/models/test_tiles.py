@@ -18,8 +18,8 @@ from tests.media.test_tiles import NEXT, next_processor
 from tests.models.test_llava import load
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
+from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import PixelLimits
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.siglip import patch_positions
 from vlmserve.types import Tiling
@@ -69,7 +69,7 @@ def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_pat
     theirs.model.config.image_grid_pinpoints = [[0, 0]]  # no tiles but the first
     vision = load(folder).vision
     assert vision is not None
-    processor = next_processor({**NEXT, "image_grid_pinpoints": PINPOINTS}).within(PixelLimits(low_detail=True))
+    processor = next_processor({**NEXT, "image_grid_pinpoints": PINPOINTS}).within(ImageBudget(low_detail=True))
     images = []
     for size in SIZES:
         pixels, placeholders = processor.prepare(DecodedImage.whole(noise(*size)))

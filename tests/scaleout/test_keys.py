@@ -78,6 +78,9 @@ def test_other_content_is_another_image_and_the_type_in_a_url_is_not():
 
 def test_how_an_image_is_prepared_makes_it_another_one():
     assert key(chat(picture(b"x", max_pixels=1000))).images != key(chat(picture(b"x", max_pixels=2000))).images
+    whole = {**chat(picture(b"x")), "mm_processor_kwargs": {"max_tokens": 100}}
+    assert key(chat(picture(b"x"))).images != key(whole).images
+    assert key(whole).images != key({**whole, "mm_processor_kwargs": {"max_tokens": 200}}).images
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,12 @@ def test_n_answers_send_an_image_once_and_count_what_each_encoded(live, monkeypa
     [add] = [message for message in sent if isinstance(message, Add)]
     assert len(add.requests) == 5
     assert len(encode(add)) == 1 + 2
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "images": 2, "images_encoded": 10}
+    assert usage["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "images": 2,
+        "images_encoded": 10,
+        "image_tokens": 8,
+    }
 
 
 def test_salts_reach_the_engine_and_separate_images(live, monkeypatch):

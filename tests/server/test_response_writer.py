@@ -14,7 +14,7 @@ from vlmserve.server.routes.response_writer import ResponseWriter
 from vlmserve.server.schema.responses import ResponseObject
 from vlmserve.server.schema.usage import PromptTokensDetails, Usage
 
-USAGE = Usage(3, 4, 7, PromptTokensDetails(0, 0, 0))
+USAGE = Usage(3, 4, 7, PromptTokensDetails(0, 0, 0, 0))
 SAID: list[Event] = [
     ContentDelta("Let me "), ContentDelta("see. "),
     ToolCallStart(0, "call_a", "look"), ToolCallDelta(0, '{"at": '), ToolCallDelta(0, '"sky"}'),

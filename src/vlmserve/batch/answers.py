@@ -102,7 +102,11 @@ class LocalAnswers:
         if body.token_limit is None:
             params = msgspec.structs.replace(params, max_tokens=None)
         settings = body.template_settings(("reasoning_effort",))
-        options = {"chat_template_kwargs": settings or None, "cache_salt": body.cache_salt}
+        options = {
+            "chat_template_kwargs": settings or None,
+            "cache_salt": body.cache_salt,
+            "mm_processor_kwargs": body.processor_kwargs,
+        }
         return Chat(conversation(body.messages), params), options
 
 

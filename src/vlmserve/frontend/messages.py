@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
-from vlmserve.media.processor import NO_LIMITS, PixelLimits
+from vlmserve.media.budget import BUDGET_FIELDS, NO_BUDGET, ImageBudget
 from vlmserve.media.sources import DocumentSource, ImageSource, is_url
 from vlmserve.media.videos import VideoSource
 from vlmserve.prompt.template import ImagePart, Message, Part, Role, ToolCall, VideoPart
@@ -30,16 +30,40 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True)
 class Medium:
-    """An image, video or document of a request. place: in the request. limits, fps, pages: what the request wants of
+    """An image, video or document of a request. place: in the request. budget, fps, pages: what the request wants of
     it. is_local: whether a caller in this process gave it."""
 
     kind: MediaKind
     place: str
     source: Any
-    limits: PixelLimits = NO_LIMITS
+    budget: ImageBudget = NO_BUDGET
     fps: float | None = None
     is_local: bool = False
     pages: str | None = None
+
+
+def with_kwargs(media: Sequence[Medium], kwargs: Any) -> list[Medium]:
+    """The same where a request has ``mm_processor_kwargs``: what it wants of every one that says nothing itself.
+
+    Raises InvalidRequestError for anything but an object with `BUDGET_FIELDS` and ``fps``.
+    """
+    if kwargs is None:
+        return list(media)
+    place, known = "mm_processor_kwargs", (*BUDGET_FIELDS, "fps")
+    unknown = [name for name in kwargs if name not in known] if isinstance(kwargs, Mapping) else [kwargs]
+    if unknown:
+        raise InvalidRequestError(
+            f"{place} must be an object with {', '.join(known)}, not {unknown[0]!r:.100}", param=place
+        )
+    default, fps = _budget(kwargs, place), _fps(kwargs, place)
+    return [
+        replace(
+            medium,
+            budget=ImageBudget.of(asdict(medium.budget), default, low_detail=medium.budget.low_detail),
+            fps=medium.fps or fps,
+        )
+        for medium in media
+    ]
 
 
 def check_conversations(messages: Any) -> None:
@@ -228,18 +252,18 @@ def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> 
             parts.append(_text(part, at))
         elif kind == "image_url" or (kind == "image" and allow_local):
             place_of, image = _url(part, kind, at, allow_local) if kind == "image_url" else _image(part, at)
-            media.append(Medium("image", place_of, image, _pixel_limits(part, at), is_local=allow_local))
+            media.append(Medium("image", place_of, image, _budget(part, at), is_local=allow_local))
             parts.append(ImagePart())
         elif kind in ("video_url", "video"):
             place_of, video = (
                 _url(part, kind, at, allow_local) if kind == "video_url" else _video(part, at, allow_local)
             )
-            media.append(Medium("video", place_of, video, _pixel_limits(part, at), _fps(part, at), allow_local))
+            media.append(Medium("video", place_of, video, _budget(part, at), _fps(part, at), allow_local))
             parts.append(VideoPart())
         elif kind == "file" or (kind == "document" and allow_local):
             place_of, document = _file(part, at) if kind == "file" else _document(part, at)
-            limits, pages = _pixel_limits(part, at), _pages(part, at)
-            media.append(Medium("document", place_of, document, limits, is_local=allow_local, pages=pages))
+            budget, pages = _budget(part, at), _pages(part, at)
+            media.append(Medium("document", place_of, document, budget, is_local=allow_local, pages=pages))
             parts.append(ImagePart())
         else:
             raise InvalidRequestError(
@@ -313,15 +337,15 @@ def _video(part: Mapping[str, Any], place: str, allow_local: bool) -> tuple[str,
     return place, source
 
 
-def _pixel_limits(part: Mapping[str, Any], place: str) -> PixelLimits:
-    values = {name: part.get(name) for name in ("min_pixels", "max_pixels")}
-    for name, value in values.items():
+def _budget(fields: Mapping[str, Any], place: str) -> ImageBudget:
+    for name in BUDGET_FIELDS:
+        value = fields.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InvalidRequestError(
                 f"{place}.{name} must be a positive whole number, not {value!r:.100}", param=f"{place}.{name}"
             )
-    url = part.get("image_url")
-    return PixelLimits(**values, low_detail=isinstance(url, Mapping) and url.get("detail") == "low")
+    url = fields.get("image_url")
+    return ImageBudget.of(fields, low_detail=isinstance(url, Mapping) and url.get("detail") == "low")
 
 
 def _fps(part: Mapping[str, Any], place: str) -> float | None:

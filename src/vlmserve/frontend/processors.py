@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vlmserve.config import MediaConfig
-from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
+from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, UnsupportedModelError
 from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.frame_times import FrameTimes
+from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor, implied_settings
+from vlmserve.media.sources import process_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.media.videos import VideoProcessor
 from vlmserve.prompt.files import read_json
 from vlmserve.prompt.tokenizer import Tokenizer
 
+_SMALL_IMAGE = (64, 64)
+
 
 def transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
     """Of a model that runs by transformers' code. Raises UnsupportedModelError without a placeholder token."""
-    _refuse_bounds(media)
     if tokenizer.image_token_id is None:
         raise UnsupportedModelError("it has no placeholder token for images, so it cannot run by transformers' code")
-    processor = TransformersProcessor(folder, tokenizer.image_token_id)
+    budget = server_budget(media)
+    processor = TransformersProcessor(folder, tokenizer.image_token_id, budget)
     tokenizer.mark_images(processor.mark)
+    if budget != NO_BUDGET:
+        with _of_server():
+            budget.check_kept(process_image(b"", DecodedImage.whole(Image.new("RGB", _SMALL_IMAGE)), processor))
     return processor
 
 
 def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
-    """Of a model of vlmserve. Raises ModelLoadError for a checkpoint without settings, ConfigurationError for bounds
-    that it does not take."""
+    """Of a model of vlmserve. Raises ModelLoadError for a checkpoint without settings, ConfigurationError for a budget
+    that it cannot keep."""
+    processor = _own_processor(folder, tokenizer, media)
+    if isinstance(processor, AnySizeProcessor):  # whose budget may be larger than the checkpoint's
+        return processor
+    with _of_server():
+        return processor.within(server_budget(media))
+
+
+def server_budget(media: MediaConfig) -> ImageBudget:
+    """Of every image."""
+    return ImageBudget.of(media.mm_processor_kwargs.model_dump())
+
+
+def _own_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
     config = read_json(folder / "config.json")
     if config.get("model_type") == "moondream1":
-        _refuse_bounds(media)
         return CropProcessor(config, exact_pixels=media.exact_pixels)
     settings = _settings(folder, "image_processor", "preprocessor_config.json") or implied_settings(config)
     if not settings:
@@ -42,7 +66,6 @@ def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> I
     kind, exact = str(settings.get("image_processor_type")), media.exact_pixels
     if kind.startswith("Qwen2"):
         return AnySizeProcessor.from_settings(settings, exact_pixels=exact, overrides=media.mm_processor_kwargs)
-    _refuse_bounds(media)
     if kind.startswith("LlavaNextImageProcessor"):
         return AnyResolutionProcessor(config, settings, exact_pixels=exact)
     if kind.startswith(("Idefics3", "SmolVLM")):
@@ -51,11 +74,13 @@ def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> I
     return FixedSizeProcessor(config, settings, exact_pixels=exact)
 
 
-def _refuse_bounds(media: MediaConfig) -> None:
-    if media.mm_processor_kwargs.min_pixels or media.mm_processor_kwargs.max_pixels:
-        raise ConfigurationError(
-            "--mm-processor-kwargs: this model chooses the sizes of images; leave min_pixels and max_pixels out"
-        )
+@contextlib.contextmanager
+def _of_server() -> Iterator[None]:
+    """Errors about a budget are about the server's settings."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise ConfigurationError(f"--mm-processor-kwargs: {error}") from error
 
 
 def _split_words(tokenizer: Tokenizer) -> SplitWords:

@@ -21,8 +21,8 @@ from vlmserve.errors import (
     TooManyImagesError,
 )
 from vlmserve.frontend.documents import with_pages
-from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages
-from vlmserve.frontend.processors import image_processor, transformers_processor, video_processor
+from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages, with_kwargs
+from vlmserve.frontend.processors import image_processor, server_budget, transformers_processor, video_processor
 from vlmserve.frontend.tools import ToolUse, choose_form, for_template
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts
@@ -149,6 +149,7 @@ class RequestPreparer:
         cache_salt: str = "",
         tools: ToolUse | None = None,
         template_settings: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt of a conversation in OpenAI's form.
 
@@ -156,12 +157,13 @@ class RequestPreparer:
         allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, videos of such
         frames, and ``{"type": "document", "document": …}`` with any `DocumentSource`; for callers in the same process,
         never for what came over HTTP. cache_salt: of the request; images are only shared with requests of the same one.
-        tools: that the model may call.
-        template_settings: values that the chat template may know by name.
+        tools: that the model may call. template_settings: values that the chat template may know by name.
+        mm_processor_kwargs: the budget of all images and the fps of all videos that say nothing themselves.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for an image and for text
         that is far too long; CancelledWorkError.
         """
         parsed, media = parse_messages(messages, allow_local=allow_local)
+        media = with_kwargs(media, mm_processor_kwargs)
         self._check_length(
             _texts([[message.parts, message.tool_calls] for message in parsed], tools, template_settings)
         )
@@ -210,12 +212,19 @@ class RequestPreparer:
         return self._expand(ids, images, videos, cache_salt)
 
     def text(
-        self, text: str, images: Sequence[ImageSource] = (), *, allow_local: bool = False, cache_salt: str = ""
+        self,
+        text: str,
+        images: Sequence[ImageSource] = (),
+        *,
+        allow_local: bool = False,
+        cache_salt: str = "",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt that `text` is, with the model's placeholder written out where each of `images` stands.
 
-        For a model that takes one image and one text it is that text, which may be empty. allow_local, cache_salt: as
-        for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many placeholders as images.
+        For a model that takes one image and one text it is that text, which may be empty. allow_local, cache_salt,
+        mm_processor_kwargs: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many
+        placeholders as images.
         """
         if not isinstance(text, str) or not (text or self._one_image):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
@@ -223,6 +232,7 @@ class RequestPreparer:
         self._check_length([text])
         self._check_count(len(images), param="images")
         media = [Medium("image", f"images[{index}]", image, is_local=allow_local) for index, image in enumerate(images)]
+        media = with_kwargs(media, mm_processor_kwargs)
         if not allow_local:
             for medium in media:
                 check_remote(medium.source, medium.place)
@@ -377,19 +387,24 @@ class RequestPreparer:
 
     def _prepare(self, medium: Medium, salt: str) -> ImageInput:
         try:
-            if medium.kind == "video":
-                assert self._video_processor is not None
-                videos = self._video_processor.within(medium.limits, medium.fps)
-                return prepare_video(medium.source, videos, self._media, self.image_cache, salt=salt)
-            assert self._processor is not None
-            processor = self._processor.within(medium.limits)
-            if isinstance(medium.source, Page):
-                return medium.source.prepare(processor, self.image_cache)
-            return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)
+            image = self._read(medium, salt)
+            server_budget(self._media).narrowed(medium.budget).check_kept(image)
+            return image
         except InvalidRequestError as error:
             error.param = error.param or medium.place
             error.source = error.source or source_name(medium.source)
             raise
+
+    def _read(self, medium: Medium, salt: str) -> ImageInput:
+        if medium.kind == "video":
+            assert self._video_processor is not None
+            videos = self._video_processor.within(medium.budget, medium.fps)
+            return prepare_video(medium.source, videos, self._media, self.image_cache, salt=salt)
+        assert self._processor is not None
+        processor = self._processor.within(medium.budget)
+        if isinstance(medium.source, Page):
+            return medium.source.prepare(processor, self.image_cache)
+        return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)
 
 
 def _texts(*values: Any) -> Iterator[str]:

@@ -15,16 +15,17 @@ from PIL import Image
 
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
+from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
-    NO_LIMITS,
-    PixelLimits,
     PixelProcessor,
     Placeholders,
+    View,
     level_table,
     per_channel,
     to_pixels,
     to_rgb,
+    whole_view,
 )
 from vlmserve.types import Pixels
 
@@ -40,7 +41,9 @@ LOW_DETAIL_PIXELS = 512 * 512
 @dataclass(frozen=True)
 class AnySizeRecipe:
     """Every setting that changes pixels. side: pixels along each side of what becomes an embedding. frames: that have
-    the pixels together, one after another. depth: frames of a video that share embeddings; None: it is an image."""
+    the pixels together, one after another. depth: frames of a video that share embeddings; None: it is an image.
+    strict: whether `max_pixels` holds where `min_pixels`, in whole squares, would be more, which transformers lets
+    happen."""
 
     side: int
     min_pixels: int
@@ -52,6 +55,7 @@ class AnySizeRecipe:
     std: tuple[float, ...] | None
     frames: int = 1
     depth: int | None = None
+    strict: bool = False
 
 
 class AnySizeProcessor(PixelProcessor):
@@ -77,23 +81,26 @@ class AnySizeProcessor(PixelProcessor):
         at most where nothing says. Raises ConfigurationError for overrides that leave no size."""
         return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
 
-    def within(self, limits: PixelLimits) -> Self:
-        """The same for images within narrower bounds. Raises InvalidRequestError for wider ones."""
-        if limits == NO_LIMITS:
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of a smaller budget. Raises InvalidRequestError for a larger one; any `max_tokens` is
+        none."""
+        if budget == NO_BUDGET:
             return self
+        if not self._recipe.resize:
+            raise InvalidRequestError("images keep their size for this model; leave the budget of this image out")
         most = self._recipe.max_pixels
-        for name, value in (("min_pixels", limits.min_pixels), ("max_pixels", limits.max_pixels)):
-            if value is not None and not 1 <= value <= most:
-                raise InvalidRequestError(
-                    f"{name} is {value:,}; it must lie between 1 and this server's max_pixels, {most:,}"
-                )
-        if limits.low_detail:
-            most = min(most, max(LOW_DETAIL_PIXELS, limits.min_pixels or 0))
-        most = limits.max_pixels or most
-        least = limits.min_pixels or min(self._recipe.min_pixels, most)
-        if least > most:
-            raise InvalidRequestError(f"min_pixels, {least:,}, is more than max_pixels, {most:,}")
-        recipe = replace(self._recipe, min_pixels=least, max_pixels=most)
+        budget.check_limit(most)
+        if budget.low_detail:
+            most = min(most, max(LOW_DETAIL_PIXELS, budget.min_pixels or 0))
+        most = budget.max_pixels or most
+        if budget.max_tokens is not None:
+            most = min(most, budget.max_tokens * self._recipe.side**2)
+        budget.check_most(most)
+        least = budget.min_pixels or min(self._recipe.min_pixels, most)
+        bounded = budget.max_pixels is not None or budget.max_tokens is not None
+        reduced = most < self._recipe.max_pixels and budget.min_pixels is None
+        strict = self._recipe.strict or bounded or reduced
+        recipe = replace(self._recipe, min_pixels=least, max_pixels=most, strict=strict)
         return self if recipe == self._recipe else type(self)(recipe, exact_pixels=self._exact_pixels)
 
     def for_video(self, num_frames: int, depth: int, bounds: tuple[int, int]) -> Self:
@@ -103,7 +110,8 @@ class AnySizeProcessor(PixelProcessor):
         bounds of this processor count for each frame.
         """
         least = max(bounds[0], num_frames * self._recipe.min_pixels)
-        most = min(bounds[1], num_frames * self._recipe.max_pixels)
+        counted = _counted(num_frames, depth) if self._recipe.strict else num_frames
+        most = min(bounds[1], min(num_frames, counted) * self._recipe.max_pixels)
         recipe = replace(self._recipe, min_pixels=min(least, most), max_pixels=most, frames=num_frames, depth=depth)
         return type(self)(recipe, exact_pixels=self._exact_pixels)
 
@@ -128,6 +136,10 @@ class AnySizeProcessor(PixelProcessor):
         grid = self.grid(pixels)
         return Placeholders(math.prod(grid), grid)
 
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """All of the image."""
+        return whole_view(size, pixels.shape[3], pixels.shape[2])
+
     def grid(self, pixels: Pixels) -> tuple[int, int, int]:
         """How many frames those pixels have, and how many rows and columns of embeddings each becomes."""
         frames, _, height, width = pixels.shape
@@ -143,7 +155,7 @@ class AnySizeProcessor(PixelProcessor):
         side, least, most = self._recipe.side, self._recipe.min_pixels, self._recipe.max_pixels
         counted = 1
         if (depth := self._recipe.depth) is not None:
-            counted = max(1, round(self._recipe.frames / depth)) * depth
+            counted = _counted(self._recipe.frames, depth)
             if min(size) < side:
                 enlarged = max(side / height, side / width)
                 width, height = int(width * enlarged), int(height * enlarged)
@@ -155,7 +167,18 @@ class AnySizeProcessor(PixelProcessor):
         elif counted * down * across * side**2 < least:
             grow = math.sqrt(least / area)
             down, across = (math.ceil(edge * grow / side) for edge in (height, width))
+            while self._recipe.strict and counted * down * across * side**2 > most and down * across > 1:
+                # The next smaller growth at which a side has one square less.
+                if (down - 1) * width >= (across - 1) * height:
+                    down -= 1
+                else:
+                    across -= 1
         return across * side, down * side
+
+
+def _counted(num_frames: int, depth: int) -> int:
+    """Frames of a video that its bounds are compared with."""
+    return max(1, round(num_frames / depth)) * depth
 
 
 def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[int, int]:
@@ -181,14 +204,17 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
         "merge_size": 2,
         **{key: value for key, value in settings.items() if value is not None},
     }
+    side = int(values["patch_size"]) * int(values["merge_size"])
     least, most = pixel_bounds(values, defaults)
     most = overrides.max_pixels or most
+    if overrides.max_tokens is not None:
+        most = min(most, overrides.max_tokens * side**2)
     least = overrides.min_pixels or min(least, most)
     if least > most:
         raise ConfigurationError(f"--mm-processor-kwargs: min_pixels, {least:,}, is more than max_pixels, {most:,}")
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return AnySizeRecipe(
-        side=int(values["patch_size"]) * int(values["merge_size"]),
+        side=side,
         min_pixels=least,
         max_pixels=most,
         resample=int(values["resample"]),
@@ -196,4 +222,5 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
         rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
         mean=mean if values["do_normalize"] else None,
         std=std if values["do_normalize"] else None,
+        strict=not (overrides.max_pixels is None and overrides.max_tokens is None),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, replace
@@ -19,20 +20,22 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
+from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import PixelLimits, PixelProcessor, Placeholders, level_table, refuse_limits, to_rgb
+from vlmserve.media.processor import PixelProcessor, Placeholders, View, level_table, to_rgb, whole_view
 from vlmserve.types import Pixels
 
 
 @dataclass(frozen=True)
 class CropRecipe:
     """Every setting that changes pixels. size: of a crop's side. margin: what its neighbours have as well of it, on
-    either side. patch: of a patch's side. max_crops: of one image."""
+    either side. patch: of a patch's side. max_crops: of one image. max_pixels: that all crops together have at most."""
 
     size: int
     margin: int
     patch: int
     max_crops: int
+    max_pixels: int | None = None
 
     @property
     def step(self) -> int:
@@ -50,10 +53,19 @@ class CropProcessor(PixelProcessor):
         self._set_recipe(_recipe(config))
         self._levels = level_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
 
-    def within(self, limits: PixelLimits) -> Self:
-        """The same for images that become one crop, or this one. Raises InvalidRequestError for any bounds."""
-        refuse_limits(limits)
-        return self._uncut if limits.low_detail and self._recipe.max_crops > 1 else self
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images that become fewer crops. Raises InvalidRequestError for a budget that excludes a single
+        one, or asks for more than there are."""
+        recipe = self._recipe
+        budget.check_least(recipe.size**2, self._num_tokens)
+        budget.check_most(self._most_pixels)
+        if budget.low_detail and (budget.min_pixels or 0) <= recipe.size**2:
+            return self._uncut if recipe.max_crops > 1 else self
+        if budget.max_pixels is None or budget.max_pixels >= (recipe.max_pixels or self._most_pixels):
+            return self
+        narrow = copy(self)
+        narrow._set_recipe(replace(recipe, max_pixels=budget.max_pixels))
+        return narrow
 
     @cached_property
     def _uncut(self) -> Self:
@@ -90,13 +102,38 @@ class CropProcessor(PixelProcessor):
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """As many tokens for every image; positions count them one by one."""
-        return Placeholders((self._recipe.size // self._recipe.patch) ** 2)
+        return Placeholders(self._num_tokens)
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """All of the image, as large as crops are cut from it."""
+        return whole_view(size, *self._large_size(size))
+
+    @property
+    def _num_tokens(self) -> int:
+        return (self._recipe.size // self._recipe.patch) ** 2
+
+    @property
+    def _most_pixels(self) -> int:
+        """Of all crops of an image that is cut most."""
+        most = self._recipe.max_crops
+        pixels = (
+            math.prod(self._crops_size(rows, columns)) for rows in range(1, most + 1) for columns in [most // rows]
+        )
+        return min(max(pixels), self._recipe.max_pixels or sys.maxsize)
 
     def _large_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of what crops are cut from."""
+        """Width and height of what crops are cut from: as many as the budget allows."""
         recipe = self._recipe
-        rows, columns = tiling(size[1] - 2 * recipe.margin, size[0] - 2 * recipe.margin, recipe.step, recipe.max_crops)
-        return columns * recipe.step + 2 * recipe.margin, rows * recipe.step + 2 * recipe.margin
+        height, width = size[1] - 2 * recipe.margin, size[0] - 2 * recipe.margin
+        for most in range(recipe.max_crops, 0, -1):
+            large = self._crops_size(*tiling(height, width, recipe.step, most))
+            if recipe.max_pixels is None or math.prod(large) <= recipe.max_pixels:
+                break
+        return large
+
+    def _crops_size(self, rows: int, columns: int) -> tuple[int, int]:
+        step, margins = self._recipe.step, 2 * self._recipe.margin
+        return columns * step + margins, rows * step + margins
 
 
 def tiling(height: int, width: int, step: int, most: int) -> tuple[int, int]:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from blake3 import blake3
 from PIL import Image
 
-from vlmserve.errors import InvalidRequestError, UnsupportedModelError
+from vlmserve.errors import UnsupportedModelError
+from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.types import Pixels, TowerInputs
 
@@ -87,35 +88,15 @@ def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class PixelLimits:
-    """Bounds that a request sets to the area of an image once it is resized, in pixels; None: those of the server.
-    low_detail: low detail is enough: models that cut images get it whole, those that take any size get it small.
-    """
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    low_detail: bool = False
-
-
-NO_LIMITS = PixelLimits()
-
-
-def refuse_limits(limits: PixelLimits) -> None:
-    """Raises InvalidRequestError for any bounds, on behalf of models that choose the sizes of images themselves."""
-    if limits.min_pixels is not None or limits.max_pixels is not None:
-        raise InvalidRequestError("this model chooses the sizes of images; leave min_pixels and max_pixels out")
-
-
 class ImageProcessor(Protocol):
     """Makes a checkpoint's pixels of images. fingerprint: 32-byte digest of all that decides them."""
 
     fingerprint: bytes
 
-    def within(self, limits: PixelLimits) -> Self:
-        """The same for images within narrower bounds.
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of a smaller budget.
 
-        Raises InvalidRequestError for bounds that the model or the server does not allow.
+        Raises InvalidRequestError for one that the model cannot keep or the server does not allow.
         """
         ...
 
@@ -128,6 +109,10 @@ class ImageProcessor(Protocol):
 
         Raises InvalidImageError for a shape that the model cannot take.
         """
+        ...
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """What the model sees of an image of that width and height, which became those pixels and placeholders."""
         ...
 
 
@@ -145,6 +130,21 @@ class PixelProcessor(ImageProcessor, Protocol):
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """What those pixels take in a prompt, made of an image of that width and height."""
         ...
+
+
+class View(NamedTuple):
+    """What a model sees of an image. width, height: of that. box: the part of the image that it shows, in the image's
+    own pixels: left, top, right and bottom; what lies beyond the image is padding. None: it is not known.
+    """
+
+    width: int | None
+    height: int | None
+    box: tuple[float, float, float, float] | None
+
+
+def whole_view(size: tuple[int, int], width: int, height: int) -> View:
+    """An image of that size, all of which is seen as so many pixels."""
+    return View(width, height, (0.0, 0.0, float(size[0]), float(size[1])))
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,10 @@ class FixedSizeProcessor(PixelProcessor):
         self.fingerprint = blake3(described.encode()).digest()
         self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
 
-    def within(self, limits: PixelLimits) -> Self:
-        """This one: all images have the same size. Raises InvalidRequestError for any bounds."""
-        refuse_limits(limits)
+    def within(self, budget: ImageBudget) -> Self:
+        """This one: all images have the same size. Raises InvalidRequestError for a budget that excludes it."""
+        budget.check_least(self.height * self.width, self.num_tokens)
+        budget.check_most(self.height * self.width)
         return self
 
     def reduction(self, size: tuple[int, int]) -> float:
@@ -197,6 +198,16 @@ class FixedSizeProcessor(PixelProcessor):
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """As many tokens for every image; positions count them one by one."""
         return Placeholders(self.num_tokens)
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """All of the image, or what a crop keeps of it, or all with padding around it."""
+        recipe = self._recipe
+        left, top, (width, height) = 0, 0, size
+        if recipe.pad_color is not None:
+            longest = max(size)
+            left, top = -((longest - width) // 2), -((longest - height) // 2)
+            width = height = longest
+        return cropped_view((width, height), dict(recipe.resize or ()), recipe.crop, (left, top))
 
     def process(self, decoded: DecodedImage) -> Pixels:
         """Float32 ``[1, 3, height, width]`` of an image of any size and mode."""
@@ -304,6 +315,27 @@ def _source_range(bounds: tuple[float, float], length: int, resized: int, kept: 
     start = max(0, math.floor(first - margin))
     stop = min(length, math.ceil(first + kept * scale + margin))
     return start, stop, first - start, min(first + kept * scale - start, stop - start)
+
+
+def cropped_view(
+    size: tuple[int, int],
+    target: dict[str, int],
+    crop: tuple[int, int] | None,
+    start: tuple[int, int] = (0, 0),
+) -> View:
+    """Of an image that is resized and then cropped in its center. target: as ``size`` of a checkpoint; empty: it
+    keeps its size. crop: height and width. start: where the image with its padding begins in the image itself."""
+    width, height = _resized(size, target) if target else size
+    seen_height, seen_width = crop or (height, width)
+    across, down = size[0] / width, size[1] / height
+    left, top = (width - seen_width) // 2, (height - seen_height) // 2
+    box = (
+        start[0] + left * across,
+        start[1] + top * down,
+        start[0] + (left + seen_width) * across,
+        start[1] + (top + seen_height) * down,
+    )
+    return View(seen_width, seen_height, box)
 
 
 def _resized(size: tuple[int, int], target: dict[str, int]) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from vlmserve.media.keys import image_key, pil_image_key
 from vlmserve.media.kinds import KINDS, check_num_bytes
 from vlmserve.media.local_files import read_allowed_file
 from vlmserve.media.processor import ImageProcessor
-from vlmserve.types import ImageInput, MediaKind
+from vlmserve.types import ImageInput, ImageSize, MediaKind
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
 """A PIL image, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
@@ -110,7 +110,9 @@ def process_image(key: bytes, image: DecodedImage, processor: ImageProcessor) ->
     """A decoded image ready for the vision tower."""
     pixels, placeholders = processor.prepare(image)
     pixels.flags.writeable = False  # other requests may see the same image
-    return ImageInput(key, pixels, **placeholders._asdict())
+    view = processor.view(image.size, pixels, placeholders)
+    size = ImageSize(*image.size, view.width, view.height, view.box, placeholders.num_tokens)
+    return ImageInput(key, pixels, **placeholders._asdict(), size=size)
 
 
 def is_url(source: str) -> bool:

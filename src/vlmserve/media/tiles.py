@@ -10,25 +10,26 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, Self
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     FixedSizeProcessor,
-    PixelLimits,
     PixelProcessor,
     Placeholders,
+    View,
     level_table,
     per_channel,
-    refuse_limits,
     to_pixels,
     to_rgb,
+    whole_view,
 )
 from vlmserve.types import Pixels, Tiling
 
@@ -67,16 +68,27 @@ class AnyResolutionProcessor(PixelProcessor):
         self._exact_pixels = exact_pixels
         self._set_resolutions(_resolutions(values.get("image_grid_pinpoints"), tile))
 
-    def within(self, limits: PixelLimits) -> Self:
-        """The same for images that are not cut, or this one. Raises InvalidRequestError for any bounds."""
-        refuse_limits(limits)
-        return self._uncut if limits.low_detail and self._resolutions else self
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of fewer tiles. Raises InvalidRequestError for a budget that excludes a single one, or
+        asks for more than there are."""
+        budget.check_least(self._tile**2, self._side**2 + 1)
+        allowed = [size for size in self._resolutions if budget.allows(math.prod(size), self._most_tokens(size))]
+        budget.check_most(max(map(math.prod, allowed), default=self._tile**2))
+        least = budget.min_pixels or 0
+        if budget.low_detail and least <= self._tile**2:
+            allowed = []
+        resolutions = [size for size in allowed if math.prod(size) >= least]
+        return self if resolutions == self._resolutions else self._cut_to(resolutions)
 
-    @cached_property
-    def _uncut(self) -> Self:
-        uncut = copy(self)
-        uncut._set_resolutions([])
-        return uncut
+    def _cut_to(self, resolutions: list[tuple[int, int]]) -> Self:
+        cut = copy(self)
+        cut._set_resolutions(resolutions)
+        return cut
+
+    def _most_tokens(self, resolution: tuple[int, int]) -> int:
+        """That an image of this resolution takes if it covers all of it."""
+        columns, rows = (edge // self._tile * self._side for edge in resolution)
+        return self._side**2 + rows * (columns + 1)
 
     def _set_resolutions(self, resolutions: list[tuple[int, int]]) -> None:
         """Widths and heights that images may have before they are cut; none: they are not."""
@@ -122,6 +134,15 @@ class AnyResolutionProcessor(PixelProcessor):
         num_tokens = self._side**2 + down * (across + 1)
         return Placeholders(num_tokens, tiling=Tiling(rows, columns, down, across))
 
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """All of the image, as large as it is in its tiles. The padding around it has no embeddings."""
+        if len(pixels) > 1:
+            return whole_view(size, *_fitted(size, self._resolution(size)))
+        width, height, box = self._tile_processor.view((self._edge, self._edge), pixels, placeholders)
+        assert box is not None
+        across, down = size[0] / self._edge, size[1] / self._edge
+        return View(width, height, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
+
     def _resolution(self, size: tuple[int, int]) -> tuple[int, int]:
         """Width and height of all tiles together: those that keep most of the image's pixels, and of these, those
         that are fewest."""
@@ -138,7 +159,8 @@ class AnyResolutionProcessor(PixelProcessor):
 @dataclass(frozen=True)
 class SplitRecipe:
     """Every setting that changes pixels. size: the longest edge or width and height that an image gets first; None: it
-    keeps its own. tile: pixels along each side. split: whether images are cut at all.
+    keeps its own. tile: pixels along each side. split: whether images are cut at all. budget: upper bounds, for which
+    images are cut into fewer tiles.
     """
 
     size: int | tuple[int, int] | None
@@ -148,6 +170,16 @@ class SplitRecipe:
     rescale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
+    budget: ImageBudget = NO_BUDGET
+
+
+class SplitPlan(NamedTuple):
+    """What becomes of an image. size: width and height that it gets first. rows, columns: of tiles that it is cut into
+    then; 0: it is not cut."""
+
+    size: tuple[int, int]
+    rows: int
+    columns: int
 
 
 class SplitProcessor(PixelProcessor):
@@ -183,16 +215,33 @@ class SplitProcessor(PixelProcessor):
         self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
         self._written = lru_cache(256)(self._write)
 
-    def within(self, limits: PixelLimits) -> Self:
-        """The same for images that are not cut, or this one. Raises InvalidRequestError for any bounds."""
-        refuse_limits(limits)
-        return self._uncut if limits.low_detail and self._recipe.split else self
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of fewer tiles. Raises InvalidRequestError for a budget that excludes a single one, or
+        asks for more than there are."""
+        recipe, least = self._recipe, self._recipe.tile**2
+        budget.check_least(least, self._written(0, 0).num_tokens)
+        budget.check_most(self._most_pixels)
+        if not recipe.split:
+            return self
+        if budget.low_detail and (budget.min_pixels or 0) <= least:
+            bounded = replace(recipe, split=False, budget=NO_BUDGET)
+        else:
+            bounded = replace(recipe, budget=recipe.budget.narrowed(budget))
+        if bounded == recipe:
+            return self
+        bound = copy(self)
+        bound._set_recipe(bounded)
+        return bound
 
-    @cached_property
-    def _uncut(self) -> Self:
-        uncut = copy(self)
-        uncut._set_recipe(replace(self._recipe, split=False))
-        return uncut
+    @property
+    def _most_pixels(self) -> int:
+        """Of all tiles of an image that is cut most."""
+        tile, size = self._recipe.tile, self._recipe.size
+        if not self._recipe.split:
+            return tile**2
+        edges = (size, size) if isinstance(size, int) else size or (_LARGEST_EDGE, _LARGEST_EDGE)
+        most = math.prod(math.ceil(min(edge, _LARGEST_EDGE) / tile) * tile for edge in edges)
+        return min(most, self._recipe.budget.max_pixels or most)
 
     def _set_recipe(self, recipe: SplitRecipe) -> None:
         self._recipe = recipe
@@ -204,27 +253,43 @@ class SplitProcessor(PixelProcessor):
         every pixel is to be decoded."""
         if self._exact_pixels or self._recipe.size is None:
             return 1.0
-        return min(own / new for own, new in zip(size, self._resized(size), strict=True))
+        return min(own / new for own, new in zip(size, self._plan(size).size, strict=True))
 
     def process(self, decoded: DecodedImage) -> Pixels:
         """Float32 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
-        image = to_rgb(decoded.image)
-        tile, resample = self._recipe.tile, self._recipe.resample
-        if self._recipe.size is not None:
-            image = image.resize(self._resized(decoded.size), resample, decoded.box)
-        if self._recipe.split:
-            image = image.resize(_whole_tiles(image.size, tile), resample)
-        whole = image.resize((tile, tile), resample)
-        tiles = [*_cut(image, tile), whole] if max(image.size) > tile and self._recipe.split else [whole]
-        return to_pixels(tiles, self._levels)
+        tile, resample, plan = self._recipe.tile, self._recipe.resample, self._plan(decoded.size)
+        image = to_rgb(decoded.image).resize(plan.size, resample, decoded.box)
+        if not plan.rows:
+            return to_pixels([image.resize((tile, tile), resample)], self._levels)
+        image = image.resize((plan.columns * tile, plan.rows * tile), resample)
+        return to_pixels([*_cut(image, tile), image.resize((tile, tile), resample)], self._levels)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """Tokens for each tile, with the words between them."""
-        tile = self._recipe.tile
-        if len(pixels) == 1:
-            return self._written(0, 0)
-        columns, rows = (edge // tile for edge in _whole_tiles(self._resized(size), tile))
-        return self._written(rows, columns)
+        plan = self._plan(size)
+        return self._written(plan.rows, plan.columns)
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """All of the image, as large as it is cut into tiles."""
+        plan, tile = self._plan(size), self._recipe.tile
+        return whole_view(size, (plan.columns or 1) * tile, (plan.rows or 1) * tile)
+
+    def _plan(self, size: tuple[int, int]) -> SplitPlan:
+        """How an image of that width and height is cut: into as many tiles as the budget allows."""
+        tile, budget = self._recipe.tile, self._recipe.budget
+        own = self._first_size(size, self._recipe.size)
+        uncut = SplitPlan(own, 0, 0)
+        if not self._recipe.split:
+            return uncut
+        smaller = (self._first_size(size, edge * tile) for edge in range(math.ceil(max(own) / tile) - 1, 1, -1))
+        for first in (own, *smaller):
+            width, height = _whole_tiles(first, tile)
+            if max(width, height) <= tile:
+                break
+            plan = SplitPlan(first, height // tile, width // tile)
+            if budget.allows(width * height, self._written(plan.rows, plan.columns).num_tokens):
+                return plan
+        return uncut
 
     def _write(self, rows: int, columns: int) -> Placeholders:
         place, text = 0, []
@@ -236,13 +301,13 @@ class SplitProcessor(PixelProcessor):
                 place += 1
         return Placeholders(place, text=tuple(text))
 
-    def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of an image before it is fitted to tiles."""
-        if self._recipe.size is None:
+    def _first_size(self, size: tuple[int, int], target: int | tuple[int, int] | None) -> tuple[int, int]:
+        """Width and height of an image before it is fitted to tiles. target: as `SplitRecipe.size`."""
+        if target is None:
             return size
-        if not isinstance(self._recipe.size, int):
-            return self._recipe.size
-        width, height = _with_longest_edge(size, self._recipe.size)
+        if not isinstance(target, int):
+            return target
+        width, height = _with_longest_edge(size, target)
         # The shorter edge is rounded up to an even number.
         width, height = (width, height + height % 2) if size[0] >= size[1] else (width + width % 2, height)
         width, height = max(1, width), max(1, height)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,8 +16,10 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import ImageProcessor, PixelLimits, Placeholders, refuse_limits, to_rgb
+from vlmserve.media.processor import ImageProcessor, Placeholders, View, to_rgb, whole_view
+from vlmserve.media.transformers_budget import edge_of, largest_area, settings_within, view_of
 from vlmserve.types import FurtherInputs, NamedArray, Pixels
 
 PIXELS = "pixel_values"
@@ -26,10 +32,11 @@ class TransformersProcessor(ImageProcessor):
     """A checkpoint's own processor.
 
     image_token_id: of what takes an embedding of an image in a prompt. mark: what stands for an image in a text.
+    budget: of every image.
     Raises UnsupportedModelError for a checkpoint that transformers has no processor for.
     """
 
-    def __init__(self, folder: Path, image_token_id: int) -> None:
+    def __init__(self, folder: Path, image_token_id: int, budget: ImageBudget = NO_BUDGET) -> None:
         import transformers
 
         self._image_token_id = image_token_id
@@ -45,6 +52,7 @@ class TransformersProcessor(ImageProcessor):
         self.mark = str(self._processor.image_token)
         self._bos_token_id: int | None = self._processor.tokenizer.bos_token_id
         digest = blake3(f"transformers {transformers.__version__}".encode())
+        digest.update(repr(budget).encode())
         for path in (folder / name for name in _FILES):
             digest.update(path.read_bytes() if path.is_file() else b"")
         self.fingerprint = digest.digest()
@@ -52,20 +60,27 @@ class TransformersProcessor(ImageProcessor):
         self._has_grids = "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
         # Tokenizers change their settings while they are called.
         self._lock = threading.Lock()
+        self._budget = budget
 
-    def within(self, limits: PixelLimits) -> Self:
-        refuse_limits(limits)
-        return self
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of a smaller budget; its `low_detail` has no effect. Whether an image can keep it is seen
+        from what it becomes. Raises InvalidRequestError for more pixels than the server allows."""
+        budget.check_limit(largest_area(self._processor.image_processor, self._budget) or sys.maxsize)
+        if replace(budget, low_detail=False) == NO_BUDGET:
+            return self
+        bound = copy(self)
+        bound._budget = self._budget.narrowed(budget)
+        bound.fingerprint = blake3(self.fingerprint + repr(bound._budget).encode()).digest()
+        return bound
 
     def reduction(self, size: tuple[int, int]) -> float:
         """Images are decoded in full."""
         return 1.0
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
-        """What the processor makes of a text that is one image."""
-        inputs = self._process(decoded)
-        # One that begins the whole prompt is not the image's.
-        ids = _before(np.asarray(inputs["input_ids"])[0], self._bos_token_id)
+        """What the processor makes of a text that is one image, as large as the budget allows."""
+        inputs = self._within_budget(decoded)
+        ids = self._ids(inputs)
         text = tuple((int(place), int(ids[place])) for place in np.flatnonzero(ids != self._image_token_id))
         arrays = tuple(
             _named(name, np.asarray(value)) for name, value in inputs.items() if name not in {PIXELS, *_OF_TEXT}
@@ -74,12 +89,55 @@ class TransformersProcessor(ImageProcessor):
         pixels = np.array(inputs[PIXELS], np.float32)
         return pixels, Placeholders(len(ids), grid=self._grid(inputs), tiling=further, text=text)
 
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """As far as the kinds of processors are known."""
+        further = placeholders.tiling
+        arrays = further.arrays if isinstance(further, FurtherInputs) else ()
+        return self._view(size, pixels, {named.name: _array(named) for named in arrays})
+
     def token_types(self, decoded: DecodedImage) -> dict[str, int]:
         """Which type the model's inputs give to an image's placeholders, by the names of those inputs; all others have
         0."""
         inputs = self._process(decoded)
         place = int(np.flatnonzero(np.asarray(inputs["input_ids"])[0] == self._image_token_id)[0])
         return {name: int(np.asarray(inputs[name])[0, place]) for name in _TYPES_OF_TOKENS if name in inputs}
+
+    def _within_budget(self, decoded: DecodedImage) -> Mapping[str, Any]:
+        """What the processor makes of an image with the widest settings that a search finds within the budget; with
+        the narrowest if there are none."""
+        if self._budget == NO_BUDGET:
+            return self._process(decoded)
+        choices = settings_within(self._processor.image_processor, self._budget)
+
+        def fits(inputs: Mapping[str, Any]) -> bool:
+            width, height, _ = self._view(decoded.size, np.asarray(inputs[PIXELS]), inputs)
+            tile = math.prod(np.asarray(inputs[PIXELS]).shape[-2:])
+            pixels = width * height if width and height else _num_tiles(inputs[PIXELS]) * tile
+            return self._budget.allows(pixels, len(self._ids(inputs)))
+
+        best = self._process(decoded, choices[-1])
+        if len(choices) == 1 or fits(best):
+            return best
+        best, low, high = self._process(decoded, choices[0]), 0, len(choices) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fits(inputs := self._process(decoded, choices[middle])):
+                best, low = inputs, middle
+            else:
+                high = middle
+        return best
+
+    def _ids(self, inputs: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+        """Of an image's text. A token that begins the whole prompt is not the image's."""
+        return _before(np.asarray(inputs["input_ids"])[0], self._bos_token_id)
+
+    def _view(self, size: tuple[int, int], pixels: Pixels, inputs: Mapping[str, Any]) -> View:
+        processor = self._processor.image_processor
+        if "image_grid_thw" in inputs:
+            _, rows, columns = (int(count) for count in np.asarray(inputs["image_grid_thw"])[0])
+            patch = edge_of(processor, "patch_size")
+            return whole_view(size, columns * patch, rows * patch)
+        return view_of(processor, size, _num_tiles(pixels), (pixels.shape[-1], pixels.shape[-2]))
 
     def _grid(self, inputs: Mapping[str, Any]) -> tuple[int, int, int] | None:
         """Of the embeddings, of which each stands for a square of patches."""
@@ -89,12 +147,12 @@ class TransformersProcessor(ImageProcessor):
         frames, rows, columns = (int(count) for count in np.asarray(inputs["image_grid_thw"])[0])
         return frames, rows // merged, columns // merged
 
-    def _process(self, decoded: DecodedImage) -> Mapping[str, Any]:
+    def _process(self, decoded: DecodedImage, settings: Mapping[str, Any] = {}) -> Mapping[str, Any]:
         try:
             with self._lock:
                 inputs: Mapping[str, Any] = self._processor(
                     text=[self.mark], images=[to_rgb(decoded.image)], return_tensors="np",
-                    add_special_tokens=False,
+                    add_special_tokens=False, **settings,
                 )  # fmt: skip
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
             raise InvalidImageError(f"the model's processor cannot take this image: {error}") from error
@@ -109,3 +167,11 @@ def _before(ids: npt.NDArray[np.int64], end: int | None) -> npt.NDArray[np.int64
 
 def _named(name: str, value: np.ndarray[Any, Any]) -> NamedArray:
     return NamedArray(name, value.dtype.name, value.shape, value.tobytes())
+
+
+def _array(named: NamedArray) -> npt.NDArray[Any]:
+    return np.frombuffer(named.data, named.dtype).reshape(named.shape)
+
+
+def _num_tiles(pixels: npt.ArrayLike) -> int:
+    return math.prod(np.asarray(pixels).shape[:-3])

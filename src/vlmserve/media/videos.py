@@ -17,15 +17,16 @@ from blake3 import blake3
 from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeError
 from vlmserve.media.any_size import AnySizeProcessor, pixel_bounds
+from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory, frame_bytes
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import video_key
-from vlmserve.media.processor import PixelLimits
+from vlmserve.media.processor import whole_view
 from vlmserve.media.sources import ImageSource, Opened, open_image, read_source
 from vlmserve.media.video_files import sample_file
-from vlmserve.types import ImageInput, Pixels
+from vlmserve.types import ImageInput, ImageSize, Pixels
 
 VideoSource: TypeAlias = ImageSource | Sequence[ImageSource]
 """A video's file, as a path, a URL or bytes, or its frames."""
@@ -124,20 +125,23 @@ class VideoProcessor:
         )
         return cls(frames, timing, bounds, times)
 
-    def within(self, limits: PixelLimits, fps: float | None) -> VideoProcessor:
-        """The same with frames within narrower bounds, and other `Timing.fps`.
+    def within(self, budget: ImageBudget, fps: float | None) -> VideoProcessor:
+        """The same with frames of a smaller budget, and other `Timing.fps`.
 
-        Raises InvalidRequestError for bounds that are wider.
+        Raises InvalidRequestError for a budget that is larger.
         """
         timing = self.timing if fps is None else replace(self.timing, fps=fps)
-        return VideoProcessor(self._frames.within(limits), timing, self._bounds, self._times)
+        return VideoProcessor(self._frames.within(budget), timing, self._bounds, self._times)
 
     def reduction(self, size: tuple[int, int]) -> float:
         """As that of `AnySizeProcessor`."""
         return self._frames.reduction(size)
 
-    def process(self, frames: Iterator[DecodedImage], num_frames: int, limits: MediaConfig) -> Pixels:
-        """Float32 ``[frames, 3, height, width]`` of so many frames, which are taken one by one.
+    def process(
+        self, frames: Iterator[DecodedImage], num_frames: int, limits: MediaConfig
+    ) -> tuple[Pixels, tuple[int, int]]:
+        """Float32 ``[frames, 3, height, width]`` of so many frames, which are taken one by one, and the width and
+        height that each had before.
 
         Raises InvalidVideoError for frames of different sizes, VideoTooLargeError for too many pixels, and as
         `AnySizeProcessor.process` does.
@@ -161,16 +165,22 @@ class VideoProcessor:
                     f"{first.size[0]} x {first.size[1]}; all need one size"
                 )
             video[index] = processor.process(frame)[0]
-        return video
+        return video, first.size
 
-    def finish(self, key: bytes, pixels: Pixels, rate: float, seconds: Sequence[float]) -> ImageInput:
-        """The video with these pixels, `rate` frames a second, each shown at its own of `seconds`."""
+    def finish(
+        self, key: bytes, pixels: Pixels, own_size: tuple[int, int], rate: float, seconds: Sequence[float]
+    ) -> ImageInput:
+        """The video with these pixels, `rate` frames a second, each shown at its own of `seconds`. own_size: width and
+        height of its frames before."""
         pixels.flags.writeable = False  # other requests may see the same video
         frames, rows, columns = self._frames.grid(pixels)
         depth = self.timing.depth
         grid = -(-frames // depth), rows, columns
         text = () if self._times is None else self._times.text(seconds, depth, rows * columns)
-        return ImageInput(key, pixels, math.prod(grid) + len(text), grid, self.timing.frame_step(rate), text=text)
+        num_tokens = math.prod(grid) + len(text)
+        view = whole_view(own_size, pixels.shape[3], pixels.shape[2])
+        size = ImageSize(*own_size, view.width, view.height, view.box, num_tokens, frames)
+        return ImageInput(key, pixels, num_tokens, grid, self.timing.frame_step(rate), text=text, size=size)
 
 
 def prepare_video(
@@ -192,8 +202,8 @@ def prepare_video(
         with sample_file(data, processor.timing.sample, limits) as sampled:
             frames = (DecodedImage.whole(frame) for frame in sampled.frames)
             with cache.decoding.share(frame_bytes(sampled.num_pixels)):
-                pixels = processor.process(frames, len(sampled.indices), limits)
-        return processor.finish(key, pixels, sampled.rate, sampled.seconds)
+                pixels, size = processor.process(frames, len(sampled.indices), limits)
+        return processor.finish(key, pixels, size, sampled.rate, sampled.seconds)
 
     return cache.get(key, prepare)
 
@@ -228,9 +238,9 @@ def _of_frames(
 
     def prepare() -> ImageInput:
         with contextlib.closing(_decoded(opened, cache.decoding)) as images:
-            pixels = processor.process(images, len(opened), limits)
+            pixels, size = processor.process(images, len(opened), limits)
         fps = processor.timing.fps
-        return processor.finish(key, pixels, fps, [index / fps for index in range(len(opened))])
+        return processor.finish(key, pixels, size, fps, [index / fps for index in range(len(opened))])
 
     return cache.get(key, prepare)
 

@@ -108,6 +108,9 @@ def request_key(body: Mapping[str, Any], *, model: str, salt: str = "", adapter:
     for part in (model, adapter, salt):
         encoded = part.encode(errors="surrogatepass")
         start.update(len(encoded).to_bytes(8, "little") + encoded)
+    if body.get("mm_processor_kwargs"):
+        # They change every image of the prompt.
+        start.update(_json(body["mm_processor_kwargs"]).encode(errors="surrogatepass"))
     key = RequestKey((), (), 0, (), start.digest(), *_continued(body))
     chain = _Chain(key.root)
     if key.follows is not None:

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.beams import start_beam_search
 from vlmserve.frontend.client import EngineClient
@@ -22,6 +24,7 @@ from vlmserve.types import (
     BeamSearch,
     EngineOutput,
     EngineRequest,
+    ImageSize,
     Prompt,
     RequestTimings,
     SamplingParams,
@@ -194,8 +197,14 @@ class Generation:
             cached_tokens=sum(answer.num_cached_tokens for answer in self.answers[:: self.request.num_samples]),
             images=sum(prompt.num_images for prompt in prompts),
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
+            image_tokens=sum(prompt.num_image_tokens for prompt in prompts),
         )
         return Usage(asked, generated, asked + generated, details)
+
+    @property
+    def image_sizes(self) -> list[ImageSize] | msgspec.UnsetType:
+        """Of all images in the prompts, in order; left out where there are none."""
+        return [size for prompt in self.request.prompts for size in prompt.image_sizes] or msgspec.UNSET
 
     def summary(self) -> tuple[str, dict[str, str | int]]:
         """Its part of the line in the access log, as text and as fields."""

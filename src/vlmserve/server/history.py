@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from vlmserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
+from vlmserve.media.budget import BUDGET_FIELDS
 from vlmserve.server.body import BodyShare
 from vlmserve.server.schema.items import InputItem, ItemReference, copy_of, parts_of
 from vlmserve.server.service import Service
@@ -96,7 +97,7 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
             return {**part, "file": {"file_data": url}}
         if "pages" in part:
             raise InvalidRequestError(f"{place}: the file {file_id} has no pages; leave pages out", param=place)
-        limits = {name: value for name, value in part.items() if name in ("min_pixels", "max_pixels")}
+        limits = {name: value for name, value in part.items() if name in BUDGET_FIELDS}
         others = {name: value for name, value in part["file"].items() if name != "file_id"}
         return {"type": kind, kind: {"url": url, **others}, **limits}
 

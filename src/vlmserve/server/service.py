@@ -84,6 +84,7 @@ class Preparer(Protocol):
         cache_salt: str = "",
         tools: ToolUse | None = None,
         template_settings: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt: ...
 
     def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None: ...
@@ -389,6 +390,7 @@ class Service:
         add_generation_prompt: bool = True,
         tools: ToolUse | None = None,
         template_settings: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does."""
         assert self._preparer is not None
@@ -406,6 +408,7 @@ class Service:
             cache_salt=cache_salt,
             tools=tools,
             template_settings=template_settings,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
         if not shown and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
             return prepare()

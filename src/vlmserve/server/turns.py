@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.media.budget import BUDGET_FIELDS
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -124,7 +125,7 @@ def _chat_part(part: Item) -> Item:
             return {"type": "text", "text": part["text"]}
         case "refusal":
             return {"type": "text", "text": part["refusal"]}
-    limits: dict[str, Any] = {name: part[name] for name in ("min_pixels", "max_pixels") if name in part}
+    limits: dict[str, Any] = {name: part[name] for name in BUDGET_FIELDS if name in part}
     detail = {"detail": part["detail"]} if "detail" in part else {}
     limits |= {"pages": part["pages"]} if "pages" in part else {}
     for name in ("file_id", "file_data", "file_url"):

@@ -60,17 +60,33 @@ class ChatDialect(Dialect[ChatRequest]):
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
             settings = body.template_settings(service.preparer.template_settings)
-            prompt = await service.prepare(messages, cache_salt, tools=tools, template_settings=settings)
+            prompt = await service.prepare(
+                messages,
+                cache_salt,
+                tools=tools,
+                template_settings=settings,
+                mm_processor_kwargs=body.processor_kwargs,
+            )
         return GenerationRequest([prompt], params, body.n, cache_salt, body.beams, tools, body.num_samples)
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
         choices = [self._choice(answer, _logprobs(body, answer, generation)) for answer in await generation.finished()]
-        return ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage)
+        return ChatCompletion(
+            generation.id,
+            generation.created,
+            generation.model,
+            choices,
+            generation.usage,
+            image_sizes=generation.image_sizes,
+        )
 
     async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
         def chunk(choices: list[ChunkChoice]) -> bytes:
             usage = usage_until_now(body.stream_options, generation) if choices else generation.usage
-            return event(ChatChunk(generation.id, generation.created, generation.model, choices, usage))
+            sizes = msgspec.UNSET if choices else generation.image_sizes
+            return event(
+                ChatChunk(generation.id, generation.created, generation.model, choices, usage, image_sizes=sizes)
+            )
 
         try:
             beginning = Delta("assistant", None if self._reader.expects_calls else "")

@@ -53,7 +53,9 @@ class MessagesDialect(Dialect[MessagesRequest]):
         params = self._reader.expect(service.preparer.tool_form, tools, params)
         cache_salt = body.cache_salt or ""
         self._chat = body.chat()
-        prompt = await service.prepare(self._chat.messages, cache_salt, tools=tools)
+        prompt = await service.prepare(
+            self._chat.messages, cache_salt, tools=tools, mm_processor_kwargs=body.processor_kwargs
+        )
         self._chat.messages.clear()  # their images are prepared, and an answer may take long
         return GenerationRequest([prompt], params, 1, cache_salt, tools=tools)
 
@@ -65,13 +67,11 @@ class MessagesDialect(Dialect[MessagesRequest]):
         [said] = await generation.finished()
         cut = said.finish_reason == "length" or said.stop_string is not None
         content = _content(self._reader.read(said), cut=cut)
-        return MessageAnswer(
-            generation.id, generation.model, content, self._stop_reason(said), said.stop_string, _usage(generation)
-        )
+        return _answer(generation, content, self._stop_reason(said), said.stop_string)
 
     async def events(self, body: MessagesRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
         try:
-            begun = MessageAnswer(generation.id, generation.model, [], None, None, _usage(generation))
+            begun = _answer(generation, [], None, None)
             yield named_event({"type": "message_start", "message": begun}) + named_event({"type": "ping"})
             blocks = BlockEvents()
             async with contextlib.aclosing(generation.deltas()) as deltas:
@@ -167,10 +167,21 @@ def _whole_part(arguments: str) -> str:
         return "{}"
 
 
+def _answer(
+    generation: Generation,
+    content: list[TextContent | ToolUseContent],
+    stop_reason: str | None,
+    stop_string: str | None,
+) -> MessageAnswer:
+    usage, sizes = _usage(generation), generation.image_sizes
+    return MessageAnswer(generation.id, generation.model, content, stop_reason, stop_string, usage, image_sizes=sizes)
+
+
 def _usage(generation: Generation) -> MessageUsage:
     usage = generation.usage
-    cached = usage.prompt_tokens_details.cached_tokens
-    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+    details = usage.prompt_tokens_details
+    cached = details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, details.image_tokens)
 
 
 async def messages(request: Request) -> Response:
@@ -185,7 +196,9 @@ async def count_tokens(request: Request) -> Response:
         service.check_model(body.model)
         chat = body.chat()
         try:
-            prompt = await service.prepare(chat.messages, salt_of(request, None), tools=body.tool_use)
+            prompt = await service.prepare(
+                chat.messages, salt_of(request, None), tools=body.tool_use, mm_processor_kwargs=body.processor_kwargs
+            )
         except InvalidRequestError as error:
             chat.reword(error)
             raise

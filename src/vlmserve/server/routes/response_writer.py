@@ -13,6 +13,7 @@ from vlmserve.server.routes.events import named_event
 from vlmserve.server.schema.items import function_call, message, output_text
 from vlmserve.server.schema.responses import ResponseObject, ResponseUsage
 from vlmserve.server.schema.usage import Usage
+from vlmserve.types import ImageSize
 
 
 class ResponseWriter:
@@ -49,7 +50,12 @@ class ResponseWriter:
                     events += self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
         return events
 
-    def finish(self, finish_reason: str | None, usage: Usage) -> bytes:
+    def finish(
+        self,
+        finish_reason: str | None,
+        usage: Usage,
+        image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET,
+    ) -> bytes:
         """The events after the last token."""
         events = b"" if self._item or self.response.output else self._open_message()
         if finish_reason == "length":
@@ -57,7 +63,7 @@ class ResponseWriter:
             self.response.incomplete_details = {"reason": "max_output_tokens"}
         else:
             self.response.status, self.response.completed_at = "completed", int(time.time())
-        self.response.usage = ResponseUsage.of(usage)
+        self.response.usage, self.response.image_sizes = ResponseUsage.of(usage), image_sizes
         return events + self._close(self.response.status)
 
     def end(self) -> bytes:

@@ -68,7 +68,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         [whole] = await generation.finished()
         writer = ResponseWriter(self._response(body, generation))
         writer.write(self._reader.read(whole))
-        writer.finish(whole.finish_reason, generation.usage)
+        writer.finish(whole.finish_reason, generation.usage, generation.image_sizes)
         await self._keep(body, writer.response)
         return writer.response
 
@@ -82,7 +82,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
                     finish_reason = delta.finish_reason
                     if news := writer.write(self._reader.read(delta)):
                         yield news
-            last = writer.finish(finish_reason, generation.usage)
+            last = writer.finish(finish_reason, generation.usage, generation.image_sizes)
             # Stored before the event, so that a client that reads it can retrieve the response.
             await self._keep(body, writer.response)
             yield last + writer.end()
@@ -122,7 +122,13 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         settings = body.template_settings(service.preparer.template_settings)
 
         def prepare(messages: list[dict[str, Any]]) -> Awaitable[Prompt]:
-            return service.prepare(messages, body.cache_salt or "", tools=tools, template_settings=settings)
+            return service.prepare(
+                messages,
+                body.cache_salt or "",
+                tools=tools,
+                template_settings=settings,
+                mm_processor_kwargs=body.processor_kwargs,
+            )
 
         try:
             messages = await with_files(service, self._owner, turns.messages, share)

@@ -27,6 +27,7 @@ async def tokenize(request: Request) -> Response:
                     salt_of(request, None),
                     add_generation_prompt=body.add_generation_prompt,
                     template_settings=body.chat_template_kwargs,
+                    mm_processor_kwargs=body.processor_kwargs,
                 )
             tokens = prompt.token_ids
         else:

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, Tag, model_validator
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.media.budget import BUDGET_FIELDS
 from vlmserve.server.schema.base import JSONObject, RequestModel, by_type, text_or_list
-from vlmserve.server.schema.content import Pages
+from vlmserve.server.schema.content import Budget, Pages
 
 _PATH = re.compile(r"(?:messages|tools)\[\d+\](?:\.\w+|\[\d+\])*")
 _OWNER = re.compile(r"messages\[\d+\](?:\.(?:content|tool_calls)\[\d+\])?")
@@ -62,7 +63,7 @@ class URLSource(RequestModel):
     url: str
 
 
-class ImageBlock(Block):
+class ImageBlock(Block, Budget):
     """An image."""
 
     type: Literal["image"]
@@ -77,7 +78,12 @@ class ImageBlock(Block):
             url = self.source.url
         else:
             url = f"data:{self.source.media_type};base64,{self.source.data}"
-        return [{"type": "image_url", "image_url": {"url": url}}]
+        return [{"type": "image_url", "image_url": {"url": url}, **_budget(self)}]
+
+
+def _budget(block: Budget) -> dict[str, int]:
+    """The fields of a block's budget."""
+    return block.model_dump(include=set(BUDGET_FIELDS), exclude_none=True)
 
 
 class TextSource(RequestModel):
@@ -94,7 +100,7 @@ class Citations(RequestModel):
     enabled: Literal[False] = False
 
 
-class DocumentBlock(Block):
+class DocumentBlock(Block, Budget):
     """A document: of a PDF each page is an image. title and context come before it as text."""
 
     type: Literal["document"]
@@ -119,7 +125,8 @@ class DocumentBlock(Block):
             file = {"file_url": source.url}
         else:
             file = {"file_data": f"data:{source.media_type};base64,{source.data}"}
-        document = {"type": "file", "file": file, **({"pages": self.pages} if self.pages is not None else {})}
+        pages = {"pages": self.pages} if self.pages is not None else {}
+        document = {"type": "file", "file": file, **pages, **_budget(self)}
         return [*({"type": "text", "text": text} for text in texts), document]
 
 

@@ -14,11 +14,12 @@ from pydantic import Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
-from vlmserve.server.schema.content import Message, ReasoningEffort, TemplateSettings, effort_settings
+from vlmserve.server.schema.content import Message, PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.logprobs import ChoiceLogprobs
 from vlmserve.server.schema.sampling import ChoicesRequest
 from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
 from vlmserve.server.schema.usage import Usage
+from vlmserve.types import ImageSize
 
 _IGNORED_FIELDS = frozenset(
     {
@@ -45,7 +46,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class ChatRequest(ChoicesRequest):
+class ChatRequest(PromptRequest, ChoicesRequest):
     """The body of ``POST /v1/chat/completions``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
@@ -124,7 +125,7 @@ class AnswerChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """The response without ``stream``."""
+    """The response without ``stream``. image_sizes: of the prompt's images, in order, left out if there are none."""
 
     id: str
     created: int
@@ -132,6 +133,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[AnswerChoice]
     usage: Usage
     object: str = "chat.completion"
+    image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
@@ -153,7 +155,8 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """One event of the response with ``stream``. usage: left out unless asked for, then null but for the last."""
+    """One event of the response with ``stream``. usage: left out unless asked for, then null but for the last, which
+    has image_sizes, too."""
 
     id: str
     created: int
@@ -161,3 +164,4 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: str = "chat.completion.chunk"
+    image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET

@@ -57,24 +57,47 @@ def _as_url(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
-Pixels = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
-class MediumPart(RequestModel):
-    """What images and videos have in common: bounds of their area once resized, for models that take any size."""
+class Budget(RequestModel):
+    """How large an image may be for the model, in pixels of its area once it is resized, all its tiles together, and
+    how many tokens it may take; of a video, each of its frames."""
 
-    min_pixels: Pixels | None = None
-    max_pixels: Pixels | None = None
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    max_tokens: Count | None = None
 
 
-class ImagePart(ChatPart, MediumPart):
+class ProcessorKwargs(Budget):
+    """What holds for all images and videos of a request that say nothing themselves, under vLLM's name. fps: of
+    videos."""
+
+    fps: float | None = Field(None, gt=0, le=MAX_FPS)
+
+
+class PromptRequest(RequestModel):
+    """A body whose prompt may have images."""
+
+    mm_processor_kwargs: ProcessorKwargs | None = Field(
+        None, description="The budget of all images of the prompt: min_pixels, max_pixels, max_tokens; fps of videos."
+    )
+
+    @property
+    def processor_kwargs(self) -> dict[str, Any] | None:
+        """The same for `RequestPreparer.chat`."""
+        kwargs = self.mm_processor_kwargs
+        return None if kwargs is None else kwargs.model_dump(exclude_none=True)
+
+
+class ImagePart(ChatPart, Budget):
     """An image."""
 
     type: Literal["image_url"]
     image_url: Annotated[ImageURL, BeforeValidator(_as_url)]
 
 
-class VideoURLPart(ChatPart, MediumPart):
+class VideoURLPart(ChatPart, Budget):
     """A video's file. fps: frames to take of a second of it."""
 
     type: Literal["video_url"]
@@ -82,7 +105,7 @@ class VideoURLPart(ChatPart, MediumPart):
     fps: float | None = Field(None, gt=0, le=MAX_FPS)
 
 
-class VideoPart(ChatPart, MediumPart):
+class VideoPart(ChatPart, Budget):
     """A video as the URLs of its frames. fps: how many of them are a second."""
 
     type: Literal["video"]
@@ -109,7 +132,7 @@ class FileSource(RequestModel):
         return self
 
 
-class FilePart(ChatPart, MediumPart):
+class FilePart(ChatPart, Budget):
     """A document, of which each page is an image, or an image or a video that was uploaded."""
 
     type: Literal["file"]

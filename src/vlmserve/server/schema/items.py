@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
-from vlmserve.server.schema.content import MediumPart, Pages
+from vlmserve.server.schema.content import Budget, Pages
 
 MAX_ITEMS = 4096
 """Items in one request."""
@@ -38,7 +38,7 @@ class InputText(RequestModel):
     text: str
 
 
-class InputImage(MediumPart):
+class InputImage(Budget):
     """An image: a data URL, an http(s) URL or a file that was uploaded. detail: as in chat completions."""
 
     type: Literal["input_image"]
@@ -53,7 +53,7 @@ class InputImage(MediumPart):
         return self
 
 
-class InputFile(MediumPart):
+class InputFile(Budget):
     """A document, of which each page is an image: a file that was uploaded, base64 or a data URL, or an http(s) URL. An
     uploaded file may also be an image or a video. filename and detail are accepted and change nothing."""
 

@@ -11,10 +11,11 @@ from pydantic import Field, Tag, model_validator
 from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
+from vlmserve.server.schema.content import PromptRequest
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.structured import MessagesFormat, either_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, tool_use
-from vlmserve.types import Grammar
+from vlmserve.types import Grammar, ImageSize
 
 _IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier", "thinking"})
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -73,7 +74,7 @@ class NamedToolChoice(RequestModel):
     disable_parallel_tool_use: bool = False
 
 
-class PromptFields(RequestModel):
+class PromptFields(PromptRequest):
     """What the prompt is made of."""
 
     messages: Annotated[list[Turn], Field(min_length=1)]
@@ -148,11 +149,13 @@ class MessagesRequest(PromptFields, SamplingRequest):
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens, those of the prompt that were cached counted apart."""
+    """Tokens, those of the prompt that were cached counted apart. image_tokens: those of the whole prompt that are
+    images."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
+    image_tokens: int
     cache_creation_input_tokens: int = 0
 
 
@@ -171,7 +174,7 @@ class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class MessageAnswer(msgspec.Struct):
-    """The response without ``stream``."""
+    """The response without ``stream``. image_sizes: of the prompt's images, in order, left out if there are none."""
 
     id: str
     model: str
@@ -181,6 +184,7 @@ class MessageAnswer(msgspec.Struct):
     usage: MessageUsage
     type: str = "message"
     role: str = "assistant"
+    image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TokenCount(msgspec.Struct):

@@ -11,14 +11,14 @@ from pydantic import BeforeValidator, Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
-from vlmserve.server.schema.content import ReasoningEffort, TemplateSettings, effort_settings
+from vlmserve.server.schema.content import PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.structured import OutputFormat, either_grammar, output_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS
 from vlmserve.server.schema.usage import Usage
-from vlmserve.types import Grammar
+from vlmserve.types import Grammar, ImageSize
 
 _IGNORED_FIELDS = frozenset(
     {
@@ -65,7 +65,7 @@ class ConversationRef(RequestModel):
     id: str
 
 
-class ResponsesRequest(SamplingRequest):
+class ResponsesRequest(PromptRequest, SamplingRequest):
     """The body of ``POST /v1/responses``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
@@ -127,6 +127,7 @@ class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
     images: int
     images_encoded: int
+    image_tokens: int
     cache_write_tokens: int = 0
 
 
@@ -151,7 +152,7 @@ class ResponseUsage(msgspec.Struct):
         prompt = usage.prompt_tokens_details
         return cls(
             usage.prompt_tokens,
-            InputTokensDetails(prompt.cached_tokens, prompt.images, prompt.images_encoded),
+            InputTokensDetails(prompt.cached_tokens, prompt.images, prompt.images_encoded, prompt.image_tokens),
             usage.completion_tokens,
             OutputTokensDetails(),
             usage.total_tokens,
@@ -159,7 +160,8 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response. What vlmserve does not do has the value that says so."""
+    """A response. What vlmserve does not do has the value that says so. image_sizes: of the prompt's images, in order,
+    those of earlier turns included; left out until the end, and if there are none."""
 
     id: str
     object: str = "response"
@@ -190,3 +192,4 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     truncation: str
     usage: ResponseUsage | None = None
     user: None = None
+    image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET

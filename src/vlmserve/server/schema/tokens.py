@@ -8,12 +8,12 @@ import msgspec
 from pydantic import Field, model_validator
 
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
-from vlmserve.server.schema.content import Message, TemplateSettings
+from vlmserve.server.schema.content import Message, PromptRequest, TemplateSettings
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(PromptRequest):
     """The body of ``POST /tokenize``: a text, or a conversation with all that its prompt has."""
 
     model: str | None = None

@@ -7,12 +7,14 @@ import msgspec
 
 class PromptTokensDetails(msgspec.Struct):
     """What the prompt cost. cached_tokens: those of the prompt that were found in the prefix cache. Beyond OpenAI's
-    fields, images: images in the prompt; images_encoded: those that went through the vision tower.
+    fields, images: images in the prompt; images_encoded: those that went through the vision tower; image_tokens: those
+    of the prompt that are images, videos included.
     """
 
     cached_tokens: int
     images: int
     images_encoded: int
+    image_tokens: int
 
 
 class Usage(msgspec.Struct):

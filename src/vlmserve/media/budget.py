@@ -1,0 +1,110 @@
+"""Image budgets: how large an image may be for a model, and how many tokens it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.types import ImageInput
+
+BUDGET_FIELDS = ("min_pixels", "max_pixels", "max_tokens")
+"""Names of its bounds in requests and settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBudget:
+    """Bounds for what a model sees of an image; None: those of the server.
+
+    min_pixels, max_pixels: of the area that the image has for the model: once it is resized, all tiles together.
+    Models of few sizes come as close to min_pixels as they can. max_tokens: in the prompt; of a video, for each frame
+    of its embeddings. low_detail: low detail is enough: models that cut images get it whole, those that take any size
+    get it small.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_tokens: int | None = None
+    low_detail: bool = False
+
+    @classmethod
+    def of(
+        cls, fields: Mapping[str, Any], default: ImageBudget | None = None, *, low_detail: bool = False
+    ) -> ImageBudget:
+        """What an image says of itself, and for the rest what its request says of all."""
+        own = {name: fields.get(name) for name in BUDGET_FIELDS}
+        if default is not None:
+            own |= {name: getattr(default, name) for name in BUDGET_FIELDS if own[name] is None}
+        return cls(**own, low_detail=low_detail)
+
+    def allows(self, pixels: int, tokens: int) -> bool:
+        """Whether an image may be so large and take so many tokens."""
+        return (self.max_pixels is None or pixels <= self.max_pixels) and (
+            self.max_tokens is None or tokens <= self.max_tokens
+        )
+
+    def narrowed(self, budget: ImageBudget) -> ImageBudget:
+        """Both upper bounds, and the lower one of `budget`; without that its own, which gives way to upper bounds."""
+        upper = {
+            name: min((most for most in (getattr(self, name), getattr(budget, name)) if most is not None), default=None)
+            for name in ("max_pixels", "max_tokens")
+        }
+        least = budget.min_pixels
+        if least is None and self.min_pixels is not None:
+            least = min(self.min_pixels, upper["max_pixels"] or self.min_pixels)
+        return ImageBudget(least, upper["max_pixels"], upper["max_tokens"])
+
+    def check_limit(self, pixels: int) -> None:
+        """Raises InvalidRequestError for more than the server's limit of pixels, for models that take any size."""
+        for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
+            if value is not None and not 1 <= value <= pixels:
+                raise InvalidRequestError(
+                    f"{name} is {value:,}; it must lie between 1 and this server's max_pixels, {pixels:,}"
+                )
+        self.check_order()
+
+    def check_kept(self, image: ImageInput) -> None:
+        """Raises InvalidRequestError for an image that could not be made small enough."""
+        size = image.size
+        if size is None:
+            return
+        tokens = size.tokens if size.frames is None or image.grid is None else image.grid[1] * image.grid[2]
+        kind = f"an image of {size.width} x {size.height} pixels"
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"max_tokens is {self.max_tokens:,}, but {kind} takes at least {tokens:,} tokens of this model"
+            )
+        seen = (size.model_width or 0) * (size.model_height or 0)
+        if self.max_pixels is not None and seen > self.max_pixels:
+            raise InvalidRequestError(
+                f"max_pixels is {self.max_pixels:,}, but {kind} has at least {size.model_width} x {size.model_height} "
+                "for this model"
+            )
+
+    def check_least(self, pixels: int, tokens: int) -> None:
+        """Raises InvalidRequestError if the least that a model can do with an image is too much. pixels, tokens: of
+        that."""
+        self.check_order()
+        for name, most, least in (("pixels", self.max_pixels, pixels), ("tokens", self.max_tokens, tokens)):
+            if most is not None and least > most:
+                raise InvalidRequestError(
+                    f"max_{name} is {most:,}, but for this model an image has at least {least:,} {name}; "
+                    f"raise it or leave it out"
+                )
+
+    def check_most(self, pixels: int) -> None:
+        """Raises InvalidRequestError if no image is as large for the model as it is to be. pixels: of the largest."""
+        if self.min_pixels is not None and self.min_pixels > pixels:
+            raise InvalidRequestError(
+                f"min_pixels is {self.min_pixels:,}, but for this model an image has at most {pixels:,} pixels here; "
+                "lower it or leave it out"
+            )
+
+    def check_order(self) -> None:
+        """Raises InvalidRequestError for bounds that leave nothing."""
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise InvalidRequestError(f"min_pixels, {self.min_pixels:,}, is more than max_pixels, {self.max_pixels:,}")
+
+
+NO_BUDGET = ImageBudget()

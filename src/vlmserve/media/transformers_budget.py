@@ -1,0 +1,107 @@
+"""How transformers' image processors keep a budget: by settings of a call, of which each kind has its own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vlmserve.media.budget import ImageBudget
+from vlmserve.media.processor import View, cropped_view, whole_view
+
+Settings = dict[str, Any]
+"""Of one call of a processor, instead of those of its checkpoint."""
+_STEPS = 8
+"""In which a lower bound of the area gives way."""
+
+
+def settings_within(processor: Any, budget: ImageBudget) -> Sequence[Settings]:
+    """Settings for an image processor, from those with which it makes least of an image to those with which it makes
+    most. Those of an unknown kind, and of one that makes all images alike, have only their own.
+
+    processor: of transformers. Of the budget only the bounds of processors for any size are in the settings: whether
+    an image keeps the rest is seen from what it becomes.
+    """
+    size = _fields(getattr(processor, "size", None))
+    if largest_area(processor, budget) is not None:
+        return _areas(processor, size, budget)
+    if getattr(processor, "max_patches", None) and getattr(processor, "crop_to_patches", True):
+        least = getattr(processor, "min_patches", None)
+        return [
+            {"max_patches": most, **({"min_patches": min(least, most)} if least else {})}
+            for most in range(1, processor.max_patches + 1)
+        ]
+    if pinpoints := getattr(processor, "image_grid_pinpoints", None):
+        ordered = sorted(pinpoints, key=math.prod)
+        return [{"image_grid_pinpoints": ordered[: count + 1]} for count in range(len(ordered) - 1)] + [{}]
+    if getattr(processor, "do_image_splitting", False):
+        return [{"do_image_splitting": False}, *_longest_edges(size, edge_of(processor, "max_image_size"), first=2)]
+    if getattr(processor, "do_pan_and_scan", False):
+        return [{"do_pan_and_scan": False}, {}]
+    if size.keys() == {"longest_edge"} and hasattr(processor, "patch_size"):
+        return _longest_edges(size, edge_of(processor, "patch_size"))
+    return [{}]
+
+
+def largest_area(processor: Any, budget: ImageBudget) -> int | None:
+    """Pixels that an image has at most for a processor for images of any size; None: it is another kind. budget: what
+    counts instead of its checkpoint's own."""
+    size = _fields(getattr(processor, "size", None))
+    if not (hasattr(processor, "merge_size") and {"shortest_edge", "longest_edge"} <= size.keys()):
+        return None
+    return budget.max_pixels or size["longest_edge"]
+
+
+def view_of(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, int]) -> View:
+    """What a model sees of an image of that width and height. tiles, tile: how many it became, of which one shows all
+    of it if there are several, and the width and height of each."""
+    if tiles > 1:
+        columns, rows = _arrangement(processor, size, tiles - 1, tile)
+        return whole_view(size, columns * tile[0], rows * tile[1]) if columns else View(None, None, None)
+    target, crop = _fields(getattr(processor, "size", None)), _fields(getattr(processor, "crop_size", None))
+    if getattr(processor, "do_center_crop", False) and "height" in crop:
+        return cropped_view(size, target if processor.do_resize else {}, (crop["height"], crop["width"]))
+    if getattr(processor, "do_pad", False) and "longest_edge" not in target:
+        return View(*tile, None)
+    return whole_view(size, *tile)
+
+
+def _areas(processor: Any, size: dict[str, int], budget: ImageBudget) -> list[Settings]:
+    """Of processors whose edges are areas. Some count the pixels of an image once for each of its equal frames."""
+    most = largest_area(processor, budget) or 1
+    if budget.max_tokens is not None:
+        most = min(most, budget.max_tokens * (edge_of(processor, "patch_size") * processor.merge_size) ** 2)
+    most = max(most, budget.min_pixels or 1)
+    frames = getattr(processor, "temporal_patch_size", None) or 1
+    least = budget.min_pixels or min(size["shortest_edge"], most)
+    # In whole squares the lower bound may be more than the upper one, so it is the first to give way.
+    bounds = [(max(1, least * step // _STEPS), most) for step in range(1, _STEPS + 1)]
+    bounds.append((least, max(most, min(most * frames, size["longest_edge"]))))
+    return [{"size": {"shortest_edge": shortest, "longest_edge": longest}} for shortest, longest in bounds]
+
+
+def _longest_edges(size: dict[str, int], step: int, first: int = 1) -> list[Settings]:
+    """Longest edges of so many steps, up to the checkpoint's own."""
+    own = size.get("longest_edge", 0)
+    return [{"size": {"longest_edge": edge}} for edge in range(first * step, own, step or 1) if step] + [{}]
+
+
+def _arrangement(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, int]) -> tuple[int, int]:
+    """Columns and rows of so many tiles, as the processor's own function arranges them; 0 where there is none."""
+    arrange = getattr(sys.modules[type(processor).__module__], "get_optimal_tiled_canvas", None)
+    if arrange is None:
+        return 0, 0
+    columns, rows = arrange((size[1], size[0]), (tile[1], tile[0]), tiles, tiles)
+    return (columns, rows) if columns * rows == tiles else (0, 0)
+
+
+def edge_of(processor: Any, name: str) -> int:
+    """A setting of an image processor that is a number or a square; 0 where there is none."""
+    value = getattr(processor, name, None)
+    return value if isinstance(value, int) else next(iter(_fields(value).values()), 0)
+
+
+def _fields(value: Any) -> dict[str, int]:
+    """A size as transformers writes it, without what it leaves open."""
+    return {} if value is None or isinstance(value, int) else {key: edge for key, edge in dict(value).items() if edge}
