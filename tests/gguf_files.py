@@ -40,15 +40,21 @@ ARCHITECTURES = {
 
 
 def write_gguf(
-    folder: Path, path: Path, *, types: Mapping[str, str] | str = "F32", metadata: Mapping[str, Any] | None = None
+    folder: Path,
+    path: Path,
+    *,
+    types: Mapping[str, str] | str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+    architecture: gguf.MODEL_ARCH | None = None,
 ) -> Path:
     """The checkpoint in `folder` as a GGUF file, tokenizer and template included.
 
     types: of all matrices, or by parts of their names in the file; others are F32. Where these lose something, the
     checkpoint gets what is left, so that both are the same model. metadata: set, or left out if None, in the end.
+    architecture: instead of the one that the checkpoint's model type has.
     """
     config = AutoConfig.from_pretrained(folder).to_dict()
-    architecture = ARCHITECTURES[config["model_type"]]
+    architecture = architecture or ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     tensors = load_file(folder / "model.safetensors")
     values = {

@@ -107,7 +107,7 @@ def bits(model: LoadedModel) -> dict[str, int]:
 
 def test_every_architecture_is_tested() -> None:
     tested = {FAMILIES[name][0].lower() for name in FAMILIES}
-    called = {"phi2": "phi", "starcoder": "gptbigcode", "chatglm": "glm"}
+    called = {"phi2": "phi", "starcoder": "gptbigcode", "chatglm": "glm", "qwen3vl": "qwen3"}
     assert {called.get(name, name) for name in ARCHITECTURES} <= tested
 
 
@@ -120,6 +120,14 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_equal(actual, transformers_logits(folder, sequences))
     # What families call the tensors of their checkpoints has nothing to do with the names that they have here.
     assert Checkpoint(path, Description.read(path).family.rename).names == set(GGUFFile(path).keys())
+
+
+def test_the_text_part_of_qwen3_vl_is_qwen3(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "qwen3")
+    metadata = {"qwen3vl.rope.dimension_sections": [24, 20, 20, 0], "qwen3vl.n_deepstack_layers": 3}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata, architecture=gguf.MODEL_ARCH.QWEN3VL)
+    sequences = token_sequences(300, [40, 1, 23])
+    assert_equal(paged_run(load(path), sequences).finish([9, 9, 9]), transformers_logits(folder, sequences))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Architecture:
 
     model_type: the family's. traits: what config.json has beside what all have. interleaved: rows of queries and keys
     are in the order in which neighbours pair. norm_offset: was added to the weights of norms. merged_gate: ``ffn_up``
-    is gates and ups.
+    is gates and ups. has_sections: positions have rows and columns, which are all the same in text.
     """
 
     model_type: str
@@ -63,6 +63,7 @@ class Architecture:
     interleaved: bool = False
     norm_offset: float = 0.0
     merged_gate: bool = False
+    has_sections: bool = False
 
 
 def architecture_of(header: Header) -> Architecture:
@@ -90,7 +91,7 @@ def read_config(header: Header) -> Config:
 def _config(header: Header) -> Config:
     architecture = architecture_of(header)
     metadata = Metadata(header)
-    _check_options(metadata)
+    _check_options(metadata, architecture)
     if "token_embd.weight" not in header.tensors:
         raise ModelLoadError(f"{header.path} lacks token_embd.weight: it is not a complete language model")
     if metadata.get("attention.layer_norm_epsilon") is None:
@@ -135,14 +136,14 @@ def end_token_ids(header: Header) -> frozenset[int]:
     return frozenset([*(int(id_) for id_ in named if id_ is not None), *known])
 
 
-def _check_options(metadata: Metadata) -> None:
+def _check_options(metadata: Metadata, architecture: Architecture) -> None:
     for key, meaning in (
         ("expert_count", "mixtures of experts"),
         ("nextn_predict_layers", "layers for multi-token prediction"),
     ):
         if metadata.get(key, 0):
             raise UnsupportedModelError(f"{metadata.header.path}: {meaning} ({key}) are not supported")
-    if metadata.array("rope.dimension_sections"):
+    if metadata.array("rope.dimension_sections") and not architecture.has_sections:
         raise UnsupportedModelError(f"{metadata.header.path}: positions by rows and columns are not supported in GGUF")
     if metadata.get("attention.value_length") != metadata.get("attention.key_length"):
         raise UnsupportedModelError(f"{metadata.header.path}: values that are not as long as keys are not supported")
@@ -281,6 +282,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    # Without images, which are in a file of their own, it is Qwen 3.
+    "qwen3vl": Architecture("qwen3", has_sections=True),
     "phi2": Architecture("phi", _phi),
     "phi3": Architecture("phi3", _phi3, merged_gate=True),
     "stablelm": Architecture("stablelm", _stablelm),
