@@ -16,6 +16,9 @@ from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -26,6 +29,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
@@ -180,6 +184,52 @@ IDEFICS3_CONFIGS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedConfig]
     "Idefics3": (Idefics3VisionConfig, transformers.Idefics3Config),
     "SmolVLM": (SmolVLMVisionConfig, transformers.SmolVLMConfig),
 }
+
+
+INTERNVL_NAMED = {
+    "context_image_token": "<image>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "video_token": "<video>",
+}
+
+
+def make_internvl(
+    folder: Path,
+    *,
+    text_class: type[PreTrainedConfig] = Qwen2Config,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+    published_names: bool = False,
+    **overrides: Any,
+) -> Path:
+    """An InternVL checkpoint in `folder`, of tiles of 16 pixels and 2 x 2 embeddings; else as `make_llava`."""
+    tokenizer = write_tokenizer(folder, takes_images=True)
+    special = [AddedToken(token, special=True, normalized=False) for token in list(INTERNVL_NAMED.values())[1:]]
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "extra_special_tokens": INTERNVL_NAMED}))
+    sizes = {"image_size": [16, 16], "patch_size": [4, 4], "num_hidden_layers": 3, "initializer_range": 0.15}
+    config = InternVLConfig(
+        vision_config=InternVLVisionConfig(**{**VISION, "attention_bias": True, **sizes, **(vision or {})}),
+        text_config=text_class(**{**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, **(text or {})}),
+        image_token_id=tokenizer.token_to_id("<image>"),
+        **{"image_seq_length": 4, "tie_word_embeddings": False, **overrides},
+    )
+    save_model(folder, InternVLForConditionalGeneration, config)
+    if published_names:
+        rename_tensors(folder, lambda name: published_name(name).replace("vision_tower.vision_model.", "vision_tower."))
+    processor = {
+        "image_processor_type": "GotOcr2ImageProcessorFast",
+        "size": {"height": 16, "width": 16},
+        "crop_to_patches": False,
+        "max_patches": 8,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    names = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(names))
+    return folder
 
 
 QWEN_TEMPLATE = (
@@ -361,6 +411,12 @@ def write_image_processor(folder: Path, vision: CLIPVisionConfig, strategy: str)
     (folder / "processor_config.json").write_text(json.dumps(sizes))
 
 
+OTHER_CONSTANTS = (
+    "input_projection_weight", "class_embedding", "cls_token", ".position_embeddings", ".lambda_1", ".lambda_2"
+)  # fmt: skip
+"""Ends of the names of further parameters that transformers initializes with zeros or ones."""
+
+
 def save_model(
     folder: Path,
     model_class: type[PreTrainedModel],
@@ -374,6 +430,6 @@ def save_model(
     model = model_class(config)
     # Ones and zeros, as transformers initializes them, would hide a norm or bias that is left out or swapped.
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith((".bias", "input_projection_weight")) or "class_embedding" in name:
+        if "norm" in name or name.endswith((".bias", *OTHER_CONSTANTS)):
             nn.init.normal_(parameter, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size, save_original_format=False)

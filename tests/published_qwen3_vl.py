@@ -3,11 +3,10 @@ configurations say, its special tokens at their ids, what its chat template writ
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.published import write_files, write_tokenizer
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -184,49 +183,12 @@ def tensor_shapes() -> dict[str, tuple[int, ...]]:
 def write_published(folder: Path) -> Path:
     """All files in `folder`. The vocabulary has other words than the published one, the file of weights a hole for
     data."""
-    for name, content in FILES.items():
-        (folder / name).write_text(json.dumps(content))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    _write_tokenizer(folder)
-    header: dict[str, Any] = {}
-    end = 0
-    for name, shape in tensor_shapes().items():
-        begin, end = end, end + 2 * _product(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
-    written = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(written).to_bytes(8, "little") + written)
-        file.truncate(8 + len(written) + end)
-    return folder
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for length in shape:
-        product *= length
-    return product
-
-
-def _write_tokenizer(folder: Path) -> None:
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"word {number}" for number in range(FIRST_ADDED - 256))]
-    tokenizer = Tokenizer(models.BPE({word: id_ for id_, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special, others = ADDED[:NUM_SPECIAL], ADDED[NUM_SPECIAL:]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in others])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    added = {
-        str(FIRST_ADDED + index): {
-            "content": token, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
-            "special": index < NUM_SPECIAL,
-        }
-        for index, token in enumerate(ADDED)
-    }  # fmt: skip
-    config = {
-        "add_bos_token": False, "add_prefix_space": False, "added_tokens_decoder": added, "bos_token": None,
-        "eos_token": "<|im_end|>", "errors": "replace", "model_max_length": 262144, "pad_token": "<|endoftext|>",
-        "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer", "unk_token": None,
+    tokenizer_config = {
+        "add_bos_token": False, "add_prefix_space": False, "bos_token": None, "eos_token": "<|im_end|>",
+        "errors": "replace", "model_max_length": 262144, "pad_token": "<|endoftext|>", "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None,
         "additional_special_tokens": ADDED[1:NUM_SPECIAL], "clean_up_tokenization_spaces": False,
     }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, dict(enumerate(ADDED, FIRST_ADDED)), set(ADDED[:NUM_SPECIAL]), tokenizer_config)
+    return write_files(folder, FILES, tensor_shapes())

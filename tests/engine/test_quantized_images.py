@@ -1,21 +1,45 @@
-"""Quantized weights under images with features for several layers: the same tokens however requests run."""
+"""Quantized weights under images: the same tokens however requests run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.engine.test_parity import engine_for, generate, tight_cache
+from tests.checkpoints import make_internvl
+from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
 from tests.engine.test_qwen_vl import MIXED, make_oracle
+from tests.engine.test_tiles import CONVERSATIONS
+from vlmserve.config import MediaConfig
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.types import Prompt
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
+Case = tuple[Any, list[Prompt]]
+"""An oracle, whatever images it makes, and prompts."""
+
+
+def qwen3_vl(folder: Path) -> Case:
+    oracle = make_oracle(folder, "qwen3_vl")
+    return oracle, [oracle.prompt(seed, *parts) for seed, parts in enumerate(MIXED[2:5])]
+
+
+def internvl(folder: Path) -> Case:
+    preparer = RequestPreparer(make_internvl(folder), MediaConfig())
+    prompts = [preparer.chat([message], allow_local=True) for message in (*CONVERSATIONS[:3], CONVERSATIONS[5])]
+    return Oracle(folder, nn.Identity(), None, (), 0, 0), prompts
+
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_tokens_are_the_same_alone_in_batches_in_chunks_and_preempted(tmp_path: Path, scheme: str) -> None:
-    oracle = make_oracle(tmp_path, "qwen3_vl")
-    prompts = [oracle.prompt(seed, *parts) for seed, parts in enumerate(MIXED[2:5])]
+@pytest.mark.parametrize("make", [qwen3_vl, internvl])
+def test_tokens_are_the_same_alone_in_batches_in_chunks_and_preempted(
+    tmp_path: Path, make: Callable[[Path], Case], scheme: str
+) -> None:
+    oracle, prompts = make(tmp_path)
     engine = engine_for(oracle, block_size=4, quantize=scheme)
     alone = [generate(engine, [prompt])[0] for prompt in prompts]
     assert alone != generate(engine_for(oracle), prompts), "rounded weights answer otherwise"

@@ -1,5 +1,5 @@
-"""LLaVA-NeXT, Idefics3 and SmolVLM against transformers, from the files of a checkpoint: the same token ids and pixels
-for conversations with images of any shape, and the same answers whatever else goes on."""
+"""LLaVA-NeXT, Idefics3, SmolVLM and InternVL against transformers, from the files of a checkpoint: the same token ids
+and pixels for conversations with images of any shape, and the same answers whatever else goes on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,29 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from transformers import AutoModelForImageTextToText, Idefics3Processor, MistralConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForImageTextToText,
+    Idefics3Processor,
+    InternVLProcessor,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from tests.checkpoints import make_idefics3, make_llava_next
+from tests.checkpoints import INTERNVL_NAMED, make_idefics3, make_internvl, make_llava_next
 from tests.engine.test_parity import NEW_TOKENS, assert_no_further, engine_for, first_logits, generate, tight_cache
 from vlmserve import LLM, SamplingParams
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.types import Prompt
 
+LARGE_TOWER = {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"}
+"""As InternVL3-38B and 78B have it."""
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "LLaVA-NeXT": make_llava_next,
     "LLaVA-NeXT over Mistral with a window": lambda folder: make_llava_next(
@@ -42,8 +52,13 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
         text={"tie_word_embeddings": True},
         tie_word_embeddings=True,
     ),
+    "InternVL": lambda folder: make_internvl(folder, published_names=True),
+    "InternVL over Qwen3, with a tower of the other kind": lambda folder: make_internvl(
+        folder, text_class=Qwen3Config, text={"head_dim": 8}, vision=LARGE_TOWER, tie_word_embeddings=True
+    ),
 }
 IMAGE_PROCESSORS = {
+    "GotOcr2ImageProcessorFast": GotOcr2ImageProcessorPil,
     "LlavaNextImageProcessor": LlavaNextImageProcessorPil,
     "Idefics3ImageProcessor": Idefics3ImageProcessorPil,
     "SmolVLMImageProcessor": SmolVLMImageProcessorPil,
@@ -104,11 +119,21 @@ class Oracle:
         return generated[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+class WithoutVideos(InternVLProcessor):
+    """Without its part for videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        return argument and super().check_argument_for_proper_class(argument_name, argument)
+
+
 def load_processor(folder: Path) -> Any:
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     image_processor = IMAGE_PROCESSORS[settings.pop("image_processor_type")](**settings)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     template = (folder / "chat_template.jinja").read_text()
+    if isinstance(image_processor, GotOcr2ImageProcessorPil):
+        named = PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=INTERNVL_NAMED)
+        return WithoutVideos(image_processor, named, image_seq_length=4, chat_template=template)
     if isinstance(image_processor, LlavaNextImageProcessorPil):
         return LlavaNextProcessor(
             image_processor, tokenizer, patch_size=4, vision_feature_select_strategy="default",
@@ -159,8 +184,10 @@ def test_prompts_and_pixels_are_those_of_transformers(oracle: Oracle, prompts: l
             continue
         ours = [span.image.pixels for span in prompt.images]
         pixels = theirs["pixel_values"].numpy()
-        # One row of tiles a prompt, or one an image, padded to the longest.
-        if len(ours) > 1 and len(pixels) == len(ours):
+        # All tiles, or one row of them a prompt, or one an image, padded to the longest.
+        if pixels.ndim == 4:
+            pass
+        elif len(ours) > 1 and len(pixels) == len(ours):
             pixels = np.concatenate([own[: len(tiles)] for own, tiles in zip(pixels, ours, strict=True)])
         else:
             pixels = pixels[0]
@@ -168,7 +195,7 @@ def test_prompts_and_pixels_are_those_of_transformers(oracle: Oracle, prompts: l
 
 
 def test_what_users_write_of_tiles_is_text(oracle: Oracle) -> None:
-    words = "<row_1_col_1> <image> <global-img><fake_token_around_image>"
+    words = "<row_1_col_1> <image> <global-img><fake_token_around_image></img>"
     prompt = oracle.prompt(user((40, 30), words, (16, 20)))
     plain = oracle.prompt(user((40, 30), "x", (16, 20)))
     count = prompt.token_ids.count(oracle.preparer.tokenizer.image_token_id)
@@ -215,7 +242,7 @@ def test_a_prefix_may_end_anywhere_in_an_image(oracle: Oracle) -> None:
     block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
     engine = engine_for(oracle, block_size=1, kv_cache_memory=(len(prompt.token_ids) + NEW_TOKENS + 4) * block_bytes)
     ends = set()
-    for number, count in enumerate(range(1, span.end, 5)):
+    for number, count in enumerate(range(1, len(prompt.token_ids), 4)):
         before = engine.stats().prefix_cached_tokens
         assert generate(engine, [prompt]) == [answer]
         ends.add(engine.stats().prefix_cached_tokens - before)
@@ -267,7 +294,8 @@ def greedy_of_low_detail(oracle: Oracle, message: dict[str, Any], monkeypatch: p
             inputs = oracle.inputs(message)
             inputs["pixel_values"] = inputs["pixel_values"][:, :1]
         else:
-            patch.setattr(oracle.processor.image_processor, "do_image_splitting", False)
+            limit = ("max_patches", 1) if isinstance(oracle.processor, WithoutVideos) else ("do_image_splitting", False)
+            patch.setattr(oracle.processor.image_processor, *limit)
             inputs = oracle.inputs(message)
         generated = oracle.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
     return generated[0, inputs["input_ids"].shape[1] :].tolist()

@@ -8,6 +8,7 @@ import pytest
 from transformers import (
     CLIPVisionConfig,
     Idefics3Config,
+    InternVLConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
@@ -21,6 +22,7 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.models.families import FAMILIES, decoder_spec
 from vlmserve.models.llava import IMAGE_TOKEN_ID, VISION_DEFAULTS
 from vlmserve.models.vision.clip import ClipSpec
+from vlmserve.models.vision.intern import InternSpec
 from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
 from vlmserve.models.vision_families import VISION_FAMILIES
 from vlmserve.prompt.checkpoint import DEFAULT_IMAGE_TOKEN_IDS
@@ -52,7 +54,16 @@ def test_an_empty_config_of_a_splitting_model_means_what_transformers_presumes(c
     assert ClipSpec.from_config({}, IDEFICS3_KINDS, IDEFICS3_DEFAULTS) == complete
 
 
-@pytest.mark.parametrize("config_class", [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig])
+def test_an_empty_config_of_internvl_means_what_transformers_presumes() -> None:
+    config = InternVLConfig()
+    complete = config.vision_config.to_dict()
+    assert InternSpec.from_config({}) == InternSpec.from_config(complete)
+    family = VISION_FAMILIES["internvl"]
+    assert decoder_spec(family.text_config({})) == decoder_spec(config.text_config.to_dict())
+    assert family.tied == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("config_class", [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig, InternVLConfig])
 def test_placeholders_that_configs_do_not_name_are_those_of_transformers(config_class: type[Any]) -> None:
     config = config_class()
     assert VISION_FAMILIES[config.model_type].placeholder({}) == config.image_token_id

@@ -16,6 +16,7 @@ from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.frame_times import FrameTimes
+from vlmserve.media.grids import GridProcessor
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor, implied_settings
 from vlmserve.media.sources import process_image
@@ -71,6 +72,10 @@ def _own_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> Im
     if kind.startswith(("Idefics3", "SmolVLM")):
         count = read_json(folder / "processor_config.json").get("image_seq_len")
         return SplitProcessor(config, settings, _split_words(tokenizer), tile_tokens=count, exact_pixels=exact)
+    if kind.startswith("GotOcr2"):
+        count = read_json(folder / "processor_config.json").get("image_seq_length")
+        around = _image_ends(tokenizer)
+        return GridProcessor(config, settings, around, tile_tokens=count, exact_pixels=exact)
     return FixedSizeProcessor(config, settings, exact_pixels=exact)
 
 
@@ -97,6 +102,18 @@ def _split_words(tokenizer: Tokenizer) -> SplitWords:
         around=around,
         whole=named.get("global_image_token", "<global-img>"),
     )
+
+
+def _image_ends(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Ids of the tokens before and behind an image's placeholders."""
+    ids = []
+    for name, usual in (("start_image_token", "<img>"), ("end_image_token", "</img>")):
+        token = tokenizer.special_tokens.get(name, usual)
+        token_id = tokenizer.token_id(token)
+        if token_id is None:
+            raise ModelLoadError(f"the tokenizer has no token {token}, which is needed beside images")
+        ids.append(token_id)
+    return ids[0], ids[1]
 
 
 def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> VideoProcessor:

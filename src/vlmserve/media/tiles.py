@@ -49,7 +49,7 @@ class AnyResolutionProcessor(PixelProcessor):
     def __init__(self, config: dict[str, Any], settings: dict[str, Any], *, exact_pixels: bool = False) -> None:
         """config: of config.json. settings: of preprocessor_config.json, or the image processor's section."""
         values = {"size": 224, "crop_size": 224, **{key: value for key, value in settings.items() if value is not None}}
-        edge, tile = _edge(values["size"]), _edge(values["crop_size"])
+        edge, tile = square_edge(values["size"]), square_edge(values["crop_size"])
         # What becomes of each tile, which is square, is what CLIP's processor makes of it.
         square = {
             "image_processor_type": "CLIPImageProcessor",
@@ -115,7 +115,7 @@ class AnyResolutionProcessor(PixelProcessor):
         canvas = Image.new("RGB", resolution)
         corner = (resolution[0] - width) // 2, (resolution[1] - height) // 2
         canvas.paste(image.resize((width, height), self._resample, decoded.box), corner)
-        tiles = [whole, *_cut(canvas, self._tile)]
+        tiles = [whole, *cut_tiles(canvas, self._tile)]
         return np.concatenate([self._tile_processor.process(DecodedImage.whole(tile)) for tile in tiles])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
@@ -262,7 +262,7 @@ class SplitProcessor(PixelProcessor):
         if not plan.rows:
             return to_pixels([image.resize((tile, tile), resample)], self._levels)
         image = image.resize((plan.columns * tile, plan.rows * tile), resample)
-        return to_pixels([*_cut(image, tile), image.resize((tile, tile), resample)], self._levels)
+        return to_pixels([*cut_tiles(image, tile), image.resize((tile, tile), resample)], self._levels)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """Tokens for each tile, with the words between them."""
@@ -340,7 +340,7 @@ class SplitWords:
         return self.encode(f"{tiles}{self.around}{self.whole}{self.image_token}{self.around}")
 
 
-def _cut(image: Image.Image, tile: int) -> list[Image.Image]:
+def cut_tiles(image: Image.Image, tile: int) -> list[Image.Image]:
     """Squares of that many pixels along each side, row by row."""
     return [
         image.crop((x, y, x + tile, y + tile))
@@ -372,9 +372,9 @@ def _whole_tiles(size: tuple[int, int], tile: int) -> tuple[int, int]:
     return math.ceil(width / tile) * tile, math.ceil(height / tile) * tile
 
 
-def _edge(value: Any) -> int:
-    """The side of a square that the settings of an image processor name."""
-    edges = list(value.values()) if isinstance(value, dict) else [value]
+def square_edge(value: Any) -> int:
+    """The side of a square that a checkpoint's settings name, by itself or as height and width."""
+    edges = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
     edges = [edge for edge in edges if edge is not None]
     if not edges or not all(isinstance(edge, int) and edge == edges[0] > 0 for edge in edges):
         raise UnsupportedModelError(f"the image processor's size {value!r} is not supported; tiles are square")
@@ -412,7 +412,7 @@ def _split_recipe(settings: dict[str, Any]) -> SplitRecipe:
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return SplitRecipe(
         size=_first_size(values["size"]) if values["do_resize"] else None,
-        tile=_edge(values["max_image_size"]),
+        tile=square_edge(values["max_image_size"]),
         split=bool(values["do_image_splitting"]),
         resample=int(values["resample"]),
         rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,

@@ -23,9 +23,17 @@ TILES_AT_ONCE = 16
 """An image may have many tiles, and some images are encoded together; this bounds the memory that takes."""
 
 
+def merged_squares(patches: Tensor, merge: int) -> Tensor:
+    """``[tiles, patches, size]`` of square tiles to ``[tiles, patches / merge^2, merge^2 * size]``: those that make a
+    square row by row beside each other."""
+    tiles, count, _ = patches.shape
+    side = math.isqrt(count) // merge
+    return patches.view(tiles, side, merge, side, merge, -1).transpose(2, 3).reshape(tiles, side**2, -1)
+
+
 class Connector(nn.Module):
-    """``[tiles, patches, hidden_size]`` to ``[tiles, patches / merge^2, output_size]``: patches that make a square, row
-    by row beside each other, projected. Modules are named as checkpoints name them."""
+    """``[tiles, patches, hidden_size]`` to ``[tiles, patches / merge^2, output_size]``: squares of patches, projected.
+    Modules are named as checkpoints name them."""
 
     def __init__(self, size: int, merge: int, output_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -38,10 +46,7 @@ class Connector(nn.Module):
         return patches // self.merge**2 * self.modality_projection["proj"].products  # type: ignore[operator, return-value]
 
     def forward(self, patches: Tensor) -> Tensor:
-        tiles, count, _ = patches.shape
-        side, merge = math.isqrt(count) // self.merge, self.merge
-        squares = patches.view(tiles, side, merge, side, merge, -1).transpose(2, 3).reshape(tiles, side**2, -1)
-        output: Tensor = self.modality_projection["proj"](squares)
+        output: Tensor = self.modality_projection["proj"](merged_squares(patches, self.merge))
         return output
 
 

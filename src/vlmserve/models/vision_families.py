@@ -15,6 +15,8 @@ from vlmserve.models.gemma3 import IMAGE_TOKEN_ID as GEMMA3_IMAGE_TOKEN_ID
 from vlmserve.models.gemma3 import Gemma3Vision
 from vlmserve.models.idefics3 import IMAGE_TOKEN_ID as IDEFICS3_IMAGE_TOKEN_ID
 from vlmserve.models.idefics3 import Idefics3Vision
+from vlmserve.models.internvl import IMAGE_TOKEN_ID as INTERNVL_IMAGE_TOKEN_ID
+from vlmserve.models.internvl import InternVision
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaNextVision, LlavaVision
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.vision.blip import BlipTower, blip_vision_spec
@@ -115,6 +117,23 @@ _QWEN3_NAMES: Names = (
     (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.norm\.", r"\1.ln_q."),
     (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.linear_fc1\.", r"\1.mlp.0."),
     (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.linear_fc2\.", r"\1.mlp.2."),
+)
+
+
+def _internvl(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    vision = InternVision(config, hidden_size, dtype=dtype, device=device)
+    return Vision(vision, dict(vision.named_children()))
+
+
+# As CLIP's towers call them.
+_INTERNVL_NAMES: Names = (
+    (r"(vision_tower\.embeddings\.patch_embedding)s\.projection\.", r"\1."),
+    (r"(vision_tower\.encoder\.layer)\.(\d+)\.", r"\1s.\2."),
+    (r"(vision_tower\.encoder\.layers\.\d+)\.attention\.", r"\1.self_attn."),
+    (r"(vision_tower\.encoder\.layers\.\d+\.self_attn)\.projection_layer\.", r"\1.out_proj."),
+    (r"(vision_tower\.encoder\.layers\.\d+)\.self_attn\.([qk]_norm\.)", r"\1.\2"),
+    (r"(vision_tower\.encoder\.layers\.\d+)\.layernorm_before\.", r"\1.layer_norm1."),
+    (r"(vision_tower\.encoder\.layers\.\d+)\.layernorm_after\.", r"\1.layer_norm2."),
 )
 
 
@@ -221,6 +240,15 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         _qwen3_text,
         models="Qwen3-VL 2B to 32B",
         videos=True,
+    ),
+    "internvl": VisionFamily(
+        "InternVLForConditionalGeneration",
+        "qwen2",
+        _internvl,
+        INTERNVL_IMAGE_TOKEN_ID,
+        _INTERNVL_NAMES,
+        tied=True,
+        models="InternVL 3 and 3.5 (-hf)",
     ),
     "moondream1": VisionFamily(
         "HfMoondream",

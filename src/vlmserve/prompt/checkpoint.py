@@ -19,6 +19,7 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "qwen2_5_vl": 151655,
     "qwen3_vl": 151655,
     "gemma3": 262144,
+    "internvl": 151667,
 }
 """Placeholders of images, by model types whose config.json may leave them out."""
 OWN_PREPROCESSING = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import LayerNorm
+from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.staged import StagedLayer
 
@@ -129,10 +129,10 @@ class ClipEmbeddings(nn.Module):
 class ClipAttention(nn.Module):
     """Full self-attention within each image."""
 
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ClipSpec, *, qkv_bias: bool = True, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
-        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=True, dtype=dtype, device=device)
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
         self.out_proj = Linear(spec.hidden_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
         self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
 
@@ -145,18 +145,28 @@ class ClipMLP(nn.Module):
         )
         self.fc2 = Linear(spec.intermediate_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x, residual: ``[tokens, hidden_size]``; the second is added to the output."""
         output: Tensor = self.fc2(self.fc1(x), residual)
         return output
 
 
 class ClipLayer(StagedLayer):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    """norm: what normalizes the inputs of attention and MLP. qkv_bias: whether queries, keys and values have biases."""
+
+    def __init__(
+        self,
+        spec: ClipSpec,
+        *,
+        norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
+        qkv_bias: bool = True,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
-        self.layer_norm1 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.self_attn = ClipAttention(spec, dtype=dtype, device=device)
-        self.layer_norm2 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.layer_norm1 = norm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.self_attn = ClipAttention(spec, qkv_bias=qkv_bias, dtype=dtype, device=device)
+        self.layer_norm2 = norm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.mlp = ClipMLP(spec, dtype=dtype, device=device)
 
     @property

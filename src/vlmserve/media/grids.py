@@ -1,0 +1,198 @@
+"""Images cut into as many tiles as fit their shape best, of which a tower sees one at a time, as InternVL does it.
+
+Equal to transformers' own (PIL) processor but for large JPEGs, as in `media.processor`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any, Self
+
+from blake3 import blake3
+from PIL import Image
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.media.budget import ImageBudget
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.processor import (
+    PixelProcessor,
+    Placeholders,
+    View,
+    level_table,
+    per_channel,
+    to_pixels,
+    to_rgb,
+    whole_view,
+)
+from vlmserve.media.tiles import cut_tiles, square_edge
+from vlmserve.types import Pixels
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class GridRecipe:
+    """Every setting that changes pixels. tile: pixels along each side. least, most: tiles that an image is cut into."""
+
+    tile: int
+    least: int
+    most: int
+    resample: int
+    rescale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+
+class GridProcessor(PixelProcessor):
+    """Preprocesses images for one InternVL checkpoint; see `media.processor.FixedSizeProcessor`.
+
+    An image is resized to rows and columns of tiles, which change its shape as little as possible, and cut; behind them
+    comes all of the image as one tile. An image of one tile is that alone.
+    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
+    other.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        settings: dict[str, Any],
+        around: tuple[int, int],
+        *,
+        tile_tokens: int | None = None,
+        exact_pixels: bool = False,
+    ) -> None:
+        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section. around: ids
+        of the tokens before and behind an image. tile_tokens: placeholders of each tile, if another file says so."""
+        recipe = _recipe(settings)
+        self._tile_tokens = _tile_tokens(config, recipe.tile)
+        if tile_tokens is not None and tile_tokens != self._tile_tokens:
+            raise ModelLoadError(
+                f"processor_config.json gives a tile {tile_tokens} placeholders, but the model of config.json makes "
+                f"{self._tile_tokens} embeddings of one of {recipe.tile} pixels; correct image_seq_length"
+            )
+        self._around = around
+        self._exact_pixels = exact_pixels
+        self._set_recipe(recipe)
+        self._levels = level_table(recipe.rescale, recipe.mean, recipe.std)
+
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of fewer tiles, or more. Raises InvalidRequestError for a budget that excludes a single
+        one, or asks for more than there are."""
+        recipe, area = self._recipe, self._recipe.tile**2
+        budget.check_least(area, self._num_tokens(1))
+        most = max(count for count in range(1, recipe.most + 1) if self._fits(count, budget))
+        budget.check_most(most * area)
+        wanted = budget.min_pixels or 0
+        if budget.low_detail and wanted <= area:
+            most = 1
+        least = math.ceil(wanted / area) or min(recipe.least, most)
+        bounded = replace(recipe, least=least, most=most)
+        if bounded == recipe:
+            return self
+        bound = copy(self)
+        bound._set_recipe(bounded)
+        return bound
+
+    def _fits(self, count: int, budget: ImageBudget) -> bool:
+        """Whether images may be cut into so many tiles. All do that have fewer than one that does."""
+        return count == 1 or budget.allows(count * self._recipe.tile**2, self._num_tokens(count))
+
+    def _set_recipe(self, recipe: GridRecipe) -> None:
+        self._recipe = recipe
+        described = json.dumps(["grid v1", self._exact_pixels, asdict(recipe)], sort_keys=True)
+        self.fingerprint = blake3(described.encode()).digest()
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
+        every pixel is to be decoded."""
+        if self._exact_pixels:
+            return 1.0
+        return min(own / (tiles * self._recipe.tile) for own, tiles in zip(size, self._grid(size), strict=True))
+
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """Float32 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        tile, resample = self._recipe.tile, self._recipe.resample
+        columns, rows = self._grid(decoded.size)
+        image = to_rgb(decoded.image)
+        tiles = cut_tiles(image.resize((columns * tile, rows * tile), resample, decoded.box), tile)
+        if len(tiles) > 1:
+            tiles.append(image.resize((tile, tile), resample, decoded.box))
+        return to_pixels(tiles, self._levels)
+
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
+        """Tokens for each tile, between those for the image's beginning and end."""
+        begin, end = self._around
+        count = 2 + len(pixels) * self._tile_tokens
+        return Placeholders(count, text=((0, begin), (count - 1, end)))
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """All of the image, as large as it is cut into tiles."""
+        columns, rows = self._grid(size)
+        return whole_view(size, columns * self._recipe.tile, rows * self._recipe.tile)
+
+    def _num_tokens(self, count: int) -> int:
+        """Of an image of so many tiles, without the one that shows all of it."""
+        return 2 + (count + (count > 1)) * self._tile_tokens
+
+    def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Columns and rows of tiles: those whose shape is nearest to the image's. Of those that are equally near, more
+        are taken as long as the image has over half of their pixels."""
+        width, height = size
+        aspect, area = width / height, width * height
+        best, least = (1, 1), math.inf
+        for columns, rows in _grids(self._recipe.least, self._recipe.most):
+            distance = abs(aspect - columns / rows)
+            enough = area > 0.5 * self._recipe.tile**2 * columns * rows
+            if distance < least or (distance == least and enough):
+                best, least = (columns, rows), distance
+        return best
+
+
+@lru_cache(64)
+def _grids(least: int, most: int) -> list[tuple[int, int]]:
+    """Columns and rows of that many tiles, the smallest first."""
+    pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
+    return sorted((pair for pair in pairs if math.prod(pair) >= least), key=math.prod)
+
+
+def _recipe(settings: dict[str, Any]) -> GridRecipe:
+    values = {
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+        "resample": Image.Resampling.BICUBIC,
+        "size": {"height": 384, "width": 384},
+        "min_patches": 1,
+        "max_patches": 12,
+        "image_mean": _CLIP_MEAN,
+        "image_std": _CLIP_STD,
+        **{key: value for key, value in settings.items() if value is not None},
+    }
+    least, most = int(values["min_patches"]), int(values["max_patches"])
+    if not 1 <= least <= most:
+        raise UnsupportedModelError(f"the image processor's min_patches {least} and max_patches {most} leave no tiles")
+    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
+    return GridRecipe(
+        tile=square_edge(values["size"]),
+        least=least,
+        most=most,
+        resample=int(values["resample"]),
+        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
+        mean=mean if values["do_normalize"] else None,
+        std=std if values["do_normalize"] else None,
+    )
+
+
+def _tile_tokens(config: dict[str, Any], tile: int) -> int:
+    """How many embeddings the model makes of a tile."""
+    vision = config.get("vision_config") or {}
+    seen, patch = square_edge(vision.get("image_size", 448)), square_edge(vision.get("patch_size", 14))
+    if seen != tile:
+        raise UnsupportedModelError(
+            f"the image processor makes tiles of {tile} x {tile} pixels, but the vision tower reads {seen} x {seen}"
+        )
+    return (tile // patch // int(1 / config.get("downsample_ratio", 0.5))) ** 2
