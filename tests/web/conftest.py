@@ -13,6 +13,9 @@ from tests.server.live import LiveServer
 from tests.web.browser import ARGUMENTS, find_chromium
 from vlmserve.models.hub import resolve_model
 
+PATIENCE_MS = 30_000
+"""More than a browser takes on a busy machine: Chromium alone puts off the encoding of a canvas by up to 11 s."""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -21,6 +24,7 @@ def browser() -> Iterator[Any]:
     path = find_chromium()
     if path is None:
         pytest.skip("there is no Chromium here: apt-get install chromium")
+    playwright.expect.set_options(timeout=PATIENCE_MS)
     with playwright.sync_playwright() as driver:
         launched = driver.chromium.launch(executable_path=path, args=ARGUMENTS)
         yield launched
@@ -57,7 +61,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(PATIENCE_MS)
 
         def note(text: str) -> None:
             if not complains or not re.search(complains, text):
