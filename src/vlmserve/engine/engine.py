@@ -221,6 +221,7 @@ class Engine(BaseEngine):
 
     def step(self) -> list[EngineOutput]:
         started = time.perf_counter()
+        is_ahead = self._ahead is not None
         if self._ahead is None:
             step = self._scheduler.schedule()
             if not step.has_work:
@@ -234,7 +235,8 @@ class Engine(BaseEngine):
             self._ahead = following, time.perf_counter(), self._runner.submit(following)
         output = running.result()
         ran = time.perf_counter()
-        self._scheduler.forget_ended(step, output)
+        if is_ahead:
+            self._scheduler.forget_ended(step, output)
         prompt_tokens = self._note_progress(step, output, planned, ran)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)

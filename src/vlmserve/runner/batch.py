@@ -114,23 +114,27 @@ class BatchBuilder:
         """
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
-        tables = [self._table_of(request.state) for request in scheduled]
+        states = [request.state for request in scheduled]
+        tables = [*map(self._table_of, states)]
         num_tokens, width = sum(counts), max(map(len, tables))
         padding = 0
-        if num_tokens == len(counts) and not any(request.state.cross_key for request in scheduled):
+        has_cross = any([state.cross_key for state in states])
+        if num_tokens == len(counts) and not has_cross:
             padding = self._device.padded_decodes(num_tokens) - num_tokens
             # A table's width is part of its shape, and few shapes are to come.
             width = 1 << (width - 1).bit_length() if self._device.padding_blocks else width
         self._reserve(num_tokens + padding, len(counts) + padding, width)
         for row, table in enumerate(tables):
-            self._keep_table(row, table)
+            owner, written = self._rows[row]
+            if owner is not table or written != len(table):
+                self._keep_table(row, table)
         ends = np.cumsum(counts)
         owner = np.repeat(np.arange(len(counts)), counts)
         positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
         np.subtract(np.arange(num_tokens), (ends - context_lens)[owner], out=positions)
         np.multiply(self._tables[owner, positions // self._block_size], self._block_size, out=slots, dtype=np.int64)
         slots += positions % self._block_size
-        if any(offsets := [request.state.position_offset for request in scheduled]):
+        if any(offsets := [state.position_offset for state in states]):
             positions += np.repeat(offsets, counts)
         token_ids, image_rows = self._write_tokens(scheduled, num_tokens)
         if padding:
@@ -138,7 +142,7 @@ class BatchBuilder:
             context_lens, counts = context_lens + [1] * padding, counts + [1] * padding
             token_ids, slots = self._token_ids[: num_tokens + padding], self._slots[: num_tokens + padding]
         in_grids = self._positions[: num_tokens + padding]
-        if any(_has_grid(request.state) for request in scheduled):
+        if any(map(_has_grid, states)):
             in_grids = _grid_positions(scheduled, in_grids)
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         # Those rows that are drawn from come last: their number is no part of the shapes of a padded batch.
@@ -147,7 +151,7 @@ class BatchBuilder:
         pending = scheduled[0].pending
         if pending:
             # What failed in the step before has drawn nothing, and is computed in vain.
-            sources = [drawn.get(request.state.request_id, 0) for request in scheduled]
+            sources = [drawn.get(state.request_id, 0) for state in states]
             arrays.append(np.asarray(sources + [0] * padding, np.int64))
         uploaded = self._device.upload([*arrays, *further])
         query_starts, contexts, block_tables, slot_mapping, tokens, places, sampled_rows = uploaded[:7]
@@ -161,11 +165,7 @@ class BatchBuilder:
             num_decodes=counts.count(1),
             bidirectional=_bidirectional_rows(scheduled, ends),
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
-            cross=[
-                CrossRows(int(end) - request.num_tokens, int(end), self._cross_states[request.state.cross_key])
-                for end, request in zip(ends, scheduled, strict=True)
-                if request.state.cross_key is not None
-            ],
+            cross=self._cross_rows(scheduled, ends) if has_cross else [],
         )
         return Batch(
             token_ids=tokens,
@@ -176,6 +176,13 @@ class BatchBuilder:
             drawn_rows=uploaded[7] if pending else None,
             further=uploaded[len(arrays) :],
         )
+
+    def _cross_rows(self, scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[CrossRows]:
+        return [
+            CrossRows(end - request.num_tokens, end, self._cross_states[request.state.cross_key])
+            for end, request in zip(ends.tolist(), scheduled, strict=True)
+            if request.state.cross_key is not None
+        ]
 
     def _pad(self, num_tokens: int, padding: int) -> None:
         """Rows behind those of requests: sequences of one token, in a block that is nobody's."""
@@ -198,8 +205,6 @@ class BatchBuilder:
     def _keep_table(self, row: int, table: array[int]) -> None:
         """Write a block table's new blocks to a row. A preempted request has a new table."""
         owner, written = self._rows[row]
-        if owner is table and written == len(table):
-            return
         if owner is not table:
             self._tables[row, len(table) :] = 0
             written = 0
@@ -240,6 +245,8 @@ def _bidirectional_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray)
     """Rows of bidirectional spans, except the last row of each, which attends to all of its span anyway."""
     rows = []
     for number, (request, end) in enumerate(zip(scheduled, ends.tolist(), strict=True)):
+        if not request.state.bidirectional_spans:
+            continue
         start, count = request.start, request.num_tokens
         row = end - count - start
         for first, last in request.state.bidirectional_spans:

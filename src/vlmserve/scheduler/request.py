@@ -183,9 +183,10 @@ class Request:
 
     def _new_blocks(self, resumed: bool = False) -> tuple[tuple[int, ...], bool, tuple[int, ...]]:
         """The last fields of a `CachedRequest`."""
-        new = self.tables[0].new_blocks() if self.tables[0].num_sent != len(self.block_table) else ()
-        scaling = self.tables[1].new_blocks() if len(self.tables) > 1 else ()
-        return tuple(new), resumed, tuple(scaling)
+        table = self.tables[0]
+        new = () if table.num_sent == len(table.blocks) else tuple(table.new_blocks())
+        scaling = tuple(self.tables[1].new_blocks()) if len(self.tables) > 1 else ()
+        return new, resumed, scaling
 
     def grow(self, num_blocks: int, pool: BlockPool) -> None:
         """Take that many blocks for each table."""

@@ -265,7 +265,8 @@ class Scheduler:
     def _set_computed(self, request: Request, num_computed: int) -> None:
         """That many of a request's tokens are in the KV cache now."""
         before = request.num_computed
-        self.images.set_computed(request, before, num_computed)
+        if before < request.num_prompt_tokens or request.cross is not None:
+            self.images.set_computed(request, before, num_computed)
         self.blocks.register(request, num_computed)
         request.num_computed = num_computed
         if before < request.num_prompt_tokens <= num_computed:
@@ -320,7 +321,7 @@ class Scheduler:
         for index, request in enumerate(decoding):
             if budget == 0:
                 break
-            if request.num_computed == len(request.block_table) * self._block_size:
+            if request.num_computed == len(request.tables[0].blocks) * self._block_size:
                 while self.pool.num_free < len(request.tables) and request.block_table:
                     self._preempt(self.running.pop())
                 if not request.block_table:
@@ -407,13 +408,8 @@ class Scheduler:
             return 0
         start = request.num_computed
         end = start + min(request.num_uncomputed, budget)
-        if (cut := request.bidirectional_span_at(end)) is not None:
-            end = cut[0] if cut[0] > start else cut[1]
-        for span in request.spans_between(start, end):
-            if not self.images.schedule(step, request, span.image):
-                cut = request.bidirectional_span_at(span.start)
-                end = max(start, span.start if cut is None else cut[0])
-                break
+        if start < request.num_prompt_tokens:
+            end = self._cut_chunk(step, request, start, end)
         if end == start:
             return 0
         num_tokens = end - start + len(drafts)
@@ -425,6 +421,16 @@ class Scheduler:
         if drafts:
             step.draft_token_ids[request.request_id] = list(drafts)
         return num_tokens
+
+    def _cut_chunk(self, step: SchedulerOutput, request: Request, start: int, end: int) -> int:
+        """Where a chunk of a prompt, ``start <= i < end``, really ends. See `_schedule_chunk`."""
+        if (cut := request.bidirectional_span_at(end)) is not None:
+            end = cut[0] if cut[0] > start else cut[1]
+        for span in request.spans_between(start, end):
+            if not self.images.schedule(step, request, span.image):
+                cut = request.bidirectional_span_at(span.start)
+                return max(start, span.start if cut is None else cut[0])
+        return end
 
     def _release(self, request: Request) -> None:
         self.blocks.release(request)
