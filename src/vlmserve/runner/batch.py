@@ -125,8 +125,8 @@ class BatchBuilder:
             width = 1 << (width - 1).bit_length() if self._device.padding_blocks else width
         self._reserve(num_tokens + padding, len(counts) + padding, width)
         for row, table in enumerate(tables):
-            owner, written = self._rows[row]
-            if owner is not table or written != len(table):
+            kept, written = self._rows[row]
+            if kept is not table or written != len(table):
                 self._keep_table(row, table)
         ends = np.cumsum(counts)
         owner = np.repeat(np.arange(len(counts)), counts)
