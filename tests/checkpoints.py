@@ -25,6 +25,11 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
+    Ministral3Config,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -229,6 +234,77 @@ def make_internvl(
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     names = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
     (folder / "processor_config.json").write_text(json.dumps(names))
+    return folder
+
+
+PIXTRAL_ENDS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+PIXTRAL_VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 48,
+    "initializer_range": 0.15,
+}  # fmt: skip
+MINISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def make_pixtral(
+    folder: Path,
+    *,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+    published_names: bool = False,
+    **overrides: Any,
+) -> Path:
+    """A Pixtral checkpoint in `folder`, of patches of 4 pixels; else as `make_llava`."""
+    config = LlavaConfig(
+        vision_config=PixtralVisionConfig(**{**PIXTRAL_VISION, "patch_size": 4, **(vision or {})}),
+        text_config=MistralConfig(**{**TEXT, "vocab_size": 400, "head_dim": 8, "sliding_window": None, **(text or {})}),
+        **{"vision_feature_layer": -1, "vision_feature_select_strategy": "full", **overrides},
+    )
+    return _save_with_rows(folder, LlavaForConditionalGeneration, config, {"patch_size": 4}, published_names)
+
+
+def make_mistral3(
+    folder: Path,
+    *,
+    text_class: type[PreTrainedConfig] = Ministral3Config,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+    published_names: bool = False,
+    **overrides: Any,
+) -> Path:
+    """A Mistral Small 3 or Ministral 3 checkpoint in `folder`, with embeddings of 2 x 2 patches of 3 pixels; else as
+    `make_llava`."""
+    rope = {"rope_parameters": MINISTRAL_ROPE} if text_class is Ministral3Config else {"sliding_window": None}
+    config = Mistral3Config(
+        vision_config=PixtralVisionConfig(**{**PIXTRAL_VISION, "patch_size": 3, **(vision or {})}),
+        text_config=text_class(**{**TEXT, "vocab_size": 400, "head_dim": 8, **rope, **(text or {})}),
+        **{"tie_word_embeddings": False, **overrides},
+    )
+    sizes = {"patch_size": 3, "spatial_merge_size": config.spatial_merge_size}
+    return _save_with_rows(folder, Mistral3ForConditionalGeneration, config, sizes, published_names)
+
+
+def _save_with_rows(
+    folder: Path,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    sizes: dict[str, int],
+    published_names: bool,
+) -> Path:
+    """A checkpoint whose images have a token behind each row, and longest edges of 48 pixels."""
+    tokenizer = write_tokenizer(folder, takes_images=True)
+    tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False) for end in PIXTRAL_ENDS.values()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config.image_token_index = tokenizer.token_to_id("<image>")
+    save_model(folder, model_class, config)
+    if published_names:
+        rename_tensors(folder, lambda name: published_name(name).replace("vision_tower.vision_model.", "vision_tower."))
+    settings = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 48}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    named = {"processor_class": "PixtralProcessor", "image_token": "<image>", **PIXTRAL_ENDS}
+    (folder / "processor_config.json").write_text(json.dumps({**named, **sizes}))
     return folder
 
 

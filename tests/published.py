@@ -32,12 +32,16 @@ def write_files(folder: Path, files: Mapping[str, Any], shapes: Mapping[str, tup
     return folder
 
 
-def write_tokenizer(folder: Path, added: Mapping[int, str], special: set[str], config: Mapping[str, Any]) -> None:
-    """A byte-level tokenizer. added: tokens beside the vocabulary, by ids that follow each other. special: which of
-    them are. config: of tokenizer_config.json, without ``added_tokens_decoder``."""
-    first = min(added)
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"word {number}" for number in range(first - 256))]
-    tokenizer = Tokenizer(models.BPE({word: id_ for id_, word in enumerate(words)}, []))
+def write_tokenizer(
+    folder: Path, added: Mapping[int, str], special: set[str], config: Mapping[str, Any], size: int | None = None
+) -> None:
+    """A byte-level tokenizer. added: tokens beside its words, by their ids. special: which of them are. config: of
+    tokenizer_config.json, without ``added_tokens_decoder``. size: of the vocabulary; None: the last of `added` ends
+    it."""
+    rest = (number for number in range(size or max(added) + 1) if number not in added)
+    vocabulary = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), rest, strict=False))
+    vocabulary |= {f"word {number}": number for number in rest} | {token: id_ for id_, token in added.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     decoder = {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.checkpoints import make_internvl
+from tests.checkpoints import make_internvl, make_mistral3
 from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
 from tests.engine.test_qwen_vl import MIXED, make_oracle
 from tests.engine.test_tiles import CONVERSATIONS
@@ -29,13 +29,21 @@ def qwen3_vl(folder: Path) -> Case:
 
 
 def internvl(folder: Path) -> Case:
-    preparer = RequestPreparer(make_internvl(folder), MediaConfig())
+    return from_files(make_internvl(folder))
+
+
+def mistral3(folder: Path) -> Case:
+    return from_files(make_mistral3(folder))
+
+
+def from_files(folder: Path) -> Case:
+    preparer = RequestPreparer(folder, MediaConfig())
     prompts = [preparer.chat([message], allow_local=True) for message in (*CONVERSATIONS[:3], CONVERSATIONS[5])]
     return Oracle(folder, nn.Identity(), None, (), 0, 0), prompts
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("make", [qwen3_vl, internvl])
+@pytest.mark.parametrize("make", [qwen3_vl, internvl, mistral3])
 def test_tokens_are_the_same_alone_in_batches_in_chunks_and_preempted(
     tmp_path: Path, make: Callable[[Path], Case], scheme: str
 ) -> None:

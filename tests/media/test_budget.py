@@ -24,6 +24,7 @@ from tests.engine.test_transformers_images import make_aya_vision, make_paddleoc
 from tests.media.images_for_tests import encoded, noise, photo
 from tests.media.test_any_size import SETTINGS as ANY_SIZE
 from tests.media.test_grids import grid_processor
+from tests.media.test_rows import row_processor
 from tests.media.test_tiles import (
     NEXT,
     SPLIT_SETTINGS,
@@ -301,7 +302,7 @@ def test_the_box_says_which_part_of_an_image_is_seen(
     [
         any_size(), next_processor(NEXT), next_processor(NEXT).within(ImageBudget(low_detail=True)),
         next_processor({**NEXT, "size": {"shortest_edge": 20}}).within(ImageBudget(low_detail=True)),
-        split_processor(SPLIT), grid_processor(), fixed(), fixed(size={"shortest_edge": 24}),
+        split_processor(SPLIT), grid_processor(), row_processor(), fixed(), fixed(size={"shortest_edge": 24}),
         fixed(image_processor_type="LlavaImageProcessor", do_pad=True),
     ],
 )  # fmt: skip
@@ -461,7 +462,7 @@ def test_settings_go_from_the_smallest_image_to_the_checkpoints_own(processor: A
 
 
 @pytest.mark.parametrize(
-    "make", [any_size, lambda: next_processor(NEXT), lambda: split_processor(SPLIT), grid_processor]
+    "make", [any_size, lambda: next_processor(NEXT), lambda: split_processor(SPLIT), grid_processor, row_processor]
 )
 def test_an_image_of_two_budgets_is_two_images(make: Any) -> None:
     processor, data, cache = make(), encoded(noise(60, 50)), ImageCache(2**20)

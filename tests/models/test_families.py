@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.checkpoints import make_text_model
+from tests.checkpoints import MINISTRAL_ROPE, make_text_model
 from tests.models.test_decoder import assert_equal, load, paged_run, token_sequences, transformers_logits
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with truncated yarn": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 8}}),
     "llama with dynamic rope": ("Llama", {"rope_parameters": DYNAMIC}),
     "mistral": ("Mistral", {"sliding_window": 7}),
+    "ministral3": ("Ministral3", {"head_dim": 8, "rope_parameters": MINISTRAL_ROPE}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3 with biases": ("Qwen3", {"head_dim": 8, "attention_bias": True}),

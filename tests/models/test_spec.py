@@ -12,7 +12,10 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
+    PixtralVisionConfig,
     Qwen2Config,
     Qwen3VLTextConfig,
     SmolVLMConfig,
@@ -23,12 +26,13 @@ from vlmserve.models.families import FAMILIES, decoder_spec
 from vlmserve.models.llava import IMAGE_TOKEN_ID, VISION_DEFAULTS
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.intern import InternSpec
+from vlmserve.models.vision.pixtral import PixtralSpec
 from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
 from vlmserve.models.vision_families import VISION_FAMILIES
 from vlmserve.prompt.checkpoint import DEFAULT_IMAGE_TOKEN_IDS
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3VLTextConfig])
+@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Ministral3Config, Qwen2Config, Qwen3VLTextConfig])
 def test_an_empty_config_means_what_transformers_presumes(config_class: type[Any]) -> None:
     config = config_class()
     complete = config.to_dict()
@@ -63,7 +67,14 @@ def test_an_empty_config_of_internvl_means_what_transformers_presumes() -> None:
     assert family.tied == config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("config_class", [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig, InternVLConfig])
+def test_an_empty_config_of_pixtral_means_what_transformers_presumes() -> None:
+    assert PixtralSpec.from_config({}) == PixtralSpec.from_config(PixtralVisionConfig().to_dict())
+    assert VISION_FAMILIES["mistral3"].tied == Mistral3Config().tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "config_class", [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig, InternVLConfig, Mistral3Config]
+)
 def test_placeholders_that_configs_do_not_name_are_those_of_transformers(config_class: type[Any]) -> None:
     config = config_class()
     assert VISION_FAMILIES[config.model_type].placeholder({}) == config.image_token_id
@@ -83,7 +94,7 @@ def test_linear_scaling_lengthens_the_context_and_llama3_states_it() -> None:
 
 
 def test_another_family_is_refused_naming_the_supported_ones() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*llama, mistral, .*qwen2"):
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*llama, ministral3, mistral, .*qwen2"):
         decoder_spec({"model_type": "gpt2"})
 
 

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.blip import make_blip
-from tests.checkpoints import make_gemma3, make_idefics3, make_internvl, make_llava, make_llava_next, make_qwen_vl
+from tests.checkpoints import (
+    make_gemma3,
+    make_idefics3,
+    make_internvl,
+    make_llava,
+    make_llava_next,
+    make_mistral3,
+    make_qwen_vl,
+)
 from tests.models.test_decoder import load
 from tests.moondream import make_moondream
 from tests.original_checkpoints import make_qwen_vl as make_resampled
@@ -27,6 +35,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "llava next": make_llava_next,
     "idefics3": make_idefics3,
     "internvl": make_internvl,
+    "mistral3": make_mistral3,
     "gemma3": make_gemma3,
     "qwen2-vl": lambda folder: make_qwen_vl(folder, "qwen2_vl"),
     "qwen2.5-vl": lambda folder: make_qwen_vl(folder, "qwen2_5_vl"),
@@ -46,6 +55,8 @@ def sample_images(name: str, vision: VisionEncoder) -> list[tuple[Tensor, TowerI
         shapes.append(((7, channels, height, width), Tiling(2, 3, 4, 12)))
     elif name in ("idefics3", "internvl"):
         shapes.append(((19, channels, height, width), None))
+    elif name == "mistral3":
+        shapes.append(((1, channels, height // 2, width), None))
     elif name.startswith("qwen"):
         shapes.append(((5, channels, height // 2, width), None))
     generator = torch.Generator().manual_seed(0)

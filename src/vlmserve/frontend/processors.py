@@ -19,6 +19,7 @@ from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.grids import GridProcessor
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor, implied_settings
+from vlmserve.media.rows import RowProcessor
 from vlmserve.media.sources import process_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.media.transformers_processor import TransformersProcessor
@@ -74,8 +75,13 @@ def _own_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> Im
         return SplitProcessor(config, settings, _split_words(tokenizer), tile_tokens=count, exact_pixels=exact)
     if kind.startswith("GotOcr2"):
         count = read_json(folder / "processor_config.json").get("image_seq_length")
-        around = _image_ends(tokenizer)
+        around = _tokens_of(tokenizer, {"start_image_token": "<img>", "end_image_token": "</img>"})
         return GridProcessor(config, settings, around, tile_tokens=count, exact_pixels=exact)
+    if kind.startswith("Pixtral"):
+        sizes = read_json(folder / "processor_config.json")
+        usual = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+        ends = _tokens_of(tokenizer, {name: sizes.get(name, token) for name, token in usual.items()})
+        return RowProcessor(config, settings, ends, sizes=sizes, exact_pixels=exact)
     return FixedSizeProcessor(config, settings, exact_pixels=exact)
 
 
@@ -104,10 +110,11 @@ def _split_words(tokenizer: Tokenizer) -> SplitWords:
     )
 
 
-def _image_ends(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Ids of the tokens before and behind an image's placeholders."""
+def _tokens_of(tokenizer: Tokenizer, names: dict[str, str]) -> tuple[int, int]:
+    """Ids of the two tokens beside an image's placeholders. names: as the tokenizer may name them, and what they are
+    if it does not."""
     ids = []
-    for name, usual in (("start_image_token", "<img>"), ("end_image_token", "</img>")):
+    for name, usual in names.items():
         token = tokenizer.special_tokens.get(name, usual)
         token_id = tokenizer.token_id(token)
         if token_id is None:

@@ -55,8 +55,10 @@ class RopeSpec:
             raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(SCALINGS)}")
         size = int(head_size * parameters.get("partial_rotary_factor", part))
         theta = parameters.get("rope_theta", theta)
-        read = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-        rest = {name: value for name, value in parameters.items() if name not in read and value is not None}
+        read = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        # What stands there, too, and is not about how positions rotate.
+        others = {"max_position_embeddings", "llama_4_scaling_beta"}
+        rest = {name: value for name, value in parameters.items() if name not in read | others and value is not None}
         spec = cls(size, theta, kind, rest, max_position, interleaved)
         try:
             spec.frequencies(torch.device("meta"))

@@ -328,13 +328,16 @@ class Decoder(nn.Module):
         return x
 
     def _query_scale(self, metadata: BatchMetadata, longest: int) -> Tensor | None:
-        """``[tokens, 1]``: the logarithm of each token's place to the base `log_context`, at least 1."""
-        base = self.spec.log_context
-        if base is None or longest <= base:
+        """``[tokens, 1]``: see `QueryGrowth`. None: no token is beyond the context from which they grow."""
+        growth = self.spec.query_growth
+        if growth is None or longest <= growth.context:
             return None
         lens = zip(metadata.host_context_lens, metadata.query_lens, strict=True)
-        places = torch.cat([torch.arange(context - new + 1, context + 1) for context, new in lens])
-        scales = places.double().log().div(math.log(base)).clamp(min=1.0)
+        positions = torch.cat([torch.arange(context - new, context) for context, new in lens]).double()
+        if growth.beta is None:
+            scales = (positions + 1).log().div(math.log(growth.context)).clamp(min=1.0)
+        else:
+            scales = 1 + growth.beta * (1 + (positions / growth.context).floor()).log()
         return scales[:, None].to(self.device, self.dtype)
 
     def _through_layers(

@@ -10,7 +10,7 @@ from typing import Any, Final
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.layers.rope import RopeSpec
-from vlmserve.models.spec import ArchSpec, Config, HeadNormSpec, NormSpec
+from vlmserve.models.spec import ArchSpec, Config, HeadNormSpec, NormSpec, QueryGrowth
 
 GPT: Final[Mapping[str, Any]] = {"gated": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
 """Two projections with biases instead of a gate, as GPT-2 has them."""
@@ -85,6 +85,14 @@ def llama(family: str, config: Config) -> ArchSpec:
 
 def mistral(family: str, config: Config) -> ArchSpec:
     return _decoder(family, config, windows=[config["sliding_window"]] * config["num_hidden_layers"])
+
+
+def ministral3(family: str, config: Config) -> ArchSpec:
+    spec = mistral(family, config)
+    beta = (config.get("rope_scaling") or config["rope_parameters"]).get("llama_4_scaling_beta")
+    rope = spec.ropes[0]
+    assert rope is not None
+    return spec if beta is None else replace(spec, query_growth=QueryGrowth(rope.original_context, beta))
 
 
 def qwen2(family: str, config: Config) -> ArchSpec:
@@ -260,7 +268,7 @@ def qwen(family: str, config: Config) -> ArchSpec:
         norm=NormSpec(config["layer_norm_epsilon"]),
         activation="silu",
         ropes=[rope] * layers,
-        log_context=trained if config["use_logn_attn"] else None,
+        query_growth=QueryGrowth(trained) if config["use_logn_attn"] else None,
         qkv_bias=True,
         output_bias=bias,
         mlp_bias=bias,

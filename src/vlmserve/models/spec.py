@@ -32,6 +32,15 @@ class HeadNormSpec:
     bias: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """How queries of positions beyond `context` are multiplied: with the logarithm of their place to this base, or, if
+    there is a beta, with 1 and so much of the natural logarithm of 1 and how many whole contexts lie before them."""
+
+    context: int
+    beta: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchSpec:
     """The shape of one decoder. Sizes in elements; `attention` and `ropes` have one entry a layer.
@@ -41,8 +50,8 @@ class ArchSpec:
     these return, before it is added; "sandwich": both; "post": of the sums, with none after the last layer. parallel:
     attention and MLP read the same normed input. gated: the MLP multiplies its activation by a second projection.
     cross_size: width of the states that every layer attends to by cross-attention, between attention and MLP; 0: none.
-    bidirectional: which tokens of a prompt attend to each other in both directions; None: none. log_context: from so
-    many positions on, queries are multiplied with the logarithm of their position to this base; None: none are.
+    bidirectional: which tokens of a prompt attend to each other in both directions; None: none. query_growth: how
+    queries grow with their position; None: not at all.
     embedding_scale: what embeddings of tokens are multiplied with. embedding_norm: whether they are normed once
     positions are added. head_transform: whether a dense layer, the activation and a norm come before the output head.
     deepstack: how many of the first layers have features of images added to what they return, see `LayerFeatures`.
@@ -71,7 +80,7 @@ class ArchSpec:
     cross_size: int = 0
     bidirectional: Bidirectional | None = None
     learned_positions: int = 0
-    log_context: int | None = None
+    query_growth: QueryGrowth | None = None
     embedding_norm: bool = False
     embedding_scale: float = 1.0
     deepstack: int = 0

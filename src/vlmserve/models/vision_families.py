@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.models.families import Names
+from vlmserve.models.families import Names, decoder_family
 from vlmserve.models.gemma3 import IMAGE_TOKEN_ID as GEMMA3_IMAGE_TOKEN_ID
 from vlmserve.models.gemma3 import Gemma3Vision
 from vlmserve.models.idefics3 import IMAGE_TOKEN_ID as IDEFICS3_IMAGE_TOKEN_ID
@@ -18,6 +18,8 @@ from vlmserve.models.idefics3 import Idefics3Vision
 from vlmserve.models.internvl import IMAGE_TOKEN_ID as INTERNVL_IMAGE_TOKEN_ID
 from vlmserve.models.internvl import InternVision
 from vlmserve.models.llava import IMAGE_TOKEN_ID, LlavaNextVision, LlavaVision
+from vlmserve.models.pixtral import IMAGE_TOKEN_ID as PIXTRAL_IMAGE_TOKEN_ID
+from vlmserve.models.pixtral import PixtralVision
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.vision.blip import BlipTower, blip_vision_spec
 from vlmserve.models.vision.moondream import MoondreamSpec, MoondreamTower
@@ -87,7 +89,15 @@ class VisionFamily:
 
 
 def _llava(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
-    vision = LlavaVision(config, hidden_size, dtype=dtype, device=device)
+    pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"
+    vision = (PixtralVision if pixtral else LlavaVision)(config, hidden_size, dtype=dtype, device=device)
+    return Vision(vision, dict(vision.named_children()))
+
+
+def _mistral3(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
+    text = VISION_FAMILIES["mistral3"].text_config(config)
+    eps = {**decoder_family(text).defaults, **text}["rms_norm_eps"]
+    vision = PixtralVision(config, hidden_size, norm_eps=eps, dtype=dtype, device=device)
     return Vision(vision, dict(vision.named_children()))
 
 
@@ -203,7 +213,9 @@ _MOONDREAM_NAMES: Names = (
 )
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "llava": VisionFamily("LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID, models="LLaVA 1.5, pixie"),
+    "llava": VisionFamily(
+        "LlavaForConditionalGeneration", "llama", _llava, IMAGE_TOKEN_ID, models="LLaVA 1.5, Pixtral 12B, pixie"
+    ),
     "llava_next": VisionFamily(
         "LlavaNextForConditionalGeneration", "llama", _llava_next, IMAGE_TOKEN_ID, models="LLaVA 1.6 (Vicuna, Mistral)"
     ),
@@ -249,6 +261,14 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         _INTERNVL_NAMES,
         tied=True,
         models="InternVL 3 and 3.5 (-hf)",
+    ),
+    "mistral3": VisionFamily(
+        "Mistral3ForConditionalGeneration",
+        "mistral",
+        _mistral3,
+        PIXTRAL_IMAGE_TOKEN_ID,
+        tied=True,
+        models="Mistral Small 3.1 and 3.2, Ministral 3",
     ),
     "moondream1": VisionFamily(
         "HfMoondream",

@@ -20,6 +20,7 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "qwen3_vl": 151655,
     "gemma3": 262144,
     "internvl": 151667,
+    "mistral3": 10,
 }
 """Placeholders of images, by model types whose config.json may leave them out."""
 OWN_PREPROCESSING = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}

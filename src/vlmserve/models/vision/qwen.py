@@ -17,6 +17,7 @@ from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
+from vlmserve.models.vision.rotation import patch_angles, rotate_heads
 from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
@@ -176,13 +177,7 @@ class VisionAttention(nn.Module):
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[patches, hidden_size]`` to queries, keys and values side by side."""
-        qkv: Tensor = self.qkv(x)
-        heads = qkv.view(len(x), 3, self._num_heads, -1)
-        plain = heads[:, :2].flatten(1, 2).float()
-        first, second = plain.chunk(2, -1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        heads[:, :2] = rotated.view_as(heads[:, :2]).to(qkv.dtype)
-        return qkv
+        return rotate_heads(self.qkv(x), self._num_heads, cos, sin)
 
     def attended(self, qkv: Tensor, lengths: list[int], budget: StageBudget) -> Stages[Tensor]:
         """lengths: how many patches see each other, one group behind the other."""
@@ -416,12 +411,12 @@ class QwenVisionTower(StagedVision):
         windows = self._windows(grid)
         merged = torch.cat(windows)
         order = (merged[:, None] * unit + torch.arange(unit)).flatten()
-        row, column = self._rows_and_columns(down, across)
+        row, column = (axis.repeat(deep)[order] for axis in self._rows_and_columns(down, across))
         frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, spec.head_size // 2, 2).float() / (spec.head_size // 2))
-        angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), -1).repeat(deep, 1)[order]
+        cos, sin = patch_angles(row, column, frequencies, frequencies, device)
         return Layout(
-            cos=angles.cos()[:, None].to(device),
-            sin=angles.sin()[:, None].to(device),
+            cos=cos,
+            sin=sin,
             windows=[unit * len(window) for window in windows],
             frames=[down * across] * deep,
             order=order.to(device),

@@ -1,0 +1,205 @@
+"""Images to pixels for towers that take any size, with a token behind each row of embeddings, as Pixtral does it.
+
+Equal to transformers' own (PIL) processor but for large JPEGs, as in `media.processor`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from blake3 import blake3
+from PIL import Image
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.media.any_size import LOW_DETAIL_PIXELS
+from vlmserve.media.budget import NO_BUDGET, ImageBudget
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.processor import (
+    PixelProcessor,
+    Placeholders,
+    View,
+    level_table,
+    per_channel,
+    to_pixels,
+    to_rgb,
+    whole_view,
+)
+from vlmserve.types import Pixels
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class RowRecipe:
+    """Every setting that changes pixels. side: pixels along each side of what becomes an embedding. longest: edge that
+    an image has at most, before it is extended to whole squares. budget: bounds for which images become smaller, or
+    larger."""
+
+    side: int
+    longest: int
+    resample: int
+    rescale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    budget: ImageBudget = NO_BUDGET
+
+
+class RowProcessor(PixelProcessor):
+    """Preprocesses images for one checkpoint with Pixtral's tower; see `media.processor.FixedSizeProcessor`.
+
+    An image whose longest edge is too long is reduced, and none is enlarged. Then it is resized to whole squares.
+    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
+    other.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        settings: dict[str, Any],
+        ends: tuple[int, int],
+        *,
+        sizes: dict[str, Any] | None = None,
+        exact_pixels: bool = False,
+    ) -> None:
+        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section. ends: ids
+        of the tokens behind a row and behind an image. sizes: of processor_config.json."""
+        self._row_end, self._image_end = ends
+        self._exact_pixels = exact_pixels
+        recipe = _recipe(settings, _side(config, sizes or {}))
+        self._set_recipe(recipe)
+        self._levels = level_table(recipe.rescale, recipe.mean, recipe.std)
+
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of that budget. Raises InvalidRequestError for one that excludes a single square, or asks
+        for more than the longest edge allows."""
+        recipe = self._recipe
+        budget.check_least(recipe.side**2, _num_tokens(1, 1))
+        if budget.low_detail and budget.max_pixels is None:
+            budget = replace(budget, max_pixels=max(LOW_DETAIL_PIXELS, recipe.side**2, budget.min_pixels or 0))
+        largest = _squares(recipe.longest, recipe.side) ** 2 * recipe.side**2
+        budget.check_most(min(largest, recipe.budget.max_pixels or largest))
+        bounded = replace(recipe, budget=recipe.budget.narrowed(budget))
+        if bounded == recipe:
+            return self
+        bound = copy(self)
+        bound._set_recipe(bounded)
+        return bound
+
+    def _set_recipe(self, recipe: RowRecipe) -> None:
+        self._recipe = recipe
+        described = json.dumps(["rows v1", self._exact_pixels, asdict(recipe)], sort_keys=True)
+        self.fingerprint = blake3(described.encode()).digest()
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
+        every pixel is to be decoded."""
+        if self._exact_pixels:
+            return 1.0
+        return min(own / (squares * self._recipe.side) for own, squares in zip(size, self._grid(size), strict=True))
+
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """Float32 ``[1, 3, height, width]`` of an image of any size and mode."""
+        columns, rows = self._grid(decoded.size)
+        size = columns * self._recipe.side, rows * self._recipe.side
+        image = to_rgb(decoded.image).resize(size, self._recipe.resample, decoded.box)
+        return to_pixels([image], self._levels)
+
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
+        """A token for each square, row by row, and one behind each row."""
+        rows, columns = (edge // self._recipe.side for edge in pixels.shape[2:])
+        count = _num_tokens(columns, rows)
+        ends = [(place, self._row_end) for place in range(columns, count - 1, columns + 1)]
+        return Placeholders(count, text=(*ends, (count - 1, self._image_end)))
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """All of the image."""
+        return whole_view(size, pixels.shape[3], pixels.shape[2])
+
+    def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Columns and rows of squares: as many as the budget allows, of an image that is enlarged as little as it
+        asks for."""
+        budget = self._recipe.budget
+        width, height = size
+        if (least := budget.min_pixels) is not None and self._area(self._fitted(size)) < least:
+            enlarged = min(math.sqrt(least / (width * height)), self._recipe.longest / max(size))
+            if enlarged > 1:
+                size = math.ceil(width * enlarged), math.ceil(height * enlarged)
+        fitted = self._fitted(size)
+        if self._is_allowed(fitted):
+            return fitted
+        # The longest edge with which it is small enough, between one that is and one that is not.
+        low, high = 1, min(max(size), self._recipe.longest)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._is_allowed(self._fitted(size, middle)) else (low, middle)
+        return self._fitted(size, low)
+
+    def _fitted(self, size: tuple[int, int], longest: int | None = None) -> tuple[int, int]:
+        """Columns and rows of an image of that width and height with a longest edge, the checkpoint's if None."""
+        longest = longest or self._recipe.longest
+        ratio = max(edge / longest for edge in size)
+        width, height = (math.floor(edge / ratio) for edge in size) if ratio > 1 else size
+        return _squares(width, self._recipe.side), _squares(height, self._recipe.side)
+
+    def _is_allowed(self, grid: tuple[int, int]) -> bool:
+        return self._recipe.budget.allows(self._area(grid), _num_tokens(*grid))
+
+    def _area(self, grid: tuple[int, int]) -> int:
+        return math.prod(grid) * self._recipe.side**2
+
+
+def _squares(edge: int, side: int) -> int:
+    """That cover an edge; one for an edge of which reducing leaves nothing."""
+    return max(1, math.ceil(edge / side))
+
+
+def _num_tokens(columns: int, rows: int) -> int:
+    return rows * (columns + 1)
+
+
+def _side(config: dict[str, Any], sizes: dict[str, Any]) -> int:
+    """Pixels along each side of what becomes an embedding."""
+    patch = (config.get("vision_config") or {}).get("patch_size", 16)
+    merge = config.get("spatial_merge_size", 2) if config.get("model_type") == "mistral3" else 1
+    for name, value in (("patch_size", patch), ("spatial_merge_size", merge)):
+        if sizes.get(name, value) != value:
+            raise ModelLoadError(
+                f"processor_config.json has {name} {sizes[name]}, but the model of config.json {value}; correct it"
+            )
+    if not isinstance(patch, int) or not isinstance(merge, int) or min(patch, merge) < 1:
+        raise UnsupportedModelError(f"patches of {patch!r} pixels, {merge!r} merged, are not supported")
+    return patch * merge
+
+
+def _recipe(settings: dict[str, Any], side: int) -> RowRecipe:
+    values = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+        "resample": Image.Resampling.BICUBIC,
+        "size": {"longest_edge": 1024},
+        "image_mean": _CLIP_MEAN,
+        "image_std": _CLIP_STD,
+        **{key: value for key, value in settings.items() if value is not None},
+    }
+    size = values["size"]
+    longest = size.get("longest_edge") if isinstance(size, dict) else size
+    if not values["do_resize"] or values.get("do_center_crop") or not isinstance(longest, int) or longest < 1:
+        raise UnsupportedModelError(
+            f"an image processor with size {size!r}, do_resize {values['do_resize']} and do_center_crop "
+            f"{values.get('do_center_crop')} is not supported for Pixtral, only one with a longest edge"
+        )
+    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
+    return RowRecipe(
+        side=side,
+        longest=longest,
+        resample=int(values["resample"]),
+        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
+        mean=mean if values["do_normalize"] else None,
+        std=std if values["do_normalize"] else None,
+    )

@@ -1,0 +1,155 @@
+"""The vision transformer of Pixtral (https://arxiv.org/abs/2410.07073): images of any size, patches that are
+rotated by row and column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.errors import ModelLoadError
+from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear
+from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
+from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
+from vlmserve.models.vision.rotation import patch_angles, rotate_heads
+
+KINDS = ("pixtral",)
+DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 1024,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+}
+_THETA = 10000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixtralSpec:
+    """The shape of a tower. theta: the base of the wavelengths."""
+
+    shape: ClipSpec
+    theta: float
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> PixtralSpec:
+        """From a ``vision_config``. Raises UnsupportedModelError for other towers, ModelLoadError for impossible
+        sizes."""
+        shape = ClipSpec.from_config(config, KINDS, DEFAULTS)
+        if shape.hidden_size // shape.num_heads % 4:
+            raise ModelLoadError("config.json: the size of the vision tower's heads is no multiple of 4")
+        parameters = config.get("rope_parameters") or {}
+        return cls(shape=shape, theta=parameters.get("rope_theta") or config.get("rope_theta") or _THETA)
+
+
+class PixtralAttention(nn.Module):
+    """Full self-attention within an image, patches rotated by where they are."""
+
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden_size)
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=False, dtype=dtype, device=device)
+        self.o_proj = Linear(spec.hidden_size, spec.hidden_size, bias=False, dtype=dtype, device=device)
+        self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
+
+
+class PixtralMLP(nn.Module):
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size, inner = spec.hidden_size, spec.intermediate_size
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = GatedLinear(size, parts, spec.activation, bias=False, dtype=dtype, device=device)
+        self.down_proj = Linear(inner, size, bias=False, dtype=dtype, device=device)
+
+    @property
+    def products(self) -> int:
+        """Multiplications for each patch."""
+        return self.gate_up_proj.products + self.down_proj.products
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
+        output: Tensor = self.down_proj(self.gate_up_proj(x), residual)
+        return output
+
+
+class PixtralLayer(nn.Module):
+    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.attention = PixtralAttention(spec, dtype=dtype, device=device)
+        self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.feed_forward = PixtralMLP(spec, dtype=dtype, device=device)
+        self._num_heads = spec.num_heads
+
+    def products(self, length: int) -> int:
+        """Multiplications for an image of so many patches."""
+        return length * sum(self._products) + self.attention.attention.products(length)
+
+    def in_stages(self, x: Tensor, cos: Tensor, sin: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """The patches of an image, ``[patches, hidden_size]``, to the same. cos, sin: as `patch_angles` makes them."""
+        before, behind = self._products
+        qkv = yield from by_rows(self._rotated, before, budget, x, cos, sin)
+        attended = yield from self.attention.attention.in_stages(qkv[None], budget)
+        return (yield from by_rows(self._behind, behind, budget, attended[0], x))
+
+    @property
+    def _products(self) -> tuple[int, int]:
+        """Multiplications for each patch, before and behind attention."""
+        return self.attention.qkv_proj.products, self.attention.o_proj.products + self.feed_forward.products
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate_heads(self.attention.qkv_proj(self.attention_norm(x)), self._num_heads, cos, sin)
+
+    def _behind(self, attended: Tensor, x: Tensor) -> Tensor:
+        x = self.attention.o_proj(attended, x)
+        output: Tensor = self.feed_forward(self.ffn_norm(x), x)
+        return output
+
+
+class PixtralTower(nn.Module):
+    """An image of whole patches to their states, row by row. Modules are named as checkpoints name them."""
+
+    def __init__(self, spec: PixtralSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec.shape
+        self._theta = spec.theta
+        self.patch_conv = PatchEmbedding(spec.shape, dtype=dtype, device=device)
+        self.ln_pre = RMSNorm(spec.shape.hidden_size, spec.shape.norm_eps, dtype=dtype, device=device)
+        layers = [PixtralLayer(spec.shape, dtype=dtype, device=device) for _ in range(spec.shape.num_layers)]
+        self.transformer = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+
+    def products(self, num_patches: int) -> int:
+        """Multiplications for an image of so many patches."""
+        return num_patches * self.patch_conv.products + sum(layer.products(num_patches) for layer in self._layers())
+
+    def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """``[channels, height, width]`` to ``[patches, hidden_size]``."""
+        spec = self.spec
+        size = spec.patch_size
+        down, across = pixels.shape[1] // size, pixels.shape[2] // size
+        rows = pixels.view(spec.num_channels, down, size, -1).transpose(0, 1)
+        embedded = yield from by_rows(self._embedded, across * self.patch_conv.products, budget, rows)
+        x = embedded.flatten(0, 1)
+        head_size = spec.hidden_size // spec.num_heads
+        frequencies = 1.0 / self._theta ** (torch.arange(0, head_size, 2).float() / head_size)
+        row, column = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
+        cos, sin = patch_angles(row.flatten(), column.flatten(), frequencies[::2], frequencies[1::2], x.device)
+        for layer in self._layers():
+            x = yield from layer.in_stages(x, cos, sin, budget)
+        return x
+
+    def _embedded(self, rows: Tensor) -> Tensor:
+        normed: Tensor = self.ln_pre(self.patch_conv(rows))
+        return normed
+
+    def _layers(self) -> Iterable[PixtralLayer]:
+        return self.transformer["layers"].children()  # type: ignore[return-value]
