@@ -79,6 +79,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Annotated[Literal["auto", "int8"], BeforeValidator(check_cache_type)]
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+ReasoningParser = Literal["auto", "none", "qwen3", "glm45", "deepseek_r1", "mistral"]
 
 
 def parse_list(text: str) -> list[Any]:
@@ -316,6 +317,11 @@ class EngineConfig(Settings):
     tool_call_parser: ToolCallParser = Field(
         "auto",
         description="Form of tool calls: hermes, llama3_json, mistral; auto reads it from the chat template.",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="Form of thoughts, which are returned apart from answers: qwen3, glm45, deepseek_r1, mistral; none "
+        "leaves them in the text; auto reads the form from the chat template.",
     )
     seed: int = Field(0, ge=0, description="Seed from which requests without a seed get theirs.")
     num_threads: int | None = Field(

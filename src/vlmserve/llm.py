@@ -66,6 +66,11 @@ class LLM:
             self.load()
         self._requests = OfflineRequests(lambda: self.engine, setup.preparer)
 
+    @property
+    def template_settings(self) -> frozenset[str]:
+        """Names of what `chat_template_kwargs` can set."""
+        return self._preparer.template_settings
+
     def load(self) -> None:
         """Load the model now if it is not loaded. Raises ModelLoadError and ConfigurationError."""
         assert self.engine is not None

@@ -29,8 +29,8 @@ from vlmserve.types import (
 
 if TYPE_CHECKING:
     from vlmserve.engine.protocol import VLMEngine
+    from vlmserve.frontend.reasoning import AnswerText, Said
     from vlmserve.frontend.requests import RequestPreparer
-    from vlmserve.prompt.detokenize import Detokenizer
 
 
 class LoRARequest(NamedTuple):
@@ -68,9 +68,10 @@ class Generation:
 
     request_id: str
     params: SamplingParams
-    detokenizer: Detokenizer
+    answer_text: AnswerText
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
@@ -83,22 +84,31 @@ class Generation:
         """Add a step's output. Text after a stop string is dropped."""
         self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-        self.pieces.append(self.detokenizer.push(output.token_ids))
-        count = self.detokenizer.num_tokens - len(self.token_ids)
+        self._say(self.answer_text.push(output.token_ids))
+        count = self.answer_text.num_tokens - len(self.token_ids)
         self.token_ids += output.token_ids[:count]
         self.logprobs += (output.logprobs or [])[:count]
-        if self.detokenizer.stopped:
+        if self.answer_text.stopped:
             self.finish_reason = "stop"
         elif output.finish_reason is not None:
-            self.pieces.append(self.detokenizer.finish())
-            self.finish_reason = "stop" if self.detokenizer.stopped else output.finish_reason
+            self._say(self.answer_text.finish())
+            self.finish_reason = "stop" if self.answer_text.stopped else output.finish_reason
             self.stop_token_id, self.error = output.stop_token_id, output.error
+
+    def _say(self, said: Said) -> None:
+        self.pieces.append(said.text)
+        self.thoughts.append(said.thought)
+
+    @property
+    def likelihood(self) -> float:
+        """By which the best of several is chosen: thoughts do not count."""
+        return mean_logprob(self.logprobs[self.answer_text.num_reasoning_tokens :])
 
     @property
     def stop_reason(self) -> int | str | None:
         """The stop string or token of the request that ended it."""
-        if self.detokenizer.stop_string is not None:
-            return self.detokenizer.stop_string
+        if self.answer_text.stop_string is not None:
+            return self.answer_text.stop_string
         return self.stop_token_id if self.stop_token_id in self.params.stop_token_ids else None
 
 
@@ -120,7 +130,7 @@ class OfflineRequest:
             own_id = f"{request_id}-{index}" if several else request_id
             adapter = prepared.adapter
             self.requests.append(EngineRequest(own_id, prepared.prompt, own, prepared.cache_salt, adapter=adapter))
-            self.generations.append(Generation(own_id, own, preparer.detokenizer(own)))
+            self.generations.append(Generation(own_id, own, preparer.answer_text(own, prepared.prompt.thoughts)))
 
     @property
     def has_begun(self) -> bool:
@@ -137,7 +147,7 @@ class OfflineRequest:
         first = self.generations[0]
         best = self.generations
         if self.params.num_samples > self.params.n:
-            best = sorted(best, key=lambda one: mean_logprob(one.logprobs), reverse=True)[: self.params.n]
+            best = sorted(best, key=lambda one: one.likelihood, reverse=True)[: self.params.n]
         prompt_logprobs = first.prompt_logprobs
         by_id = None
         if prompt_logprobs is not None:
@@ -167,6 +177,7 @@ class OfflineRequest:
             generation.error,
             logprobs,
             self.params.grammar,
+            "".join(generation.thoughts) or None,
         )
 
 

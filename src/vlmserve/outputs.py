@@ -26,7 +26,8 @@ class CompletionOutput:
     finish_reason: "stop", "length" (the limit of tokens), or "error". stop_reason: the stop string, or the token of
     `stop_token_ids`, that ended it; None for anything else, the model's own end token included.
     logprobs: for each of `token_ids`, if they were asked for: that token first, then the likeliest ones in order, by
-    their ids. grammar: what the answer was held to.
+    their ids. grammar: what the answer was held to. reasoning_content: what the model thought before `text`, where
+    thoughts are told from answers and there are some; `token_ids` has its tokens, too.
     """
 
     index: int
@@ -37,6 +38,7 @@ class CompletionOutput:
     error: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     grammar: Grammar | None = None
+    reasoning_content: str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -90,6 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar allows nothing else, a token may repeat them.
     logprobs: how many alternatives are returned with each token; 0: only the token's own logprob; None: no logprobs.
     prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
+    thinking_token_budget: the thoughts that an answer begins with are ended after so many tokens, 0: it has none; None:
+    they may take any number. Only for prompts of conversations, and models whose thoughts are told from answers.
     seed: makes a request reproducible whatever else is in the batch; None draws one.
     stop: a string, or several, that end the answer and are not part of it. stop_token_ids: token ids that do the same.
     max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
@@ -114,6 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     no_repeat_ngram_window: int = -1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -147,6 +150,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
         check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more")
         check(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more")
+        budget = self.thinking_token_budget
+        check(budget is None or budget >= 0, "thinking_token_budget", "0 or more")
         self._check_biases()
         check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"between 0 and {MAX_SEED}")
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -241,7 +246,9 @@ _NUMBERS: dict[str, tuple[type[int] | type[float], bool]] = {
         ),
         (int, False),
     ),
-    **dict.fromkeys(("best_of", "logprobs", "prompt_logprobs", "seed", "max_tokens"), (int, True)),
+    **dict.fromkeys(
+        ("best_of", "logprobs", "prompt_logprobs", "thinking_token_budget", "seed", "max_tokens"), (int, True)
+    ),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
         (float, False),

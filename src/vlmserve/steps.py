@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from vlmserve.types import ImageInput, ImagePlacement, SamplingParams, TokenLogprobs
+from vlmserve.types import ImageInput, ImagePlacement, SamplingParams, Thoughts, TokenLogprobs
 
 
 class BlockCopy(NamedTuple):
@@ -60,7 +60,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     tokens; those before `start` are computed. scaling_block_ids: likewise of its scaling pass, which computes the same
     tokens before the step's other pass; none if it has no such pass. seed: of its random numbers. max_len: of prompt
     and answer together. end_token_ids: tokens that end its answer. cross_key: of the `CrossStates` that it attends to.
-    adapter: the digest of its adapter, which has a slot whenever the request is in a step.
+    adapter: the digest of its adapter, which has a slot whenever the request is in a step. thoughts: see `Prompt`.
     """
 
     request_id: str
@@ -77,6 +77,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     cross_key: bytes | None = None
     adapter: bytes = b""
     scaling_block_ids: list[int] = []
+    thoughts: Thoughts | None = None
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):

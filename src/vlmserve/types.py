@@ -195,15 +195,30 @@ def bidirectional_spans(
     return () if bidirectional is None else ((0, num_tokens),)
 
 
+class Thoughts(msgspec.Struct, frozen=True):
+    """What an answer may think before it says anything: the tokens between two markers.
+
+    start_id, end_id: the markers. begun: whether an answer begins inside of thoughts; if it does not, it has some only
+    if it begins with `start_id`. blank_ids: tokens of space that may stand before `start_id`.
+    """
+
+    start_id: int
+    end_id: int
+    begun: bool = False
+    blank_ids: tuple[int, ...] = ()
+
+
 class Prompt(msgspec.Struct, frozen=True, eq=False):
     """What a model reads: token ids with placeholders expanded, and the images behind them in prompt order.
 
-    cross: what its decoder attends to by cross attention, if it does.
+    cross: what its decoder attends to by cross attention, if it does. thoughts: that its answers may begin with; None:
+    they have none.
     """
 
     token_ids: list[int]
     images: tuple[ImageSpan, ...] = ()
     cross: CrossInput | None = None
+    thoughts: Thoughts | None = None
 
     @property
     def num_images(self) -> int:

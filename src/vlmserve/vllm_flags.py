@@ -156,6 +156,9 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--enable-auto-tool-choice", "--exclude-tools-when-tool-choice-none"): Unused(
         "Models may call a request's tools; with tool_choice none the prompt does not describe them.", is_switch=True
     ),
+    ("--enable-reasoning",): Unused(
+        "Thoughts are apart from answers unless --reasoning-parser is none.", is_switch=True
+    ),
     ("--quantization", "-q"): Unused(
         "The quantization of a checkpoint is read from its files.",
         _DETECTED,
@@ -257,7 +260,7 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--lora-dtype", "--lora-extra-vocab-size", "--fully-sharded-loras", "--default-mm-loras",
      "--enable-prompt-adapter"): Missing(_LORA),
     ("--speculative-config", "--speculative-model", "--num-speculative-tokens"): Missing(_SPECULATION),
-    ("--tool-parser-plugin", "--tool-server", "--reasoning-parser"): Missing(
+    ("--tool-parser-plugin", "--tool-server"): Missing(
         "There is no such setting; --tool-call-parser sets the form of calls."
     ),
     ("--structured-outputs-config", "--guided-decoding-backend"): Missing(

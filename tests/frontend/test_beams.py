@@ -42,8 +42,8 @@ def search(live, prompt, **fields):
 
 
 def text(live, tokens) -> str:
-    detokenizer = live.service.preparer.detokenizer(SamplingParams())
-    return detokenizer.push(tokens) + detokenizer.finish()
+    answer = live.service.preparer.answer_text(SamplingParams())
+    return answer.push(tokens).text + answer.finish().text
 
 
 @torch.inference_mode()

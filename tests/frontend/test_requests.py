@@ -402,10 +402,11 @@ def test_many_threads_prepare_the_same_prompts_as_one(preparer: RequestPreparer)
     assert [p.images[0].image.key for p in prompts] == [p.images[0].image.key for p in expected]
 
 
-def test_the_detokenizer_knows_the_stop_strings(preparer: RequestPreparer) -> None:
-    detokenizer = preparer.detokenizer(SamplingParams(stop=("USER:",)))
-    assert detokenizer.push(preparer.tokenizer.encode("A cat. USER: hi", add_special_tokens=False)) == "A cat. "
-    assert detokenizer.stopped
+def test_what_makes_text_of_answers_knows_the_stop_strings(preparer: RequestPreparer) -> None:
+    answer = preparer.answer_text(SamplingParams(stop=("USER:",)))
+    tokens = preparer.tokenizer.encode("A cat. USER: hi", add_special_tokens=False)
+    assert answer.push(tokens) == ("", "A cat. ")
+    assert answer.stopped
 
 
 def test_an_encoder_cache_into_which_no_image_fits_is_refused_at_start(tmp_path) -> None:

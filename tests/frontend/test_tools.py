@@ -227,9 +227,8 @@ def test_the_control_token_of_calls_begins_one_and_is_shown(tmp_path):
     form = preparer.tool_form
     matcher = preparer.grammars.matcher(form.grammar(ToolUse(USE.functions, must_call=True), None))
     assert token in np.flatnonzero(matcher.allowed(frozenset({2}), may_end=True))
-    detokenizer = preparer.detokenizer(SamplingParams(), form.shown_ids)
-    assert detokenizer.push([token]) == "[TOOL_CALLS]"
-    assert preparer.detokenizer(SamplingParams()).push([token]) == ""
+    assert preparer.answer_text(SamplingParams(), shown_ids=form.shown_ids).push([token]).text == "[TOOL_CALLS]"
+    assert preparer.answer_text(SamplingParams()).push([token]).text == ""
 
 
 def test_a_tool_whose_schema_is_broken_is_named(native):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.prompt.tokenizers_for_tests import byte_level
+from vlmserve.frontend.reasoning import AnswerText
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ def answered(tokens: list[int], cuts: list[int], stop: list[str]) -> tuple[list[
         outputs.append(EngineOutput("a", part, "length" if done == len(tokens) else None, logprobs=logprobs))
 
     async def collect() -> tuple[list[TextDelta], Answer]:
-        answer: Any = Answer(0, Stream(outputs), Detokenizer(TOKENIZER, stop), Record())  # type: ignore[arg-type]
+        answer: Any = Answer(0, Stream(outputs), AnswerText(Detokenizer(TOKENIZER, stop)), Record())  # type: ignore[arg-type]
         return [delta async for delta in answer.deltas()], answer
 
     return asyncio.run(collect())

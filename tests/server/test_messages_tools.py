@@ -13,6 +13,7 @@ from tests.mock_checkpoint import IMAGE_TOKENS, make_mock_checkpoint
 from tests.server.live import LiveServer
 from tests.server.test_chat import data_url
 from tests.server.test_tools import SCHEMAS, WEATHER
+from vlmserve.frontend.reasoning import Said
 
 ASK = [{"role": "user", "content": "What is in the picture?"}]
 TOOLS: list[Any] = [
@@ -78,21 +79,21 @@ def check_calls(blocks: list[Any]) -> None:
 
 
 class Script:
-    """A text stream in which the model says this, whatever it says."""
+    """An `AnswerText` in which the model says this, whatever it says."""
 
     stop_string = None
 
     def __init__(self, text: str) -> None:
         self._rest = text
-        self.num_tokens = self.num_decoded = self.num_shown = 0
+        self.num_tokens = self.num_decoded = self.num_shown = self.num_reasoning_tokens = 0
 
-    def push(self, token_ids: list[int]) -> str:
+    def push(self, token_ids: list[int]) -> Said:
         self.num_tokens += len(token_ids)
         text, self._rest = self._rest[:5], self._rest[5:]
-        return text
+        return Said("", text)
 
-    def finish(self) -> str:
-        return self._rest
+    def finish(self) -> Said:
+        return Said("", self._rest)
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def says(live, monkeypatch):
     """Lets the model say something from now on."""
 
     def let(text: str) -> None:
-        monkeypatch.setattr(live.service, "detokenizer", lambda params, shown_ids: Script(text))
+        monkeypatch.setattr(live.service.preparer, "answer_text", lambda params, thoughts, shown_ids: Script(text))
 
     return let
 
@@ -272,7 +273,8 @@ def test_the_clients_own_loop_runs_tools_until_there_is_an_answer(live, monkeypa
         return [image("red")]
 
     scripts = iter(["Let me look.\n" + written("screenshot", '{"screen": 2}'), "It is red."])
-    monkeypatch.setattr(live.service, "detokenizer", lambda params, shown_ids: Script(next(scripts)))
+    preparer = live.service.preparer
+    monkeypatch.setattr(preparer, "answer_text", lambda params, thoughts, shown_ids: Script(next(scripts)))
     with client_of(live) as client:
         runner = client.beta.messages.tool_runner(
             model="tiny", max_tokens=300, messages=ASK, tools=[screenshot], stream=stream

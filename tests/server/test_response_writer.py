@@ -12,9 +12,9 @@ import openai
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
 from vlmserve.server.routes.response_writer import ResponseWriter
 from vlmserve.server.schema.responses import ResponseObject
-from vlmserve.server.schema.usage import PromptTokensDetails, Usage
+from vlmserve.server.schema.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 
-USAGE = Usage(3, 4, 7, PromptTokensDetails(0, 0, 0, 0))
+USAGE = Usage(3, 4, 7, PromptTokensDetails(0, 0, 0, 0), CompletionTokensDetails(2))
 SAID: list[Event] = [
     ContentDelta("Let me "), ContentDelta("see. "),
     ToolCallStart(0, "call_a", "look"), ToolCallDelta(0, '{"at": '), ToolCallDelta(0, '"sky"}'),

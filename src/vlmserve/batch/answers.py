@@ -101,7 +101,7 @@ class LocalAnswers:
         params = body.sampling_params(self._llm.default_sampling_params, body.token_limit, 1)
         if body.token_limit is None:
             params = msgspec.structs.replace(params, max_tokens=None)
-        settings = body.template_settings(("reasoning_effort",))
+        settings = body.template_settings(self._llm.template_settings)
         options = {
             "chat_template_kwargs": settings or None,
             "cache_salt": body.cache_salt,
@@ -199,7 +199,7 @@ def _response_format(grammar: Grammar) -> dict[str, Any]:
 def _result(body: dict[str, Any]) -> Result:
     usage = body.get("usage") or {}
     if body.get("object") == "response":
-        parts = [part for item in body["output"] for part in item.get("content") or ()]
+        parts = [part for item in body["output"] if item["type"] == "message" for part in item.get("content") or ()]
         text = "".join(part.get("text", "") for part in parts)
         tokens = usage.get("input_tokens", 0), usage.get("output_tokens", 0)
         return Result(text, "stop" if body["status"] == "completed" else "length", "", *tokens)

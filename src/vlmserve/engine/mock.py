@@ -22,6 +22,7 @@ from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.files import read_json
 from vlmserve.sampling.grammar import Matcher
+from vlmserve.sampling.thoughts import Thinking
 from vlmserve.scheduler.beams import Beams
 from vlmserve.types import (
     MAX_MAP_CELLS,
@@ -52,7 +53,7 @@ class _Answer:
 
     __slots__ = (
         "added", "added_at", "closing", "digest", "due", "first", "length", "matcher", "max_tokens", "num_images",
-        "produced", "request", "started", "tokens", "vocab_size",
+        "num_thoughts", "produced", "request", "shortest", "started", "thinking", "tokens", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +71,10 @@ class _Answer:
         self.request = request
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
         self.length = max(request.params.min_tokens, sum(map(len, walk[: 4 + digest[-1] % 24])))
+        thoughts = request.prompt.thoughts
+        self.thinking = Thinking.of(thoughts, request.params)
+        self.num_thoughts = 2 + digest[-2] % 12
+        self.shortest = 0 if matcher is None or thoughts is None else matcher.shortest()
         self.max_tokens = min(max_tokens, request.params.max_tokens or max_tokens)
         self.num_images = request.prompt.num_images
         self.vocab_size = vocab_size
@@ -80,6 +85,12 @@ class _Answer:
 
     def advance(self, eos_token_ids: frozenset[int]) -> EngineOutput:
         """Produce one token, or end."""
+        if self.thinking is not None and not self.thinking.is_over:
+            token = self._thought(self.thinking)
+            if token is not None:
+                self.produced += 1
+                self.length += 1
+                return self._output([token], "length" if self.produced >= self.max_tokens else None)
         if self.matcher is not None:
             return self._advance_by(self.matcher, eos_token_ids)
         params = self.request.params
@@ -93,6 +104,21 @@ class _Answer:
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.max_tokens else None
         return self._output([token], finish_reason)
+
+    def _thought(self, thinking: Thinking) -> int | None:
+        """A word of its thoughts or a marker of them; None if it has none."""
+        left = self.max_tokens - self.produced
+        token = thinking.forced(left, self.shortest)
+        if token is None and thinking.is_before:
+            if not thinking.may_begin(left, self.shortest):
+                thinking.append(thinking.thoughts.end_id)
+                return None
+            token = thinking.thoughts.start_id
+        elif token is None:
+            is_done = thinking.num_tokens >= self.num_thoughts
+            token = thinking.thoughts.end_id if is_done else next(self.tokens)
+        thinking.append(token)
+        return token
 
     def _output(
         self, token_ids: list[int], finish_reason: FinishReason | None, stop_token_id: int | None = None
@@ -194,9 +220,9 @@ class _Answer:
 class MockEngine(BaseEngine):
     """A `VLMEngine` that answers words chosen by the prompt's tokens and images and by the seed.
 
-    It batches continuously: a step takes `mock_tpot` seconds however many requests run, up to `max_num_seqs`, and a
-    request's first token comes `mock_ttft` seconds after it began to run. Greedy requests ignore their seed; penalties
-    and biases change nothing.
+    Where answers may have thoughts, they have some. It batches continuously: a step takes `mock_tpot` seconds however
+    many requests run, up to `max_num_seqs`, and a request's first token comes `mock_ttft` seconds after it began to
+    run. Greedy requests ignore their seed; penalties and biases change nothing.
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:

@@ -84,7 +84,7 @@ def _check_params(params: SamplingParams) -> None:
     neutral = SamplingParams(temperature=0)
     fields = (
         "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size",
-        "logprobs", "prompt_logprobs", "stop",
+        "logprobs", "prompt_logprobs", "thinking_token_budget", "stop",
     )  # fmt: skip
     if params.grammar is not None:
         source = params.grammar.source

@@ -107,16 +107,31 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
         if sent and content is None:
             content = ""
         calls = tuple(call for call in sent if isinstance(call, ToolCall))
+        reasoning = _reasoning(message, place) if role == "assistant" else None
         content = _with_incomplete_calls(content, [call.text for call in sent if isinstance(call, _IncompleteCall)])
         if isinstance(content, str):
             if not content and role not in ("assistant", "tool"):
                 raise InvalidRequestError(f"{place}.content must not be empty", param=f"{place}.content")
             check_unicode(content, f"{place}.content")
-            turn = Message(role, (content,), is_string=True, tool_calls=calls)
+            turn = Message(role, (content,), is_string=True, tool_calls=calls, reasoning=reasoning)
         else:
-            turn = Message(role, _parts(content, f"{place}.content", media, allow_local), tool_calls=calls)
+            parts = _parts(content, f"{place}.content", media, allow_local)
+            turn = Message(role, parts, tool_calls=calls, reasoning=reasoning)
         parsed.append(turn if role != "tool" else _result(turn, message.get("tool_call_id"), names, place))
     return parsed, media
+
+
+def _reasoning(message: Mapping[str, Any], place: str) -> str | None:
+    """What the assistant thought, under either of the names that answers have it."""
+    for name in ("reasoning_content", "reasoning"):
+        text = message.get(name)
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{place}.{name} must be a string", param=f"{place}.{name}")
+        check_unicode(text, f"{place}.{name}")
+        return text
+    return None
 
 
 class _IncompleteCall(NamedTuple):

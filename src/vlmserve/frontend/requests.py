@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from PIL import Image
 
 from vlmserve.cancellation import check_cancelled
@@ -23,6 +24,7 @@ from vlmserve.errors import (
 from vlmserve.frontend.documents import with_pages
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages, with_kwargs
 from vlmserve.frontend.processors import image_processor, server_budget, transformers_processor, video_processor
+from vlmserve.frontend.reasoning import AnswerText, choose_reasoning
 from vlmserve.frontend.tools import ToolUse, choose_form, for_template
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts
@@ -39,7 +41,8 @@ from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.sampling.schemas import JSONBounds
-from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParams
+from vlmserve.sampling.thoughts import Thinking
+from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParams, Thoughts
 
 _SMALL_IMAGE = (64, 64)
 _LARGE_ENCODER_CACHE = 64 * 1024**2
@@ -100,6 +103,7 @@ class RequestPreparer:
         self.tool_form = replace(
             choose_form(self._template, self.tokenizer, engine.tool_call_parser), bounds=JSONBounds.of(engine)
         )
+        self.reasoning = choose_reasoning(self._template, self.tokenizer, engine.reasoning_parser)
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
         supports_videos = self.tokenizer.video_token_id is not None and not theirs
@@ -165,7 +169,9 @@ class RequestPreparer:
         parsed, media = parse_messages(messages, allow_local=allow_local)
         media = with_kwargs(media, mm_processor_kwargs)
         self._check_length(
-            _texts([[message.parts, message.tool_calls] for message in parsed], tools, template_settings)
+            _texts(
+                [[message.parts, message.tool_calls, message.reasoning] for message in parsed], tools, template_settings
+            )
         )
         self._check_media(media)
         reader = DocumentReader(self._media, self._page_counts, cache_salt)
@@ -206,10 +212,11 @@ class RequestPreparer:
         )
         _check_shown(text, self.tokenizer.image_mark, len(images), "images")
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
+        thoughts = None if self.reasoning is None else self.reasoning.after(text)
         text = self.tokenizer.write_media(text)
         # Like transformers: its processors add what the template leaves out, its tokenizers do not.
         ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.supports_images)
-        return self._expand(ids, images, videos, cache_salt)
+        return msgspec.structs.replace(self._expand(ids, images, videos, cache_salt), thoughts=thoughts)
 
     def text(
         self,
@@ -300,9 +307,16 @@ class RequestPreparer:
             texts.append(text)
         return texts
 
-    def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
-        """A new detokenizer for one answer, with the request's stop strings. shown_ids: control tokens to show."""
-        return Detokenizer(self.tokenizer, params.stop, shown_ids)
+    def answer_text(
+        self, params: SamplingParams, thoughts: Thoughts | None = None, shown_ids: frozenset[int] = frozenset()
+    ) -> AnswerText:
+        """What makes text of one answer, with the request's stop strings. thoughts: that it may begin with. shown_ids:
+        control tokens to show."""
+        text = Detokenizer(self.tokenizer, params.stop, shown_ids)
+        if thoughts is None:
+            return AnswerText(text)
+        strips = params.grammar is None or params.grammar.source == "tools"
+        return AnswerText(text, Detokenizer(self.tokenizer), Thinking.of(thoughts, params), strips=strips)
 
     def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
         """Compile a grammar, as the engine will. tools: those that it holds calls to.
@@ -444,8 +458,12 @@ def _quoted(message: Message, quotation: Quotation) -> Message:
         ToolCall(*(_quoted_json(value, quotation) for value in (call.id, call.name, call.arguments)))
         for call in message.tool_calls
     ]
-    call_id, name = (value and quotation.quote(value) for value in (message.tool_call_id, message.name))
-    return replace(message, parts=tuple(parts), tool_calls=tuple(calls), tool_call_id=call_id, name=name)
+    call_id, name, reasoning = (
+        value and quotation.quote(value) for value in (message.tool_call_id, message.name, message.reasoning)
+    )
+    return replace(
+        message, parts=tuple(parts), tool_calls=tuple(calls), tool_call_id=call_id, name=name, reasoning=reasoning
+    )
 
 
 def _quoted_json(value: Any, quotation: Quotation) -> Any:

@@ -18,6 +18,13 @@ class ContentDelta:
 
 
 @dataclass(frozen=True)
+class ThoughtDelta:
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class ToolCallStart:
     """The beginning of a tool call; its arguments follow."""
 
@@ -34,7 +41,7 @@ class ToolCallDelta:
     arguments: str
 
 
-Event = ContentDelta | ToolCallStart | ToolCallDelta
+Event = ThoughtDelta | ContentDelta | ToolCallStart | ToolCallDelta
 
 
 class ToolParser:

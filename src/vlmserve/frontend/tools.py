@@ -219,7 +219,7 @@ def _with_instructions(
         if message.tool_calls:
             calls = (form.written(call.name, call.arguments) for call in message.tool_calls)
             text = "\n".join([*(part for part in message.parts if isinstance(part, str) and part), *calls])
-            turns.append(Message("assistant", (text,), is_string=True))
+            turns.append(Message("assistant", (text,), is_string=True, reasoning=message.reasoning))
         elif message.role == "tool":
             result = _user("<tool_response>\n", *message.parts, "\n</tool_response>")
             turns.append(_followed(turns.pop(), result) if after_result else result)

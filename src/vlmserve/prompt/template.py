@@ -53,7 +53,8 @@ class ToolCall:
 class Message:
     """One turn. parts: texts, images and videos in order. is_string: the content came as one string, not as parts.
 
-    tool_calls: of the assistant. tool_call_id, name: the call whose result this is, and the function.
+    tool_calls: of the assistant. reasoning: what it thought before. tool_call_id, name: the call whose result this is,
+    and the function.
     """
 
     role: Role
@@ -62,6 +63,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str | None = None
 
 
 def read_template(source: str) -> str:
@@ -105,6 +107,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
         self.source = source
+        self._knows_reasoning = "reasoning_content" in source
         self._variables = dict(special_tokens)
         self.settings = frozenset(known - {*_OURS, *environment.globals, *special_tokens, "image_token"})
         """Names of what a request may set, such as ``enable_thinking``."""
@@ -138,7 +141,10 @@ class ChatTemplate:
                     f"chat_template_kwargs cannot set {name}, which the request itself sets",
                     param="chat_template_kwargs",
                 )
-        chat = [{**_beside_content(message), "content": self._content(message)} for message in messages]
+        chat = [
+            {**_beside_content(message), **self._reasoning(message), "content": self._content(message)}
+            for message in messages
+        ]
         try:
             return self._render(chat, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings or {})
         except Exception as error:  # a template can fail with any error that its expressions can raise
@@ -146,6 +152,10 @@ class ChatTemplate:
                 f"the model's chat template does not accept these messages: {error}{_without_a_call(messages)}",
                 param="messages",
             ) from error
+
+    def _reasoning(self, message: Message) -> dict[str, str]:
+        known = self._knows_reasoning and message.reasoning is not None
+        return {"reasoning_content": message.reasoning or ""} if known else {}
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         has_image = any(not isinstance(part, str) for part in message.parts)

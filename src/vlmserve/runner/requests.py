@@ -13,6 +13,7 @@ from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.sampling.ngrams import RepeatedNgrams
 from vlmserve.sampling.sampler import SamplingRow
+from vlmserve.sampling.thoughts import Thinking
 from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
 from vlmserve.types import Grammar, ImagePlacement, bidirectional_spans
 
@@ -31,13 +32,14 @@ class RequestState:
     ``first <= i < last`` that attend to each other in both directions.
     adapter: the digest of its adapter; empty: none.
     matcher: where its answer stands in its grammar. logits_processor: its biases and penalties. ngrams: those that it
-    must not repeat.
+    must not repeat. thinking: where it stands in its thoughts, which no grammar holds for; None: it has none.
     num_scored: leading tokens of the prompt whose logprobs are known, while some are asked for that are not; else None.
     """
 
     __slots__ = (
         "_first_position",
         "_max_short_len",
+        "_shortest_answer",
         "adapter",
         "bidirectional_spans",
         "block_table",
@@ -54,6 +56,7 @@ class RequestState:
         "request_id",
         "scaling_table",
         "seed",
+        "thinking",
         "token_ids",
     )
 
@@ -74,6 +77,10 @@ class RequestState:
         scores_prompt = self.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
         self.num_scored = 1 if scores_prompt else None
         self.matcher = None if self.params.grammar is None else make_matcher(self.params.grammar)
+        self.thinking = Thinking.of(request.thoughts, self.params)
+        self._shortest_answer = 0
+        if self.thinking is not None and self.matcher is not None:
+            self._shortest_answer = self.matcher.shortest()
         self.logits_processor: LogitsProcessor | None = None
         if self.params.logit_bias or self.params.penalizes:
             self.logits_processor = LogitsProcessor(self.params, self._text_tokens())
@@ -97,16 +104,45 @@ class RequestState:
     def sampling_row(self, pending: int = 0) -> SamplingRow:
         """How the next token is sampled. pending: tokens before it that are not known here yet."""
         num_generated = len(self.token_ids) - self.num_prompt_tokens + pending
+        if self.forced is not None:
+            return SamplingRow(self.params, self.seed, num_generated, forced=self.forced)
         may_end = num_generated >= self.params.min_tokens
         banned, allowed = _NOTHING_BANNED, None
-        if self.matcher is not None:
-            left = self.max_len - len(self.token_ids)
-            allowed = self.matcher.allowed(self.end_token_ids, may_end=may_end, left=left)
-        elif not may_end:
+        if self.matcher is not None and not self.is_thinking:
+            allowed = self.matcher.allowed(self.end_token_ids, may_end=may_end, left=self._left)
+        elif self.matcher is not None or not may_end:
             banned = self.end_token_ids
+        if self.thinking is not None and self.thinking.is_before:
+            start_id = self.thinking.thoughts.start_id
+            may_think = self.thinking.may_begin(self._left, self._shortest_answer)
+            if allowed is not None:
+                allowed[start_id] = may_think and allowed.any()
+            elif not may_think:
+                banned |= {start_id}
         if self.ngrams is not None:
             banned |= self._repeating(allowed)
-        return SamplingRow(self.params, self.seed, num_generated, banned, self.logits_processor, allowed, self.matcher)
+        return SamplingRow(self.params, self.seed, num_generated, banned, self.logits_processor, allowed)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether it is in the middle of its thoughts."""
+        return self.thinking is not None and self.thinking.is_inside
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may come next, if its thoughts have to end."""
+        return None if self.thinking is None else self.thinking.forced(self._left, self._shortest_answer)
+
+    @property
+    def _left(self) -> int:
+        """Tokens that may still come."""
+        return self.max_len - len(self.token_ids)
+
+    def settle(self, token_id: int) -> int:
+        """A token that was chosen, or the one that has to come instead, so that its grammar can be completed."""
+        if self.matcher is None or (self.thinking is not None and self.thinking.takes(token_id)):
+            return token_id
+        return self.matcher.settle(token_id)
 
     def append(self, token_id: int) -> None:
         """A new token of the answer."""
@@ -115,7 +151,11 @@ class RequestState:
             self.logits_processor.append(token_id)
         if self.ngrams is not None:
             self.ngrams.append(token_id)
-        if self.matcher is not None:
+        is_thought = False
+        if self.thinking is not None:
+            is_thought = self.thinking.takes(token_id)
+            self.thinking.append(token_id)
+        if self.matcher is not None and not is_thought:
             self.matcher.advance(token_id)
 
     def set_blocks(self, scheduled: CachedRequest) -> None:

@@ -53,6 +53,7 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
         request.num_sampled <= 1
         and not request.draft_token_ids
         and request.state.matcher is None
+        and request.state.forced is None
         and request.state.params.logprobs is None
         for request in batch
     )
@@ -72,10 +73,8 @@ def _sample_once(
     asking = [index for index, state in enumerate(states) if state.params.logprobs is not None]
     raw = logits[asking] if asking else None  # sampling overwrites them
     rows = [state.sampling_row() for state in states]
-    tokens = [
-        token if token is None or row.matcher is None else row.matcher.settle(token)
-        for token, row in zip(sample(logits, rows, draw), rows, strict=True)
-    ]
+    drawn = sample(logits, rows, draw)
+    tokens = [None if token is None else state.settle(token) for token, state in zip(drawn, states, strict=True)]
     if raw is not None:
         chosen = [tokens[index] or 0 for index in asking]
         num_top = [states[index].params.logprobs or 0 for index in asking]
@@ -100,7 +99,7 @@ def _append(state: RequestState, token: int | None, output: ModelRunnerOutput) -
     if token in state.end_token_ids:
         return False
     state.append(token)
-    if matcher is not None:
+    if matcher is not None and not state.is_thinking:
         if matcher.cut and matcher.complete:
             output.finish_reasons[request_id] = "length"
         elif matcher.finished:

@@ -159,6 +159,11 @@ class Matcher:
     def finished(self) -> bool:
         return self.error is None and (self._over or bool(self._matcher.is_stopped()))
 
+    def shortest(self) -> int:
+        """How many tokens a short way to the end takes from here, if the answer is one that is brought to its end; else
+        0."""
+        return len(self._vocabulary.closing.path(self._matcher, _LONGEST_END) or ()) if self._closes else 0
+
     def allowed(self, end_token_ids: frozenset[int], *, may_end: bool, left: int | None = None) -> Allowed:
         """``[vocabulary]``: the tokens that may come next; none if that is the end, or there is an `error` from now on.
 

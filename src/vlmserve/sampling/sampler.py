@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.torch_sampling import Changes, Draw, Filters
-from vlmserve.sampling.grammar import Allowed, Matcher
+from vlmserve.sampling.grammar import Allowed
 from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.types import SamplingParams
 
 
 class SamplingRow(NamedTuple):
     """How to sample one row. num_generated: tokens so far. banned: token ids that must not come now. logits_processor:
-    of its biases and penalties, if it has any. allowed: ``[vocabulary]``, what a grammar leaves; None: all. matcher:
-    where it stands in that grammar."""
+    of its biases and penalties, if it has any. allowed: ``[vocabulary]``, what a grammar leaves; None: all. forced:
+    the only token that may come, whatever else is said; None: any."""
 
     params: SamplingParams
     seed: int
@@ -32,7 +32,7 @@ class SamplingRow(NamedTuple):
     banned: frozenset[int] = frozenset()
     logits_processor: LogitsProcessor | None = None
     allowed: Allowed | None = None
-    matcher: Matcher | None = None
+    forced: int | None = None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -63,6 +63,10 @@ def sample(logits: Tensor, rows: list[SamplingRow], draw: Draw) -> list[int | No
     for number, row in enumerate(rows):
         if row.banned:
             logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
+        if row.forced is not None:
+            score = logits[number, row.forced].clone()
+            logits[number] = -torch.inf
+            logits[number, row.forced] = score
     filters, numbers = filters_of(rows)
     tokens = draw(logits, **filters._asdict(), numbers=numbers)
     return [None if token < 0 else token for token in tokens]

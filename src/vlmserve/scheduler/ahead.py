@@ -35,4 +35,5 @@ def _depends_on_tokens(request: Request) -> bool:
     params = request.params
     depends = params.grammar is not None or params.penalizes or params.logprobs is not None
     depends = depends or params.no_repeat_ngram_size > 0
+    depends = depends or (params.thinking_token_budget is not None and request.thoughts is not None)
     return depends or request.max_short_len is not None or request.prompt_logprobs is not None

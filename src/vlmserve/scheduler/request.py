@@ -34,6 +34,7 @@ class Request:
     scalings: of each adapter that X-LoRA mixes for it, added up over the tokens that were computed; none without.
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
     max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
+    thoughts: see `Prompt`.
     prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet; until then
     it reads no cached prefix.
     arrived, started, vision_started, answered: when it was added, first ran, had an image encoded and had its first
@@ -69,6 +70,7 @@ class Request:
         "seed",
         "started",
         "tables",
+        "thoughts",
         "token_ids",
         "vision_seconds",
         "vision_started",
@@ -97,6 +99,7 @@ class Request:
         self.token_ids = list(request.prompt.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.image_spans = request.prompt.images
+        self.thoughts = request.prompt.thoughts
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
@@ -175,6 +178,7 @@ class Request:
             cross_key=self.cross_key,
             adapter=self.adapter,
             scaling_block_ids=block_ids[1] if len(block_ids) > 1 else [],
+            thoughts=self.thoughts,
         )
 
     def next_token(self) -> CachedRequest:

@@ -15,11 +15,12 @@ import msgspec
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.beams import start_beam_search
 from vlmserve.frontend.client import EngineClient
+from vlmserve.frontend.reasoning import AnswerText, Said
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.errors import error_code
 from vlmserve.server.metrics import AnswerRecord
-from vlmserve.server.schema.usage import PromptTokensDetails, Usage
-from vlmserve.server.service import Service, TextStream
+from vlmserve.server.schema.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from vlmserve.server.service import Service
 from vlmserve.types import (
     BeamSearch,
     EngineOutput,
@@ -65,13 +66,15 @@ class OffsetLogprobs(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """New text of the answer number `index`. finish_reason: "stop" or "length" with the last delta;
-    stop_string: the one that ended it. logprobs: of the tokens that `text` comes from, if they are asked for."""
+    stop_string: the one that ended it. logprobs: of the tokens that `text` comes from, if they are asked for.
+    thought: new text of the thoughts before the answer."""
 
     index: int
     text: str
     finish_reason: str | None = None
     stop_string: str | None = None
     logprobs: tuple[OffsetLogprobs, ...] = ()
+    thought: str = ""
 
 
 class OutputStream(Protocol):
@@ -85,7 +88,7 @@ class OutputStream(Protocol):
 class Answer:
     """One of a request's answers, while it is generated."""
 
-    def __init__(self, index: int, stream: OutputStream, text: TextStream, record: AnswerRecord) -> None:
+    def __init__(self, index: int, stream: OutputStream, text: AnswerText, record: AnswerRecord) -> None:
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -111,7 +114,7 @@ class Answer:
                     raise VLMServeError(message)
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-                text = self._push(output)
+                thought, text = self._push(output)
                 stop_string = self._text.stop_string
                 ended = output.stop_token_id is not None and stop_string is None
                 self.num_tokens = self._text.num_tokens + ended
@@ -119,8 +122,9 @@ class Answer:
                 if finish_reason is not None:
                     self.finish_reason = finish_reason
                     self._record.end(finish_reason)
-                if text or finish_reason is not None:
-                    yield TextDelta(self.index, text, finish_reason, stop_string, self._shown(finish_reason))
+                if text or thought or finish_reason is not None:
+                    shown = self._shown(finish_reason)
+                    yield TextDelta(self.index, text, finish_reason, stop_string, shown, thought)
                 if finish_reason is not None:
                     return
         except VLMServeError:
@@ -139,16 +143,26 @@ class Answer:
         """Seconds from the request's arrival to its first token; None before that."""
         return self._record.ttft
 
-    def _push(self, output: EngineOutput) -> str:
-        """The text that can be shown now."""
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of its tokens that are thoughts."""
+        return self._text.num_reasoning_tokens
+
+    def _push(self, output: EngineOutput) -> Said:
+        """What can be shown now."""
         if output.logprobs is None:
-            text = self._text.push(output.token_ids)
+            said = [self._text.push(output.token_ids)]
         else:
-            text = ""
+            said = []
             for token_id, logprobs in zip(output.token_ids, output.logprobs, strict=True):
-                self._held.append(OffsetLogprobs(logprobs, self._text.num_decoded))
-                text += self._text.push([token_id])
-        return text if output.finish_reason is None else text + self._text.finish()
+                offset, thoughts = self._text.num_decoded, self._text.num_reasoning_tokens
+                said.append(self._text.push([token_id]))
+                self._held.append(OffsetLogprobs(logprobs, offset))
+                for _ in range(self._text.num_reasoning_tokens - thoughts):
+                    self._held.pop()
+        if output.finish_reason is not None:
+            said.append(self._text.finish())
+        return Said("".join(one.thought for one in said), "".join(one.text for one in said))
 
     def _shown(self, finish_reason: str | None) -> tuple[OffsetLogprobs, ...]:
         """The logprobs of the tokens of all text so far that were not output before; none of a stop string's tokens."""
@@ -199,7 +213,13 @@ class Generation:
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
             image_tokens=sum(prompt.num_image_tokens for prompt in prompts),
         )
-        return Usage(asked, generated, asked + generated, details)
+        reasoning = sum(answer.num_reasoning_tokens for answer in self.answers)
+        return Usage(asked, generated, asked + generated, details, CompletionTokensDetails(reasoning))
+
+    @property
+    def may_think(self) -> bool:
+        """Whether answers may begin with thoughts."""
+        return any(prompt.thoughts is not None for prompt in self.request.prompts)
 
     @property
     def image_sizes(self) -> list[ImageSize] | msgspec.UnsetType:
@@ -277,6 +297,7 @@ def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
     return replace(
         deltas[-1],
         text="".join(delta.text for delta in deltas),
+        thought="".join(delta.thought for delta in deltas),
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
     )
 
@@ -332,7 +353,7 @@ async def start_generation(
         Answer(
             number,
             stream,
-            service.detokenizer(params, shown_ids),
+            service.preparer.answer_text(params, prompt.thoughts, shown_ids),
             AnswerRecord(service.metrics, arrived, len(prompt.token_ids)),
         )
         for number, (stream, (prompt, params)) in enumerate(zip(streams, samples, strict=True))

@@ -25,6 +25,7 @@ from vlmserve.errors import (
     VLMServeError,
 )
 from vlmserve.frontend.client import EngineClient
+from vlmserve.frontend.reasoning import AnswerText
 from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import ImageCache, ImageCacheStats
 from vlmserve.server.accounts import KeyRing
@@ -35,7 +36,7 @@ from vlmserve.server.errors import RefusedError
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.server.schema.base import BodyLimits
 from vlmserve.storage.store import open_store
-from vlmserve.types import AdapterInfo, EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
+from vlmserve.types import AdapterInfo, EngineStats, Grammar, ModelInfo, Prompt, SamplingParams, Thoughts
 
 if TYPE_CHECKING:
     from vlmserve.server.tracing import Tracing
@@ -48,19 +49,6 @@ _MOST_SHOWN = 5
 """Adapters that an error names."""
 _SHARE_OF_AN_ANSWER = 0.2
 """Of the context, if a request sets no limit."""
-
-
-class TextStream(Protocol):
-    """Turns one answer's token ids into text; see `vlmserve.prompt.detokenize.Detokenizer`."""
-
-    stop_string: str | None
-    num_tokens: int
-    num_decoded: int
-    num_shown: int
-
-    def push(self, token_ids: Sequence[int]) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class Preparer(Protocol):
@@ -101,7 +89,9 @@ class Preparer(Protocol):
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
-    def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream: ...
+    def answer_text(
+        self, params: SamplingParams, thoughts: Thoughts | None = None, shown_ids: frozenset[int] = frozenset()
+    ) -> AnswerText: ...
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:
@@ -428,17 +418,12 @@ class Service:
             return self._fetch_workers
         return self._image_workers if shown else self._text_workers
 
-    def detokenizer(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset()) -> TextStream:
-        """A new detokenizer for one answer. shown_ids: control tokens to show."""
-        assert self._preparer is not None
-        return self._preparer.detokenizer(params, shown_ids)
-
 
 def _num_characters(message: Mapping[str, Any]) -> int:
     """Of a message without images."""
     content = message["content"]
     said = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
-    return said + len(str(message.get("tool_calls", "")))
+    return said + len(str(message.get("tool_calls", ""))) + len(message.get("reasoning_content", ""))
 
 
 def _urls(part: Mapping[str, Any]) -> Sequence[str]:

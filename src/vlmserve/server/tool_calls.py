@@ -1,4 +1,4 @@
-"""The text and the tool calls of a request's answers, for all APIs."""
+"""The thoughts, the text and the tool calls of a request's answers, for all APIs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolParser
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolParser
 from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.server.generation import TextDelta
 from vlmserve.types import SamplingParams
 
 
 class AnswerReader:
-    """Parses the answers to one request as they come. Without a call of `expect`, all of it is text."""
+    """Parses the answers to one request as they come. Without a call of `expect`, all but thoughts is text.
+
+    shows_thoughts: whether thoughts are part of what it reads.
+    """
 
     def __init__(self) -> None:
         self._parsers: Sequence[ToolParser] = ()
+        self.shows_thoughts = True
 
     def expect(
         self, form: ToolForm, tools: ToolUse | None, params: SamplingParams, num_answers: int = 1
@@ -38,10 +42,11 @@ class AnswerReader:
 
     def read(self, delta: TextDelta) -> list[Event]:
         """The events of a delta of an answer. Each delta is read once."""
+        thoughts: list[Event] = [ThoughtDelta(delta.thought)] if delta.thought and self.shows_thoughts else []
         if not self._parsers:
-            return [ContentDelta(delta.text)] if delta.text else []
+            return [*thoughts, ContentDelta(delta.text)] if delta.text else thoughts
         parser = self._parsers[delta.index]
-        return parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
+        return thoughts + parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
 
     def has_called(self, index: int) -> bool:
         """Whether the answer of that number has called anything so far."""

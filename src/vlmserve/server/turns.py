@@ -8,6 +8,7 @@ from typing import Any
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.budget import BUDGET_FIELDS
+from vlmserve.server.schema.content import thoughts_of
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -19,7 +20,7 @@ _INSTRUCTIONS, _EARLIER = "instructions", "an earlier turn"
 
 class Turns:
     """The messages that items become, after the system message. What an answer said and the calls it ended with are one
-    message; calls that were cut off are left out.
+    message, and so are the thoughts before them; calls that were cut off are left out.
 
     before, new: items as they are kept, of earlier turns and of this request, which errors speak of.
     Raises InvalidRequestError for what a function returned whose call is not among the items before it.
@@ -30,6 +31,8 @@ class Turns:
         self._sources: list[str] = []
         self._call_sources: list[list[str]] = []
         self._called: set[str] = set()
+        self._thoughts = ""
+        """What was thought before the next thing that the assistant says or calls."""
         if instructions:
             self._add({"role": "system", "content": instructions}, _INSTRUCTIONS)
         for item in before:
@@ -45,6 +48,9 @@ class Turns:
             error.param = "input" if renamed in ("messages", _EARLIER) else renamed
 
     def _add(self, message: Message, source: str) -> None:
+        if message["role"] == "assistant":
+            message |= thoughts_of(self._thoughts)
+        self._thoughts = ""
         self.messages.append(message)
         self._sources.append(source)
         self._call_sources.append([])
@@ -58,12 +64,18 @@ class Turns:
                 self._check_called(item, source)
                 content = _content(item["output"])
                 self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, source)
+            case "reasoning":
+                self._thoughts += "".join(part["text"] for part in item["content"])
             case _:
                 self._add(_said(item), source)
 
     def _add_call(self, item: Item, source: str) -> None:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self._add({"role": "assistant", "content": ""}, source)
+        if self._thoughts:
+            before = self.messages[-1].get("reasoning_content", "")
+            self.messages[-1]["reasoning_content"] = f"{before}\n\n{self._thoughts}" if before else self._thoughts
+            self._thoughts = ""
         function = {"name": item["name"], "arguments": item["arguments"]}
         self.messages[-1].setdefault("tool_calls", []).append(
             {"id": item["call_id"], "type": "function", "function": function}

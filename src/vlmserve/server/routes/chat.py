@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
 from vlmserve.server.confidence import AnswerConfidences
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
@@ -56,6 +56,7 @@ class ChatDialect(Dialect[ChatRequest]):
             self._confidences = AnswerConfidences(service.preparer.token_bytes)
         cache_salt = body.cache_salt or ""
         tools = body.tool_use
+        self._reader.shows_thoughts = body.include_reasoning
         params = self._reader.expect(service.preparer.tool_form, tools, params, body.n)
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
@@ -95,10 +96,11 @@ class ChatDialect(Dialect[ChatRequest]):
                 async for text_delta in text_deltas:
                     events = b""
                     deltas = [_delta(new) for new in self._reader.read(text_delta)]
-                    if text_delta.logprobs and not deltas:
-                        deltas = [Delta(content="")]
+                    if text_delta.logprobs and all(delta.reasoning for delta in deltas):
+                        deltas.append(Delta(content=""))
+                    first = next((place for place, delta in enumerate(deltas) if not delta.reasoning), -1)
                     for place, delta in enumerate(deltas):
-                        logprobs = _logprobs(body, text_delta, generation) if place == 0 else None
+                        logprobs = _logprobs(body, text_delta, generation) if place == first else None
                         events += chunk([ChunkChoice(text_delta.index, delta, logprobs=logprobs)])
                     confidence = self._confidence(text_delta)
                     if text_delta.finish_reason is not None:
@@ -120,9 +122,12 @@ class ChatDialect(Dialect[ChatRequest]):
     def _choice(self, answer: TextDelta, logprobs: ChoiceLogprobs | None) -> AnswerChoice:
         """An answer as a whole."""
         text: list[str] = []
+        thoughts: list[str] = []
         calls: list[AnswerToolCall] = []
         for new in self._reader.read(answer):
             match new:
+                case ThoughtDelta(thought):
+                    thoughts.append(thought)
                 case ContentDelta(said):
                     text.append(said)
                 case ToolCallStart(_, id_, name):
@@ -131,6 +136,8 @@ class ChatDialect(Dialect[ChatRequest]):
                     function = calls[index].function
                     calls[index].function = FunctionCall(f"{function.arguments}{arguments}", function.name)
         message = AnswerMessage("".join(text) if text or not calls else None)
+        if thoughts:
+            message.reasoning_content = message.reasoning = "".join(thoughts)
         if calls:
             message.tool_calls = calls
         return AnswerChoice(answer.index, message, self._finish_reason(answer), logprobs, self._confidence(answer))
@@ -142,6 +149,8 @@ class ChatDialect(Dialect[ChatRequest]):
 
 def _delta(new: Event) -> Delta:
     match new:
+        case ThoughtDelta(text):
+            return Delta(reasoning_content=text, reasoning=text)
         case ContentDelta(text):
             return Delta(content=text)
         case ToolCallStart(index, id_, name):

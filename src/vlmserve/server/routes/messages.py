@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
-from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
 from vlmserve.server.errors import json_response, messages_error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.guard import salt_of
@@ -24,12 +24,17 @@ from vlmserve.server.schema.messages import (
     MessageAnswer,
     MessagesRequest,
     MessageUsage,
+    OutputTokensDetails,
     TextContent,
+    ThinkingContent,
     TokenCount,
     ToolUseContent,
 )
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
+
+Block = ThinkingContent | TextContent | ToolUseContent
+"""Of an answer."""
 
 
 class MessagesDialect(Dialect[MessagesRequest]):
@@ -47,14 +52,19 @@ class MessagesDialect(Dialect[MessagesRequest]):
 
     async def ask(self, service: Service, body: MessagesRequest) -> GenerationRequest:
         stop = [*body.stop, *body.stop_sequences]
-        named = body.model_copy(update={"stop": stop})
+        named = body.model_copy(update={"stop": stop, "thinking_token_budget": body.thinking_budget})
         params = named.sampling_params(service.defaults, body.max_tokens, service.default_limit)
         tools = body.tool_use
+        self._reader.shows_thoughts = body.shows_thoughts
         params = self._reader.expect(service.preparer.tool_form, tools, params)
         cache_salt = body.cache_salt or ""
         self._chat = body.chat()
         prompt = await service.prepare(
-            self._chat.messages, cache_salt, tools=tools, mm_processor_kwargs=body.processor_kwargs
+            self._chat.messages,
+            cache_salt,
+            tools=tools,
+            template_settings=body.template_settings(service.preparer.template_settings),
+            mm_processor_kwargs=body.processor_kwargs,
         )
         self._chat.messages.clear()  # their images are prepared, and an answer may take long
         return GenerationRequest([prompt], params, 1, cache_salt, tools=tools)
@@ -102,11 +112,14 @@ class BlockEvents:
 
     def __init__(self) -> None:
         self._index = -1
-        self._open: type[TextContent] | type[ToolUseContent] | None = None
+        self._open: type[Block] | None = None
 
     def push(self, new: Event) -> bytes:
         """The events for a new part of the answer."""
         match new:
+            case ThoughtDelta(text):
+                begun = b"" if self._open is ThinkingContent else self._begin(ThinkingContent(""))
+                return begun + self._delta({"type": "thinking_delta", "thinking": text})
             case ContentDelta(text):
                 begun = b"" if self._open is TextContent else self._begin(TextContent(""))
                 return begun + self._delta({"type": "text_delta", "text": text})
@@ -119,7 +132,7 @@ class BlockEvents:
         """The end of the last block, if there is one."""
         return b"" if self._open is None else named_event({"type": "content_block_stop", "index": self._index})
 
-    def _begin(self, block: TextContent | ToolUseContent) -> bytes:
+    def _begin(self, block: Block) -> bytes:
         end = self.finish()
         self._index += 1
         self._open = type(block)
@@ -134,13 +147,15 @@ def _call(begun: ToolCallStart) -> ToolUseContent:
     return ToolUseContent(f"toolu_{begun.id.removeprefix('call_')}", begun.name, msgspec.Raw(b"{}"))
 
 
-def _content(events: Iterable[Event], *, cut: bool) -> list[TextContent | ToolUseContent]:
+def _content(events: Iterable[Event], *, cut: bool) -> list[Block]:
     """An answer as a whole. cut: whether it may have been ended in the middle of a call."""
-    content: list[TextContent | ToolUseContent] = []
+    content: list[Block] = []
     calls: list[ToolUseContent] = []
     inputs: list[str] = []
     for new in events:
         match new:
+            case ThoughtDelta(text):
+                content.append(ThinkingContent(text))
             case ContentDelta(text):
                 if content and isinstance(content[-1], TextContent):
                     content[-1].text += text
@@ -169,7 +184,7 @@ def _whole_part(arguments: str) -> str:
 
 def _answer(
     generation: Generation,
-    content: list[TextContent | ToolUseContent],
+    content: list[Block],
     stop_reason: str | None,
     stop_string: str | None,
 ) -> MessageAnswer:
@@ -181,7 +196,8 @@ def _usage(generation: Generation) -> MessageUsage:
     usage = generation.usage
     details = usage.prompt_tokens_details
     cached = details.cached_tokens
-    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, details.image_tokens)
+    thoughts = OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens)
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, details.image_tokens, thoughts)
 
 
 async def messages(request: Request) -> Response:
@@ -197,7 +213,11 @@ async def count_tokens(request: Request) -> Response:
         chat = body.chat()
         try:
             prompt = await service.prepare(
-                chat.messages, salt_of(request, None), tools=body.tool_use, mm_processor_kwargs=body.processor_kwargs
+                chat.messages,
+                salt_of(request, None),
+                tools=body.tool_use,
+                template_settings=body.template_settings(service.preparer.template_settings),
+                mm_processor_kwargs=body.processor_kwargs,
             )
         except InvalidRequestError as error:
             chat.reword(error)

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
 from vlmserve.server.routes.events import named_event
-from vlmserve.server.schema.items import function_call, message, output_text
+from vlmserve.server.schema.items import function_call, message, output_text, reasoning, reasoning_text
 from vlmserve.server.schema.responses import ResponseObject, ResponseUsage
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import ImageSize
@@ -28,7 +28,8 @@ class ResponseWriter:
         """Its text or arguments so far."""
 
     def begin(self, *, only_text: bool) -> bytes:
-        """The events before the first token. only_text: whether the answer cannot have tool calls."""
+        """The events before the first token. only_text: whether the answer cannot have thoughts or tool
+        calls."""
         events = self._event("response.created", response=self.response)
         events += self._event("response.in_progress", response=self.response)
         return events + self._open_message() if only_text else events
@@ -38,6 +39,12 @@ class ResponseWriter:
         events = b""
         for new in news:
             match new:
+                case ThoughtDelta(text):
+                    if self._item is None:
+                        events += self._open(reasoning("", "in_progress"))
+                        events += self._event("response.content_part.added", **self._place, part=reasoning_text(""))
+                    self._written.append(text)
+                    events += self._event("response.reasoning_text.delta", **self._place, delta=text)
                 case ContentDelta(text):
                     if self._item is None or self._item["type"] != "message":
                         events += self._open_message()
@@ -57,7 +64,9 @@ class ResponseWriter:
         image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET,
     ) -> bytes:
         """The events after the last token."""
-        events = b"" if self._item or self.response.output else self._open_message()
+        has_begun = self._item is not None or bool(self.response.output)
+        is_thought = self._item is not None and self._item["type"] == "reasoning" and finish_reason != "length"
+        events = self._open_message() if is_thought or not has_begun else b""
         if finish_reason == "length":
             self.response.status = "incomplete"
             self.response.incomplete_details = {"reason": "max_output_tokens"}
@@ -81,7 +90,7 @@ class ResponseWriter:
         """The fields of events that name the item they belong to."""
         assert self._item is not None
         place = {"item_id": self._item["id"], "output_index": len(self.response.output)}
-        return {**place, "content_index": 0} if self._item["type"] == "message" else place
+        return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1
@@ -101,7 +110,11 @@ class ResponseWriter:
         if self._item is None:
             return b""
         text, id_ = "".join(self._written), self._item["id"]
-        if self._item["type"] == "message":
+        if self._item["type"] == "reasoning":
+            item = reasoning(text, status, id_)
+            events = self._event("response.reasoning_text.done", **self._place, text=text)
+            events += self._event("response.content_part.done", **self._place, part=reasoning_text(text))
+        elif self._item["type"] == "message":
             item = message("assistant", [output_text(text)], status, id_)
             events = self._event("response.output_text.done", **self._place, text=text, logprobs=[])
             events += self._event("response.content_part.done", **self._place, part=output_text(text))

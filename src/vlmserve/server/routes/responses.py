@@ -76,7 +76,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         writer = ResponseWriter(self._response(body, generation))
         finish_reason = None
         try:
-            yield writer.begin(only_text=not self._reader.expects_calls)
+            yield writer.begin(only_text=not (self._reader.expects_calls or generation.may_think))
             async with contextlib.aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     finish_reason = delta.finish_reason

@@ -14,7 +14,7 @@ from pydantic import Field, Tag, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.budget import BUDGET_FIELDS
 from vlmserve.server.schema.base import JSONObject, RequestModel, by_type, text_or_list
-from vlmserve.server.schema.content import Budget, Pages
+from vlmserve.server.schema.content import Budget, Pages, thoughts_of
 
 _PATH = re.compile(r"(?:messages|tools)\[\d+\](?:\.\w+|\[\d+\])*")
 _OWNER = re.compile(r"messages\[\d+\](?:\.(?:content|tool_calls)\[\d+\])?")
@@ -144,6 +144,22 @@ class ToolUseBlock(Block):
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
 
+class ThinkingBlock(Block):
+    """What was thought before an answer, which chat templates that know thoughts may show to the model again. signature
+    is accepted and changes nothing."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Block):
+    """Thoughts that another server has encrypted; the model is not shown them."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 ShownBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ImageBlock, Tag("<image>")]
@@ -168,8 +184,10 @@ ContentBlock = Annotated[
     | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    by_type("text", "image", "document", "tool_use", "tool_result"),
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    by_type("text", "image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 
 
@@ -189,8 +207,8 @@ class Turn(RequestModel):
     @model_validator(mode="after")
     def _says_what_its_role_may(self) -> Self:
         for index, block in enumerate(self.content if isinstance(self.content, list) else ()):
-            if isinstance(block, ToolUseBlock) and self.role != "assistant":
-                raise ValueError(f"content[{index}] is a tool_use, which belongs in a message of the assistant")
+            if isinstance(block, ToolUseBlock | ThinkingBlock | RedactedThinkingBlock) and self.role != "assistant":
+                raise ValueError(f"content[{index}] is a {block.type}, which belongs in a message of the assistant")
             if isinstance(block, ToolResultBlock) and self.role != "user":
                 raise ValueError(f"content[{index}] is a tool_result, which belongs in a message of the user")
         return self
@@ -225,7 +243,8 @@ class ChatMessages:
         calls = [(at, block.call()) for at, block in blocks if isinstance(block, ToolUseBlock)]
         texts = [block.text for _, block in said if isinstance(block, TextBlock)]
         content = "".join(texts) if len(texts) == len(said) else _placed_parts(said)
-        self._add(place, "assistant", content, calls)
+        thoughts = "\n\n".join(block.thinking for _, block in blocks if isinstance(block, ThinkingBlock))
+        self._add(place, "assistant", content, calls, **thoughts_of(thoughts))
 
     def _add_question(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
         """Each result is a message, and so is the text before, between and after them."""

@@ -64,8 +64,11 @@ class ChatRequest(PromptRequest, ChoicesRequest):
 
     chat_template_kwargs: TemplateSettings = None
     reasoning_effort: ReasoningEffort | None = Field(
-        None, description="For models whose chat template knows it; others ignore it."
+        None,
+        description="For models whose chat template knows it; none also for those that know enable_thinking. Others "
+        "ignore it.",
     )
+    include_reasoning: bool = Field(True, description="Whether thoughts are returned, where the model has some.")
 
     logprobs: bool = Field(False, description="Return the logprob of each token.")
     top_logprobs: int | None = Field(
@@ -105,12 +108,15 @@ class ChatRequest(PromptRequest, ChoicesRequest):
 
 
 class AnswerMessage(msgspec.Struct):
-    """What the model said, and which functions it wants to be called, left out if there are none."""
+    """What the model said, and which functions it wants to be called, left out if there are none. reasoning_content,
+    reasoning: what it thought before, under both names that vLLM has had for it; left out if it is not told apart."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[AnswerToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnswerChoice(msgspec.Struct):
@@ -142,6 +148,8 @@ class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[DeltaToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChunkChoice(msgspec.Struct):

@@ -27,9 +27,23 @@ TemplateSettings = Annotated[
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+_THINKING_SETTINGS = ("enable_thinking", "thinking")
+"""What chat templates call the switch of thinking: those of Qwen and GLM, those of DeepSeek and Granite."""
+
+
+def thinking_settings(thinks: bool, known: Collection[str]) -> dict[str, Any]:
+    """The chat template's setting for whether to think, if the template has one."""
+    return {name: thinks for name in _THINKING_SETTINGS if name in known}
+
+
 def effort_settings(effort: ReasoningEffort | None, known: Collection[str]) -> dict[str, Any]:
-    """The chat template's setting for an effort, if the template has one."""
-    return {"reasoning_effort": effort} if effort and "reasoning_effort" in known else {}
+    """The chat template's settings for an effort, as far as the template has some."""
+    if effort is None:
+        return {}
+    switches = thinking_settings(effort != "none", known)
+    if switches and effort == "none":
+        return switches
+    return switches | ({"reasoning_effort": effort} if "reasoning_effort" in known else {})
 
 
 class TextPart(ChatPart):
@@ -155,8 +169,9 @@ Content = Annotated[
 
 
 class Message(RequestModel):
-    """One turn of a conversation. name, and what clients send back of an answer besides its text and calls, are
-    accepted and change nothing: thoughts, in whichever of their fields, are not shown to the model again."""
+    """One turn of a conversation. name, and what clients send back of an answer besides its text, calls and thoughts,
+    are accepted and change nothing. reasoning_content, reasoning: thoughts, which chat templates that know them may
+    show to the model again."""
 
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],
@@ -186,4 +201,13 @@ class Message(RequestModel):
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as `RequestPreparer.chat` takes them."""
     fields = {"role", "content", "tool_calls", "tool_call_id"}
-    return [message.model_dump(include=fields, exclude_none=True) for message in messages]
+    return [
+        message.model_dump(include=fields, exclude_none=True)
+        | thoughts_of(message.reasoning_content or message.reasoning)
+        for message in messages
+    ]
+
+
+def thoughts_of(text: str | None) -> dict[str, str]:
+    """The field of a message that has its thoughts, if there are any."""
+    return {"reasoning_content": text} if text else {}

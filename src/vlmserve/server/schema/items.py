@@ -170,6 +170,36 @@ class OutputItem(RequestModel):
         }
 
 
+class ReasoningText(RequestModel):
+    """A piece of what was thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class SummaryText(RequestModel):
+    """A piece of what was thought, in short."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningItem(RequestModel):
+    """What was thought before an answer, which chat templates that know thoughts may show to the model again. id,
+    status, summary and encrypted_content are accepted and change nothing."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: list[SummaryText] = Field(default_factory=list)
+    encrypted_content: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+    def stored(self) -> dict[str, Any]:
+        """The item as it is kept and shown: with an id of its own."""
+        return reasoning("".join(part.text for part in self.content or ()))
+
+
 class ItemReference(RequestModel):
     """An item of an earlier response or conversation, which is not said again but named."""
 
@@ -182,6 +212,12 @@ def message(
 ) -> dict[str, Any]:
     """A message as it is kept and shown."""
     return {"id": id or _new_id("msg"), "type": "message", "status": status, "role": role, "content": content}
+
+
+def reasoning(text: str, status: str = "completed", id: str | None = None) -> dict[str, Any]:
+    """Thoughts as they are kept and shown."""
+    content = [reasoning_text(text)] if text else []
+    return {"id": id or _new_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": content}
 
 
 def function_call(
@@ -211,6 +247,11 @@ def _new_id(prefix: str) -> str:
 def output_text(text: str) -> dict[str, Any]:
     """The part that an answer is made of."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def reasoning_text(text: str) -> dict[str, Any]:
+    """The part that thoughts are made of."""
+    return {"type": "reasoning_text", "text": text}
 
 
 def parts_of(item: dict[str, Any]) -> list[dict[str, Any]]:
@@ -255,8 +296,9 @@ _Item = (
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[OutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
 )
-_KINDS = ("message", "function_call", "function_call_output")
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
 InputItem = Annotated[Annotated[_Item, Discriminator(_item_kind)], _known_kind(*_KINDS)]
 InputItems = Annotated[
     list[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -11,19 +11,23 @@ from pydantic import Field, Tag, model_validator
 from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
-from vlmserve.server.schema.content import PromptRequest
+from vlmserve.server.schema.content import PromptRequest, thinking_settings
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.schema.structured import MessagesFormat, either_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, tool_use
 from vlmserve.types import Grammar, ImageSize
 
-_IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier", "thinking"})
+_IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier"})
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": (),
     "mcp_servers": ([],),
     "thread": (),
 }
+
+
+ThinkingDisplay = Literal["summarized", "omitted"] | None
+"""Whether thoughts are returned. They never are in short."""
 
 
 class CustomTool(RequestModel):
@@ -74,8 +78,42 @@ class NamedToolChoice(RequestModel):
     disable_parallel_tool_use: bool = False
 
 
+class ThinkingEnabled(RequestModel):
+    """The model thinks before it answers. budget_tokens: how long at most. display: whether its thoughts are shown."""
+
+    type: Literal["enabled"]
+    budget_tokens: int = Field(ge=0, le=MAX_COUNT)
+    display: ThinkingDisplay = None
+
+
+class ThinkingAdaptive(RequestModel):
+    """The model thinks as long as it wants. display: whether its thoughts are shown."""
+
+    type: Literal["adaptive"]
+    display: ThinkingDisplay = None
+
+
+class ThinkingDisabled(RequestModel):
+    """The model does not think, if its chat template has a switch for that."""
+
+    type: Literal["disabled", "between_tools"]
+
+
 class PromptFields(PromptRequest):
     """What the prompt is made of."""
+
+    thinking: (
+        Annotated[
+            Annotated[ThinkingEnabled, Tag("<enabled>")]
+            | Annotated[ThinkingAdaptive, Tag("<adaptive>")]
+            | Annotated[ThinkingDisabled, Tag("<disabled>")]
+            | Annotated[ThinkingDisabled, Tag("<between_tools>")],
+            by_type("enabled", "adaptive", "disabled", "between_tools"),
+        ]
+        | None
+    ) = Field(
+        None, description="Whether the model thinks first, and how long. Default: it does not, if it has a switch."
+    )
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: System = ""
@@ -92,6 +130,10 @@ class PromptFields(PromptRequest):
         ]
         | None
     ) = Field(None, description="auto, any, none or a tool. Default: auto.")
+
+    def template_settings(self, known: Collection[str]) -> dict[str, Any]:
+        """Values for the chat template, by name. known: names that it uses."""
+        return thinking_settings(isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive), known)
 
     def chat(self) -> ChatMessages:
         """The messages as chat completions has them."""
@@ -122,7 +164,6 @@ class CountRequest(PromptFields):
     model: str | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
 
 
 class MessagesRequest(PromptFields, SamplingRequest):
@@ -136,6 +177,16 @@ class MessagesRequest(PromptFields, SamplingRequest):
     stop_sequences: list[str] = Field(default_factory=list, description="Strings that end the answer.")
     output_config: OutputConfig = OutputConfig()
 
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens that thoughts may take; None: any number."""
+        return self.thinking.budget_tokens if isinstance(self.thinking, ThinkingEnabled) else self.thinking_token_budget
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether thoughts are part of the answer."""
+        return getattr(self.thinking, "display", None) != "omitted"
+
     def grammar(self) -> Grammar | None:
         """The answer's format, in this API's words or in others'."""
         wanted = self.output_config.format
@@ -148,6 +199,12 @@ class MessagesRequest(PromptFields, SamplingRequest):
         return self
 
 
+class OutputTokensDetails(msgspec.Struct):
+    """Which of an answer's tokens are thoughts."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(msgspec.Struct):
     """Tokens, those of the prompt that were cached counted apart. image_tokens: those of the whole prompt that are
     images."""
@@ -156,6 +213,7 @@ class MessageUsage(msgspec.Struct):
     output_tokens: int
     cache_read_input_tokens: int
     image_tokens: int
+    output_tokens_details: OutputTokensDetails
     cache_creation_input_tokens: int = 0
 
 
@@ -163,6 +221,13 @@ class TextContent(msgspec.Struct, tag_field="type", tag="text"):
     """What the model said."""
 
     text: str
+
+
+class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
+    """What the model thought before. signature: nothing; thoughts are not signed here."""
+
+    thinking: str
+    signature: str = ""
 
 
 class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -178,7 +243,7 @@ class MessageAnswer(msgspec.Struct):
 
     id: str
     model: str
-    content: list[TextContent | ToolUseContent]
+    content: list[ThinkingContent | TextContent | ToolUseContent]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessageUsage

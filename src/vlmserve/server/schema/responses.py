@@ -44,8 +44,8 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 class Reasoning(RequestModel):
-    """How a model thinks before it answers. effort: for models whose chat template knows it. summary and
-    generate_summary change nothing: thoughts are not summarized here."""
+    """How a model thinks before it answers. effort: for models whose chat template knows it, none also for
+    those that know enable_thinking. summary and generate_summary change nothing: thoughts are not summarized here."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -154,7 +154,7 @@ class ResponseUsage(msgspec.Struct):
             usage.prompt_tokens,
             InputTokensDetails(prompt.cached_tokens, prompt.images, prompt.images_encoded, prompt.image_tokens),
             usage.completion_tokens,
-            OutputTokensDetails(),
+            OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
             usage.total_tokens,
         )
 

@@ -105,6 +105,9 @@ class SamplingRequest(RequestModel):
         le=MAX_COUNT,
         description="Only those that begin among so many of the latest tokens count. Default: all (-1).",
     )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=MAX_COUNT, description="Thoughts are ended after so many tokens. Default: any number."
+    )
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         default_factory=list, description="A string or a list of them."
@@ -183,6 +186,7 @@ class SamplingRequest(RequestModel):
             no_repeat_ngram_window=self.no_repeat_ngram_window,
             logprobs=self.wanted_logprobs,
             prompt_logprobs=self.wanted_prompt_logprobs,
+            thinking_token_budget=self.thinking_token_budget,
             seed=self.seed,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),

@@ -17,6 +17,12 @@ class PromptTokensDetails(msgspec.Struct):
     image_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What the answers cost. reasoning_tokens: generated ones that are thoughts, with the markers around them."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
     """Tokens of the prompt, once for all answers, and generated ones. The end token counts as generated."""
 
@@ -24,3 +30,4 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails

@@ -1,0 +1,208 @@
+"""Thoughts of models: which markers are around them, whether an answer begins in them, and how they are told apart.
+
+Markers are single tokens, so that what the model writes in their letters is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vlmserve.config import ReasoningParser
+from vlmserve.errors import ConfigurationError
+from vlmserve.prompt.detokenize import Detokenizer
+from vlmserve.prompt.template import ChatTemplate
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.thoughts import Thinking
+from vlmserve.types import Thoughts
+
+
+@dataclass(frozen=True)
+class ReasoningForm:
+    """What stands around thoughts.
+
+    always_begun: whether every answer begins with thoughts, also where neither prompt nor answer has `start`.
+    """
+
+    name: str
+    start: str
+    end: str
+    always_begun: bool = False
+
+
+_FORMS = {
+    form.name: form
+    for form in (
+        # The names are vLLM's: https://docs.vllm.ai/en/latest/features/reasoning_outputs/
+        ReasoningForm("qwen3", "<think>", "</think>"),
+        ReasoningForm("glm45", "<think>", "</think>"),
+        ReasoningForm("deepseek_r1", "<think>", "</think>", always_begun=True),
+        # Of Magistral and Ministral 3: https://docs.mistral.ai/capabilities/reasoning/
+        ReasoningForm("mistral", "[THINK]", "[/THINK]"),
+    )
+}
+_BLANKS = ("\n", "\n\n", " ")
+"""What models write before the marker, as GLM does."""
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The form of a model's thoughts.
+
+    start_id, end_id: the tokens that its markers are. blank_ids: tokens of space that may stand before `start_id`.
+    """
+
+    form: ReasoningForm
+    start_id: int
+    end_id: int
+    blank_ids: tuple[int, ...] = ()
+
+    def after(self, prompt: str) -> Thoughts | None:
+        """The thoughts of answers to a prompt, which is what a chat template has written; None if it has ended them
+        already, as templates do where thinking is switched off."""
+        written = prompt.rstrip()
+        if written.endswith(self.form.end):
+            return None
+        begun = self.form.always_begun or written.endswith(self.form.start)
+        return Thoughts(self.start_id, self.end_id, begun, self.blank_ids)
+
+
+def choose_reasoning(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ReasoningParser) -> Reasoning | None:
+    """How a model writes thoughts: as `wanted`, or else as its chat template does; None: it has none.
+
+    Raises ConfigurationError if the tokenizer lacks the markers that are wanted.
+    """
+    if wanted == "none":
+        return None
+    source = "" if template is None else template.source
+    for form in _FORMS.values() if wanted == "auto" else [_FORMS[wanted]]:
+        start_id, end_id = tokenizer.token_id(form.start), tokenizer.token_id(form.end)
+        if start_id is None or end_id is None:
+            if wanted != "auto":
+                raise ConfigurationError(
+                    f"--reasoning-parser {wanted}: {form.start} and {form.end} are not tokens of this model; use none"
+                )
+        elif wanted != "auto" or form.start in source or form.end in source:
+            blanks = [tokenizer.encode(blank, add_special_tokens=False) for blank in _BLANKS]
+            return Reasoning(form, start_id, end_id, tuple(ids[0] for ids in blanks if len(ids) == 1))
+    return None
+
+
+class Said(NamedTuple):
+    """What is new in an answer: of its thoughts, and of the answer itself."""
+
+    thought: str
+    text: str
+
+
+class AnswerText:
+    """Turns one answer's token ids into its thoughts and its text.
+
+    text: makes the answer's text, and looks for its stop strings, of which thoughts have none. thought: makes that of
+    thoughts. thinking: where the answer stands in them; None: it has none. strips: whether space between thoughts and
+    text is left out; space at the beginning and the end of thoughts always is.
+    num_reasoning_tokens: those of the thoughts, with markers of theirs that are part of the answer.
+    """
+
+    def __init__(
+        self,
+        text: Detokenizer,
+        thought: Detokenizer | None = None,
+        thinking: Thinking | None = None,
+        *,
+        strips: bool = True,
+    ) -> None:
+        self._text = text
+        self._thought = thought
+        self._thinking = thinking
+        self._strips = strips
+        self._waiting: list[int] = []
+        """Space before the first token that says whether there are thoughts."""
+        self._gap = ""
+        """Space in the middle of thoughts, if something follows it."""
+        self._has_thought = False
+        self._begins = False
+        """Whether the text follows thoughts and has not begun."""
+        self.num_reasoning_tokens = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed."""
+        return self._text.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was completed; nothing follows it."""
+        return self._text.stop_string
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer and its thoughts: all that came up to the one that completed a stop string."""
+        return self.num_reasoning_tokens + len(self._waiting) + self._text.num_tokens
+
+    @property
+    def num_decoded(self) -> int:
+        """Characters that the tokens of the text so far stand for."""
+        return self._text.num_decoded
+
+    @property
+    def num_shown(self) -> int:
+        """Those of them that are text by now, or were left out."""
+        return self._text.num_shown
+
+    def push(self, token_ids: Sequence[int]) -> Said:
+        """What is safe to show now that these ids came."""
+        thinking, thought, count = self._thinking, "", 0
+        while thinking is not None and not thinking.is_over and count < len(token_ids):
+            token_id = token_ids[count]
+            count += 1
+            if thinking.takes(token_id):
+                thought += self._think(thinking, token_id)
+            else:
+                thinking.append(token_id)
+                self._waiting.append(token_id)
+        said = list(token_ids[count:])
+        if thinking is None or thinking.is_over:
+            said, self._waiting = self._waiting + said, []
+        return Said(thought, self._stripped(self._text.push(said)) if said else "")
+
+    def finish(self) -> Said:
+        """What was held back. Nothing may be pushed afterwards."""
+        is_inside = self._thinking is not None and self._thinking.is_inside
+        thought = self._end_thoughts() if is_inside else ""
+        said, self._waiting = self._text.push(self._waiting), []
+        return Said(thought, self._stripped(said + self._text.finish()))
+
+    def _think(self, thinking: Thinking, token_id: int) -> str:
+        """New text of thoughts for a token of them."""
+        self.num_reasoning_tokens += len(self._waiting) + 1
+        self._waiting = []
+        thinking.append(token_id)
+        if thinking.is_over:
+            return self._end_thoughts()
+        if token_id == thinking.thoughts.start_id:
+            return ""
+        assert self._thought is not None
+        return self._held(self._thought.push([token_id]))
+
+    def _end_thoughts(self) -> str:
+        assert self._thought is not None
+        self._begins = self._strips
+        return self._held(self._thought.finish())
+
+    def _held(self, new: str) -> str:
+        """New text of thoughts without the space around them all."""
+        new = self._gap + new
+        if not self._has_thought:
+            new = new.lstrip()
+        said = new.rstrip()
+        self._gap = new[len(said) :]
+        self._has_thought = self._has_thought or bool(said)
+        return said
+
+    def _stripped(self, text: str) -> str:
+        if self._begins:
+            text = text.lstrip()
+            self._begins = not text
+        return text
