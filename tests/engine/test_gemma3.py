@@ -18,6 +18,7 @@ from transformers import Gemma3ForConditionalGeneration, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
+from tests.at_once import chat_at_once
 from tests.checkpoints import GEMMA3_NAMED, GEMMA3_PICTURE_TOKENS, GEMMA3_TEMPLATE, change_config, make_gemma3
 from tests.engine.test_parity import generate
 from tests.engine.test_qwen_chat import assistant, logits_after, tokens, user
@@ -156,7 +157,7 @@ def test_preempted_requests_give_the_same(oracle: Oracle, expected: list[list[in
     longest = max(len(oracle.inputs(asked)["input_ids"][0]) for asked in CONVERSATIONS) + NEW_TOKENS
     block = probe.engine.info.kv_cache_bytes // probe.engine.stats().kv_blocks_total
     tight = oracle.llm(block_size=2, kv_cache_memory=(longest // 2 + 4) * block, max_num_batched_tokens=100)
-    assert tokens(tight.chat(CONVERSATIONS, GREEDY, use_tqdm=False)) == expected
+    assert chat_at_once(tight, CONVERSATIONS, GREEDY) == expected
     assert tight.engine.stats().preemptions > 0
 
 

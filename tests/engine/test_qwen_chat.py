@@ -22,6 +22,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from transformers.processing_utils import ProcessorMixin
 
+from tests.at_once import chat_at_once
 from tests.checkpoints import QWEN3_VIDEO_PIXELS, QWEN_CLASSES, QWEN_PIXELS, QWEN_TEMPLATE, make_qwen_vl
 from tests.media.images_for_tests import encoded, noise
 from tests.models.test_qwen_vision import patches
@@ -29,7 +30,6 @@ from tests.oracles.mrope import positions
 from tests.server.live import LiveServer
 from vlmserve import LLM, RequestOutput, SamplingParams
 from vlmserve.errors import PromptTooLongError
-from vlmserve.types import EngineRequest
 from vlmserve.verify import record_logits
 
 NEW_TOKENS = 12
@@ -334,14 +334,7 @@ def test_preempted_requests_and_further_turns_keep_their_positions(
     longest = max(len(probe._preparer.chat(asked, allow_local=True).token_ids) for asked in conversations) + NEW_TOKENS
     block = probe.engine.info.kv_cache_bytes // probe.engine.stats().kv_blocks_total
     tight = oracle.llm(block_size=2, kv_cache_memory=(longest // 2 + 8) * block, max_num_batched_tokens=100)
-    # All at once: while `chat` prepares them, those before could end.
-    found: dict[str, list[int]] = {str(number): [] for number in range(len(conversations))}
-    for name, asked in zip(found, conversations, strict=True):
-        tight.engine.add(EngineRequest(name, tight._preparer.chat(asked, allow_local=True), GREEDY))
-    while tight.engine.has_work():
-        for output in tight.engine.step():
-            found[output.request_id] += output.token_ids
-    assert [*found.values()] == answers
+    assert chat_at_once(tight, conversations, GREEDY) == answers
     assert tight.engine.stats().preemptions > 0
 
     first = VIDEOS[2][0]
