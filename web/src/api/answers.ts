@@ -13,13 +13,15 @@ export interface Usage {
 /** A piece of an answer. The last one says how it ended. */
 export interface Piece {
   text?: string;
+  /** What the model thinks before its answer. */
+  thought?: string;
   usage?: Usage;
   ending?: "complete" | "length";
 }
 
 interface ChatChunk {
   error?: { message: string; code: string };
-  choices?: { delta: { content?: string | null }; finish_reason: string | null }[];
+  choices?: { delta: { content?: string | null; reasoning_content?: string | null }; finish_reason: string | null }[];
   usage?: { prompt_tokens: number; completion_tokens: number; prompt_tokens_details?: { cached_tokens: number } } | null;
 }
 
@@ -45,6 +47,7 @@ export async function* chat(turns: Turn[], settings: Sampling, signal: AbortSign
     if (chunk.error) throw new ApiError(500, chunk.error.code, chunk.error.message);
     const choice = chunk.choices?.[0];
     if (choice?.finish_reason) ending = choice.finish_reason === "length" ? "length" : "complete";
+    if (choice?.delta.reasoning_content) yield { thought: choice.delta.reasoning_content };
     if (choice?.delta.content) yield { text: choice.delta.content };
     if (chunk.usage) {
       const cachedTokens = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
@@ -69,6 +72,7 @@ export async function* respond(
   let ending: Piece["ending"];
   for await (const raw of events(response, signal)) {
     const event = raw as ResponseEvent;
+    if (event.type === "response.reasoning_text.delta") yield { thought: event.delta };
     if (event.type === "response.output_text.delta") yield { text: event.delta };
     if (event.type === "response.failed") {
       throw new ApiError(500, "generation_failed", event.response?.error?.message ?? "The server ended the answer");

@@ -13,7 +13,9 @@ interface Part {
 
 interface Item {
   id: string;
-  role: "user" | "assistant" | "system" | "developer";
+  type: string;
+  /** Of a message. */
+  role?: "user" | "assistant" | "system" | "developer";
   content: Part[];
 }
 
@@ -21,6 +23,13 @@ interface ItemList {
   data: Item[];
   has_more: boolean;
   last_id: string | null;
+}
+
+/** What the server calls the items of a question and its answer. */
+export interface ItemNames {
+  question?: string;
+  thoughts?: string;
+  answer?: string;
 }
 
 /** Whether the server keeps anything. */
@@ -52,30 +61,40 @@ export async function deleteConversation(id: string, fileIds: string[]): Promise
 
 export async function loadTurns(id: string): Promise<Turn[]> {
   const turns: Turn[] = [];
+  let thoughts: Item | undefined;
   for (let after = ""; ; ) {
     const page = await getJson<ItemList>(`v1/conversations/${encodeURIComponent(id)}/items?order=asc&limit=100${after && `&after=${after}`}`);
     for (const item of page.data) {
-      if (item.role === "user" || item.role === "assistant") turns.push(await turnOf(item, item.role));
+      if (thoughts && item.role !== "assistant") turns.push(onlyThoughts(thoughts));
+      if (item.role === "assistant") turns.push({ ...(await turnOf(item, item.role)), ...(thoughts && thinking(thoughts)) });
+      if (item.role === "user") turns.push(await turnOf(item, item.role));
+      thoughts = item.type === "reasoning" ? item : undefined;
     }
-    if (!page.has_more || !page.last_id) return turns;
+    if (!page.has_more || !page.last_id) return thoughts ? [...turns, onlyThoughts(thoughts)] : turns;
     after = page.last_id;
   }
 }
 
-/** The names that the server gave the two latest turns. */
-export async function latestItemIds(id: string): Promise<string[]> {
-  const page = await getJson<ItemList>(`v1/conversations/${encodeURIComponent(id)}/items?order=desc&limit=2`);
-  return page.data.map((item) => item.id).reverse();
+/** The names that the server gave the latest question and its answer. */
+export async function latestItems(id: string): Promise<ItemNames> {
+  const page = await getJson<ItemList>(`v1/conversations/${encodeURIComponent(id)}/items?order=desc&limit=3`);
+  const question = page.data.findIndex((item) => item.role === "user");
+  const answered = page.data.slice(0, question);
+  return {
+    question: page.data[question]?.id,
+    thoughts: answered.find((item) => item.type === "reasoning")?.id,
+    answer: answered.find((item) => item.role === "assistant")?.id,
+  };
 }
 
 /** Keep a question and as much of an answer as there is; their names. */
-export async function addTurns(id: string, question: Turn, answer: Turn): Promise<string[]> {
+export async function addTurns(id: string, question: Turn, answer: Turn): Promise<ItemNames> {
   const items = [
     { role: "user", content: inputParts(question) },
     { role: "assistant", content: [{ type: "output_text", text: answer.text }] },
   ];
   const added: ItemList = await (await sendJson("POST", `v1/conversations/${encodeURIComponent(id)}/items`, { items })).json();
-  return added.data.map((item) => item.id);
+  return { question: added.data[0]?.id, answer: added.data[1]?.id };
 }
 
 /** It is fine if it is gone already. */
@@ -96,6 +115,15 @@ export async function upload(attachment: Attachment, signal: AbortSignal): Promi
 
 export async function download(fileId: string): Promise<Blob> {
   return (await request(`v1/files/${fileId}/content`)).blob();
+}
+
+function thinking(item: Item): Partial<Turn> {
+  return { thoughts: item.content.map((part) => part.text ?? "").join(""), thoughtsId: item.id };
+}
+
+/** An answer that the token limit ended before its text began. */
+function onlyThoughts(item: Item): Turn {
+  return { id: item.id, role: "assistant", text: "", attachments: [], ending: "length", ...thinking(item) };
 }
 
 async function turnOf(item: Item, role: "user" | "assistant"): Promise<Turn> {

@@ -110,6 +110,12 @@ function Answer({ conversation, turn, question, shown = [], model, busy, note, o
   return (
     <li className="turn answer" aria-busy={coming}>
       <h2 className="visually-hidden">Answer</h2>
+      {turn.thoughts && (
+        <details className="thoughts">
+          <summary>{coming && !turn.text ? "Thinking" : "Thoughts"}</summary>
+          <p>{turn.thoughts}</p>
+        </details>
+      )}
       {turn.text && <Markdown text={turn.text} />}
       {images.length > 0 && marks.length > 0 && <MarkedImage images={images} marks={marks} model={turn.model ?? model} />}
       {coming && !turn.text && (

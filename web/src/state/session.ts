@@ -150,7 +150,7 @@ export function askAgain(id: string, questionId: string, changed: Partial<Pick<T
   const conversation = find(id);
   const index = conversation?.turns.findIndex((turn) => turn.id === questionId) ?? -1;
   if (!conversation || index < 0 || state.answering.has(id)) return;
-  const gone = conversation.turns.slice(index).flatMap((turn) => turn.itemId ?? []);
+  const gone = conversation.turns.slice(index).flatMap((turn) => [turn.thoughtsId, turn.itemId].filter((name) => name !== undefined));
   const question = { ...conversation.turns[index]!, ...changed, id: newId(), itemId: undefined };
   update(id, (one) => ({ ...one, turns: one.turns.slice(0, index), obsolete: [...(one.obsolete ?? []), ...gone] }));
   append(id, question);
@@ -235,7 +235,7 @@ async function receive(id: string, questionId: string, signal: AbortSignal, prog
       return ending;
     } catch (error) {
       const soon = error instanceof ApiError && error.status === 503 && error.code === "unavailable";
-      if (!soon || progress.text) throw error;
+      if (!soon || progress.text || progress.thoughts) throw error;
       note(id, `${error.message}. Your question is sent as soon as it is ready.`);
       await sleep(error.retryAfter ?? 1, signal);
     }
@@ -258,12 +258,12 @@ async function settle(id: string, questionId: string, answerId: string): Promise
   const answer = conversation?.turns.find((turn) => turn.id === answerId);
   if (conversation?.place !== "server" || !question || !answer || answer.ending === "failed") return;
   try {
-    let names: string[];
-    if (answer.ending !== "stopped") names = await history.latestItemIds(id);
+    let names: history.ItemNames;
+    if (answer.ending !== "stopped") names = await history.latestItems(id);
     else if (answer.text) names = await history.addTurns(id, question, answer);
     else return;
-    updateTurn(id, questionId, { itemId: names[0] });
-    updateTurn(id, answerId, { itemId: names[1] });
+    updateTurn(id, questionId, { itemId: names.question });
+    updateTurn(id, answerId, { itemId: names.answer, thoughtsId: names.thoughts });
   } catch {
     // Without names the two stay in the browser as well, and the next load of the conversation shows both.
   }
@@ -272,6 +272,7 @@ async function settle(id: string, questionId: string, answerId: string): Promise
 /** Shows an answer while it comes, a few times a second however fast that is. */
 class Progress {
   text = "";
+  thoughts = "";
   private usage?: Usage;
   private began = 0;
   private first?: number;
@@ -288,12 +289,13 @@ class Progress {
 
   add(piece: Piece): void {
     if (piece.usage) this.usage = piece.usage;
-    if (!piece.text) return;
+    if (!piece.text && !piece.thought) return;
     if (this.first === undefined) {
       this.first = performance.now();
       note(this.id, "");
     }
-    this.text += piece.text;
+    this.text += piece.text ?? "";
+    this.thoughts += piece.thought ?? "";
     this.timer ??= setTimeout(() => this.show(), FRAME);
   }
 
@@ -305,13 +307,13 @@ class Progress {
       firstToken: ((this.first ?? ended) - this.began) / 1000,
       total: (ended - this.began) / 1000,
     };
-    updateTurn(this.id, this.turnId, { text: this.text, ending, cost });
+    updateTurn(this.id, this.turnId, { text: this.text, thoughts: this.thoughts, ending, cost });
     note(this.id, "");
   }
 
   private show(): void {
     this.timer = undefined;
-    updateTurn(this.id, this.turnId, { text: this.text });
+    updateTurn(this.id, this.turnId, { text: this.text, thoughts: this.thoughts });
   }
 }
 

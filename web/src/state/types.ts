@@ -29,6 +29,8 @@ export interface Turn {
   id: string;
   role: "user" | "assistant";
   text: string;
+  /** What the model thought before its answer. */
+  thoughts?: string;
   attachments: Attachment[];
   /** How an answer ended; none while it comes. */
   ending?: Ending;
@@ -38,6 +40,8 @@ export interface Turn {
   model?: string;
   /** Its name on the server, which keeps it. */
   itemId?: string;
+  /** The name of its thoughts there. */
+  thoughtsId?: string;
 }
 
 export type Place = "browser" | "server";
