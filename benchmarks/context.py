@@ -23,7 +23,8 @@ from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
 from vlmserve.bench import Figure, Rounds, measure_limits
 from vlmserve.config import EngineConfig
-from vlmserve.engine.engine import Engine, load
+from vlmserve.engine.engine import Engine
+from vlmserve.engine.loading import load
 from vlmserve.models.protocols import LoadedModel
 
 POSITIONS = 20_000

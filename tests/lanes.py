@@ -13,8 +13,8 @@ _SLOW = {
     ".": "bench gguf",
     "benchmarks": "soak",
     "cli": "help vllm",
-    "engine": """blip drafts families gemma3 moondream original_families parity qwen_chat qwen_vl sampling static_parity
-        static_qwen_vl static_sampling static_stress stress structured tiles transformers_backend
+    "engine": """blip drafts families gemma3 moondream original_families parity qwen_chat qwen_vl ranks sampling
+        static_parity static_qwen_vl static_sampling static_stress stress structured tiles transformers_backend
         transformers_images""",
     "frontend": "beams",
     "kernels": "attention_backends cpu_attention",
@@ -25,7 +25,7 @@ _SLOW = {
     "sampling": "sampler",
     "scaleout": "faults gateway pixie ray",
     "server": """attacks bad_input batch_faults caching crash debug fuzz guard limits load messages_tools metrics
-        openapi response_tools responses run sampling structured supervision tools tracing""",
+        openapi ranks response_tools responses run sampling structured supervision tools tracing""",
     "storage": "store",
     "training/pixie": "train",
     "web": "accessibility chat live_view",

@@ -13,7 +13,7 @@ import torch
 from vlmserve import cores
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.cores import bound_spinning, engine_threads, media_threads, spinning_is_bounded, usable_cores
-from vlmserve.engine.engine import load
+from vlmserve.engine.loading import load, set_threads
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +74,10 @@ def test_the_engine_takes_what_it_is_told_or_fewer_than_there_are(monkeypatch: p
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(6)
-        monkeypatch.setattr("vlmserve.engine.engine.engine_threads", lambda: 3)
+        monkeypatch.setattr("vlmserve.engine.loading.engine_threads", lambda: 3)
         load(EngineConfig())
         assert torch.get_num_threads() == 3
-        monkeypatch.setattr("vlmserve.engine.engine.engine_threads", lambda: 5)
+        monkeypatch.setattr("vlmserve.engine.loading.engine_threads", lambda: 5)
         load(EngineConfig())
         assert torch.get_num_threads() == 3, "fewer that somebody set stay"
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
@@ -86,6 +86,9 @@ def test_the_engine_takes_what_it_is_told_or_fewer_than_there_are(monkeypatch: p
         assert torch.get_num_threads() == 6, "the environment's number stays"
         load(EngineConfig(num_threads=2))
         assert torch.get_num_threads() == 2
+        for wanted, ranks, own in ((7, 2, 3), (1, 2, 1)):
+            set_threads(wanted, ranks)
+            assert torch.get_num_threads() == own, "ranks divide them"
     finally:
         torch.set_num_threads(before)
 

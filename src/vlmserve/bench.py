@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
-from vlmserve.engine.engine import Engine, load
+from vlmserve.engine.engine import Engine
+from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Embedding, Weight
 from vlmserve.models.decoder import Decoder

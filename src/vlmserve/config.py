@@ -266,6 +266,12 @@ class EngineConfig(Settings):
     max_cpu_loras: int = Field(64, ge=1, description="Largest number of adapters in memory; at least max_loras.")
     lora_memory: ByteSize = Field(2 * 1024**3, description="Memory for adapters, like 4GiB.")
     max_lora_rank: int = Field(64, ge=1, le=4096, description="Largest rank of an adapter.")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that share the model, each on a device of its own or with a part of the cores.",
+    )
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
@@ -325,7 +331,7 @@ class EngineConfig(Settings):
     )
     seed: int = Field(0, ge=0, description="Seed from which requests without a seed get theirs.")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the engine; default: by the number of cores."
+        None, ge=1, description="CPU threads of the engine, of all ranks together; default: by the number of cores."
     )
     mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
     mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")

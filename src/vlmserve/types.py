@@ -376,6 +376,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Which GPU it runs on, as NVML knows it."""
     image_token_bytes: int = 0
     """What an embedding of an image takes in the encoder cache."""
+    tensor_parallel_size: int = 1
+    """How many ranks share the model."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):

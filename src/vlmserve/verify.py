@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
-from vlmserve.engine.engine import Engine, load
+from vlmserve.engine.engine import Engine
+from vlmserve.engine.loading import load
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.registry import read_json

@@ -118,6 +118,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 
 _RENAMED: Mapping[str, Renamed] = {
     "--gpu-memory-utilization": Renamed(("memory_fraction",)),
+    "-tp": Renamed(("tensor_parallel_size",)),
     "--kv-cache-memory-bytes": Renamed(("kv_cache_memory",)),
     "--swap-space": Renamed(("kv_offload_memory",), _gibibytes("kv_offload_memory"), note="in GiB"),
     "--kv-offloading-size": Renamed(("kv_offload_memory",), _gibibytes("kv_offload_memory"), note="in GiB"),
@@ -151,7 +152,7 @@ _RENAMED: Mapping[str, Renamed] = {
 }
 
 _DETECTED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "None")
-_ONE = "vlmserve runs a model on one device; start several servers and balance between them."
+_ONE = "vlmserve runs a model on one machine; start several servers and balance between them."
 _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--enable-auto-tool-choice", "--exclude-tools-when-tool-choice-none"): Unused(
         "Models may call a request's tools; with tool_choice none the prompt does not describe them.", is_switch=True
@@ -164,11 +165,12 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
         _DETECTED,
         otherwise="leave it out for a checkpoint that is quantized; others are quantized by --quantize int8 or int4",
     ),
-    ("--tensor-parallel-size", "-tp"): Unused("A model runs on one device.", ("1",), otherwise=_ONE),
-    ("--pipeline-parallel-size", "-pp"): Unused("A model runs on one device.", ("1",), otherwise=_ONE),
+    ("--pipeline-parallel-size", "-pp"): Unused(
+        "Every rank has a part of every layer.", ("1",), otherwise="--tensor-parallel-size divides a model"
+    ),
     ("--data-parallel-size", "-dp"): Unused("One engine runs.", ("1",), otherwise=_ONE),
     ("--api-server-count",): Unused("One process serves HTTP.", ("1",), otherwise="there is one process for HTTP"),
-    ("--distributed-executor-backend",): Unused("A model runs on one device.", ("mp", "uni"), otherwise=_ONE),
+    ("--distributed-executor-backend",): Unused("Ranks are processes of one machine.", ("mp", "uni"), otherwise=_ONE),
     ("--enforce-eager",): Unused("No graphs are captured.", is_switch=True),
     ("-O0", "-O1", "-O2", "-O3"): Unused("Nothing is compiled when the server starts.", is_switch=True),
     ("--compilation-config", "--optimization-level"): Unused("Nothing is compiled when the server starts."),
@@ -210,7 +212,7 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--enable-prompt-tokens-details",): Unused("`usage` always has these details.", is_switch=True),
     ("--enable-request-id-headers",): Unused("Every answer has its X-Request-Id.", is_switch=True),
     ("--disable-frontend-multiprocessing",): Unused("The engine is always a separate process.", is_switch=True),
-    ("--disable-custom-all-reduce",): Unused("A model runs on one device.", is_switch=True),
+    ("--disable-custom-all-reduce",): Unused("Ranks exchange by NCCL or gloo.", is_switch=True),
 }  # fmt: skip
 
 _LORA = "Adapters are computed in the type of the model, and a request names its own."

@@ -252,7 +252,7 @@ def test_wrong_types_in_a_file_are_errors(write, line):
         ("seed = 1", ["seed", "below [engine]"]),
         ("server = 1", ["write [server]"]),
         ("[server]\nport = \nseed = 1", ["not TOML", "line 2"]),
-        ("[engine]\ntensor_parallel_size = 2", ["tensor_parallel_size", "one device"]),
+        ("[engine]\npipeline_parallel_size = 2", ["pipeline_parallel_size", "every layer"]),
         ("[server]\nxyzzy = 1", ["xyzzy", "vlmserve config"]),
         ("[worker.a]\nprot = 1", ["[worker.a] prot: unknown setting; did you mean port?"]),
         ("[worker.a]\ngpu_memory_utilization = 0.5", ["[worker.a] gpu_memory", "it is called memory_fraction here"]),

@@ -22,6 +22,8 @@ MISSING = {name: entry for name, entry in vllm.FLAGS.items() if isinstance(entry
 
 EXAMPLES = [
     ("--gpu-memory-utilization 0.5", {"memory_fraction": 0.5}),
+    ("-tp 2", {"tensor_parallel_size": 2}),
+    ("--tensor-parallel-size 2", {"tensor_parallel_size": 2}),
     ("--gpu-memory-utilization=0.5", {"memory_fraction": 0.5}),
     ("--gpu_memory_utilization 0.5", {"memory_fraction": 0.5}),
     ("--kv-cache-memory-bytes 1048576", {"kv_cache_memory": 2**20}),

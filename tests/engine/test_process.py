@@ -14,6 +14,7 @@ from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.config import EngineConfig
 from vlmserve.engine.base import BaseEngine
+from vlmserve.engine.child import child_environment
 from vlmserve.engine.messages import (
     Abort,
     Accepted,
@@ -32,7 +33,7 @@ from vlmserve.engine.messages import (
     decode_from_engine,
     encode,
 )
-from vlmserve.engine.process import EngineProcess, _environment, serve_engine
+from vlmserve.engine.process import EngineProcess, serve_engine
 from vlmserve.errors import InvalidRequestError
 from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, Prompt
 
@@ -269,6 +270,6 @@ def test_closing_kills_it_and_removes_its_folder(folder):
 def test_the_process_keeps_few_products_unless_the_operator_says_otherwise(monkeypatch):
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "1000")
-    environment = _environment()
+    environment = child_environment()
     assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
     assert environment["LRU_CACHE_CAPACITY"] == "1000"

@@ -35,9 +35,9 @@ LOCAL_FIELDS = (
 """Settings that matter where one person asks one thing at a time."""
 
 COMMON_FIELDS = (
-    "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "dtype", "quantize", "max_model_len",
-    "max_num_seqs", "kv_cache_memory", "kv_cache_dtype", "memory_fraction", "chat_template", "max_images",
-    "allowed_media_path", "log_prompts",
+    "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "tensor_parallel_size", "dtype",
+    "quantize", "max_model_len", "max_num_seqs", "kv_cache_memory", "kv_cache_dtype", "memory_fraction",
+    "chat_template", "max_images", "allowed_media_path", "log_prompts",
 )  # fmt: skip
 """Settings that most servers are started with."""
 

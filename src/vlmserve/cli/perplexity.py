@@ -11,7 +11,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from vlmserve.config import EngineConfig
-from vlmserve.engine.engine import load
+from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.hub import resolve_model
 from vlmserve.perplexity import perplexity, python_manual

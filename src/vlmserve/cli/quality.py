@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vlmserve.calibration.quality import Quality, compare, quality_prompts
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
-from vlmserve.engine.engine import load
+from vlmserve.engine.loading import load
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.llm import LLM
 from vlmserve.models.files import PICKLES, weight_files

@@ -13,7 +13,7 @@ from vlmserve.calibration.prompts import calibration_prompts
 from vlmserve.calibration.run import Calibration
 from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
-from vlmserve.engine.engine import set_threads
+from vlmserve.engine.loading import set_threads
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.quantized import Saving, save_quantized

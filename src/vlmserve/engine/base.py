@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
@@ -21,6 +21,14 @@ class BaseEngine:
     def info(self) -> ModelInfo:
         """See `VLMEngine.info`."""
         return self._info
+
+    @property
+    def watched(self) -> Sequence[int]:
+        """See `VLMEngine.watched`. None, unless a subclass needs other processes."""
+        return ()
+
+    def check(self) -> None:
+        """See `VLMEngine.check`."""
 
     @property
     def adapters(self) -> list[AdapterInfo]:

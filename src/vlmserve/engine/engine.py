@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import torch
 
 from vlmserve.adapters.store import AdapterStore, Served
 from vlmserve.cache.blocks import BlockPool
@@ -20,16 +17,16 @@ from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import adapted_image_key, root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
-from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
 from vlmserve.engine.adapters import AdapterLoading
-from vlmserve.engine.base import BaseEngine, context_length
+from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.grammars import grammar_compiler
+from vlmserve.engine.loading import cache_sizes, load
 from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError, UnknownModelError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import Observer, RunnerAdapters
-from vlmserve.runner.memory import num_kv_blocks, run_largest_step
+from vlmserve.runner.ranks import Followers, LeadingRunner
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.adapters import AdapterScheduler
@@ -82,7 +79,14 @@ class Engine(BaseEngine):
     """
 
     def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
-        self._setup(config, load(config, folder), folder)
+        if config.tensor_parallel_size == 1:
+            self._setup(config, load(config, folder), folder)
+            return
+        from vlmserve.engine.ranks import RankProcesses
+
+        followers = RankProcesses(config, folder)
+        with followers.explained():
+            self._setup(config, load(config, folder, followers.ranks), folder, followers)
 
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
@@ -91,18 +95,16 @@ class Engine(BaseEngine):
         engine._setup(config, model)
         return engine
 
-    def _setup(self, config: EngineConfig, model: LoadedModel, folder: Path | None = None) -> None:
+    def _setup(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        folder: Path | None = None,
+        followers: Followers | None = None,
+    ) -> None:
+        """followers: all other ranks; None: there are none."""
         language_model = model.language_model
-        block_bytes = language_model.cache_bytes_per_block(config.block_size)
-        max_model_len = context_length(config, model.max_position)
-        num_blocks = num_kv_blocks(
-            budget=config.kv_cache_memory or _cache_budget(config, model, max_model_len),
-            bytes_per_block=block_bytes,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            tables=2 if config.enable_lora else 1,
-        )
+        block_bytes, num_blocks, num_host_blocks, max_model_len = cache_sizes(config, model)
         logger.info(
             "KV cache: %d blocks of %d tokens, %s, %d bytes a token",
             num_blocks, config.block_size, _cache_type(config, model), block_bytes // config.block_size,
@@ -127,8 +129,6 @@ class Engine(BaseEngine):
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
         self._step_seconds = self._vision_seconds = 0.0
         self.timings = StepTimings()
-        # Evicted blocks are found again by the keys of the prefix cache only.
-        num_host_blocks = config.kv_offload_memory // block_bytes if config.enable_prefix_caching else 0
         self._costs = CostModel(config.block_size)
         self._cache = PrefixCache(
             BlockPool(num_blocks),
@@ -143,8 +143,13 @@ class Engine(BaseEngine):
             places = AdapterScheduler(config.max_loras, store)
         # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
-        self._overlaps = model.device.draw_later is not None
-        self._runner = ModelRunner(model, num_blocks, num_host_blocks, config.block_size, self._grammars.matcher, slots)
+        self._overlaps = model.device.draw_later is not None and followers is None
+        sizes = (num_blocks, num_host_blocks, config.block_size)
+        if followers is None:
+            self._runner = ModelRunner(model, *sizes, self._grammars.matcher, slots)
+        else:
+            self._runner = LeadingRunner(model, *sizes, self._grammars.matcher, followers)
+        self._followers = followers
         self._scheduler = Scheduler(
             cache=self._cache,
             images=ImageScheduler(
@@ -175,12 +180,21 @@ class Engine(BaseEngine):
             device=str(model.device),
             num_parameters=model.num_parameters,
             max_prompt_len=self._max_len - 1,
-            kv_cache_bytes=num_blocks * block_bytes,
+            kv_cache_bytes=num_blocks * block_bytes * config.tensor_parallel_size,
             supports_images=model.vision is not None,
             end_token_ids=sorted(model.end_token_ids),
             gpu_uuid=model.device.gpu_uuid,
             image_token_bytes=self._image_token_bytes,
+            tensor_parallel_size=config.tensor_parallel_size,
         )
+
+    @property
+    def watched(self) -> Sequence[int]:
+        return () if self._followers is None else self._followers.watched
+
+    def check(self) -> None:
+        if self._followers is not None:
+            self._followers.check()
 
     def add(self, request: EngineRequest) -> None:
         self._check(request, self._scheduler, len(self._scheduler.waiting))
@@ -494,50 +508,3 @@ def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
 def _cache_type(config: EngineConfig, model: LoadedModel) -> str:
     """Of keys and values."""
     return config.kv_cache_dtype if config.kv_cache_dtype != "auto" else str(model.dtype).removeprefix("torch.")
-
-
-def load(config: EngineConfig, folder: Path | None = None) -> LoadedModel:
-    """The model that the settings name, on their device, with their threads; folder: where it is, if that is known."""
-    from vlmserve.devices.choice import find_device
-    from vlmserve.models.hub import resolve_model
-    from vlmserve.models.registry import load_model
-
-    set_threads(config.num_threads)
-    return load_model(
-        resolve_model(config.model, config.revision) if folder is None else folder,
-        device=find_device(config.device),
-        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
-        kernels=config.kernels,
-        quantization=config.quantization,
-        implementation=config.model_impl,
-        quantized_cache=config.kv_cache_dtype == "int8",
-    )
-
-
-def set_threads(wanted: int | None) -> None:
-    """Set torch's threads as configured. By default, keep what the program or environment set, up to the cores."""
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), engine_threads()))
-    if torch.get_num_threads() > 1 and sys.platform == "linux" and not spinning_is_bounded(os.environ):
-        logger.warning(
-            "torch was imported before vlmserve: on a machine that computes anything else, vlmserve may be thirty times"
-            " slower. Import vlmserve first, or start Python with %s=%d in the environment.", SPIN_VARIABLE, MAX_SPINS
-        )  # fmt: skip
-
-
-def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) -> int:
-    """Bytes that the KV cache may take where the settings do not say."""
-
-    def largest_step() -> None:
-        run_largest_step(
-            model,
-            num_tokens=config.max_num_batched_tokens,
-            num_rows=config.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=config.block_size,
-        )
-
-    reserved = 0 if model.vision is None else config.encoder_cache_memory
-    return model.device.cache_budget(config.memory_fraction, largest_step, reserved)

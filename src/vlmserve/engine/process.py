@@ -7,13 +7,10 @@ the pipe closes and the child exits. Messages go over a ZeroMQ PAIR socket in a 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +22,7 @@ import zmq
 
 from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
+from vlmserve.engine.child import child_environment, exit_with_parent, socket_directory
 from vlmserve.engine.heartbeat import Heartbeat, StepClock
 from vlmserve.engine.messages import (
     Abort,
@@ -55,20 +53,11 @@ from vlmserve.types import EngineRequest
 
 logger = logging.getLogger(__name__)
 
-_MAX_SOCKET_PATH = 100
-"""Characters of a Unix socket's path that every system allows."""
 _MAX_MESSAGES_PER_STEP = 512
 _LOAD_POLL_MS = 20
 _LINGER_MS = 30_000
 """Time for the last message to get out: a parent that still loads its own libraries has yet to listen."""
 _STDERR = 2
-_LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Torch asks for memory in pages of 2 MiB where it needs that much. Touching fresh memory for the first time, page by
-page, was a fifth of what loading a model of 2 GB took."""
-_PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
-"""Without the native kernels, oneDNN generates code for each number of rows of each weight. It keeps the last 1,024 of
-them, as does torch in a cache above it, so that memory grows by 700 MB over thousands of requests; with these it is
-200 MB, and products are as fast."""
 
 
 class _Launch(msgspec.Struct, frozen=True):
@@ -95,10 +84,7 @@ class EngineProcess:
 
         folder: the checkpoint, if `config.model` is resolved already.
         """
-        directory = Path(tempfile.mkdtemp(prefix="vlmserve-"))
-        if len(str(directory)) > _MAX_SOCKET_PATH - len("/engine-beat"):
-            directory.rmdir()
-            directory = Path(tempfile.mkdtemp(prefix="vlmserve-", dir="/tmp"))
+        directory = socket_directory()
         launch = _Launch(
             endpoint=_endpoint(directory),
             config=config.model_dump_json(),
@@ -110,7 +96,7 @@ class EngineProcess:
             [sys.executable, "-P", "-m", "vlmserve.engine.process"],
             stdin=subprocess.PIPE,
             stdout=_STDERR,  # the parent's output may be an answer that is piped on
-            env=_environment(),
+            env=child_environment(),
             process_group=0,  # Ctrl-C in a terminal goes to the parent alone, which drains first
         )
         assert process.stdin is not None
@@ -154,12 +140,17 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
     clock: notes when the loop begins and ends a step.
     """
     clock = clock or StepClock()
+    wakes = zmq.Poller()
+    for one in (socket, *engine.watched):
+        wakes.register(one, zmq.POLLIN)
     while True:
         clock.end()
         # Blocks while idle: nothing is polled, and the parent's death ends the process from another thread.
         # Adapters are read by a thread, which has no socket to say so.
-        socket.poll(0 if engine.has_work() else _LOAD_POLL_MS if engine.is_loading else None)
+        awake = wakes.poll(0 if engine.has_work() else _LOAD_POLL_MS if engine.is_loading else None)
         clock.begin()
+        if any(one is not socket for one, _ in awake):
+            engine.check()
         accepted: list[str] = []
         aborted = False
         for _ in range(_MAX_MESSAGES_PER_STEP):
@@ -226,7 +217,8 @@ def main() -> int:
         signal.signal(ignored, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Launch)
     set_up_logging(launch.log_format, "engine", launch.log_level)
-    threading.Thread(target=_exit_with_parent, args=(launch.endpoint,), daemon=True).start()
+    directory = Path(launch.endpoint.removeprefix("ipc://")).parent
+    threading.Thread(target=exit_with_parent, args=(directory,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set(zmq.LINGER, _LINGER_MS)
@@ -259,7 +251,8 @@ def _load_and_serve(launch: _Launch, context: zmq.Context[zmq.Socket[bytes]], so
         serve_engine(engine, socket, clock)
     except Exception as error:
         logger.exception("The engine failed")
-        _send(socket, Fatal(Failure.of(EngineDeadError(f"The engine failed: {_describe(error)}"))))
+        reason = str(error) if isinstance(error, EngineDeadError) else _describe(error)
+        _send(socket, Fatal(Failure.of(EngineDeadError(f"The engine failed: {reason}"))))
         return 1
     finally:
         heartbeat.close()
@@ -274,26 +267,8 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _exit_with_parent(endpoint: str) -> None:
-    """Block until the parent's end of standard input closes, then leave without further ado."""
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
-    os._exit(0)
-
-
 def _endpoint(directory: Path) -> str:
     return f"ipc://{directory}/engine"
-
-
-def _environment() -> dict[str, str]:
-    """The child's environment: it must find this very package, wherever the parent has it from, and stay bounded."""
-    root = str(Path(__file__).parents[2])
-    environment = {**_LARGE_PAGES, **_PRODUCT_CACHES, **os.environ}
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        paths = [root, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return environment
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from vlmserve.errors import VLMServeError
@@ -22,6 +22,15 @@ class VLMEngine(Protocol):
     @property
     def info(self) -> ModelInfo:
         """What is loaded."""
+        ...
+
+    @property
+    def watched(self) -> Sequence[int]:
+        """Files that become readable when `check` may raise."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineDeadError if a process that the engine needs has ended."""
         ...
 
     def add(self, request: EngineRequest) -> None:

@@ -82,6 +82,18 @@ class QuantizedWeight:
         )
         return cls(first.bits, first.group_size, values, scales, minimums, first.wide_inputs)
 
+    def inputs(self, first: int, last: int) -> QuantizedWeight | None:
+        """The weight of inputs ``first <= i < last``; None if that divides a group."""
+        if self.scales.shape[1] == 1:
+            return dataclasses.replace(self, group_size=last - first, values=self.values[:, first:last])
+        size = self.group_size
+        if first % size or (last % size and last != self.shape[1]):
+            return None
+        groups = slice(first // size, -(-last // size))
+        return dataclasses.replace(
+            self, values=self.values[:, first:last], scales=self.scales[:, groups], minimums=self.minimums[:, groups]
+        )
+
     def __getitem__(self, rows: Tensor | slice) -> QuantizedWeight:
         """The weight of some outputs."""
         values, scales, minimums = self.values[rows], self.scales[rows], self.minimums[rows]

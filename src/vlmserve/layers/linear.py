@@ -18,6 +18,7 @@ from vlmserve.layers.adapters import (
     PreparedChange,
     TableAdapters,
 )
+from vlmserve.layers.cut import Shard
 from vlmserve.layers.operations import Epilogue, Layer, Operations, Product, Table
 from vlmserve.layers.products import torch_linear, torch_table
 
@@ -28,13 +29,15 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 
 
 class Weight(Layer):
-    """A matrix that inputs are multiplied with: plain, quantized, or as the device stores it.
+    """A matrix that inputs are multiplied with: plain, quantized, or as the device stores it. shard: what it is of a
+    larger one; None: all.
 
     `weight`, ``[out_features, in_features]``, or a convolution's of more axes, is there until it is quantized or
     arranged. bits: of a quantized weight; None: it is plain.
     """
 
     weight: nn.Parameter
+    shard: Shard | None = None
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -228,7 +231,9 @@ class Bias(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of vectors; ``[tokens]`` int64 to ``[tokens, size]``."""
+    """A table of vectors; ``[tokens]`` int64 to ``[tokens, size]``. shard: as of a `Weight`."""
+
+    shard: Shard | None = None
 
     def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

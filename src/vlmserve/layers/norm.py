@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlmserve.layers.cut import Shard
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.operations import Layer, Norm, Operations
 
@@ -15,8 +16,10 @@ from vlmserve.layers.operations import Layer, Norm, Operations
 class RMSNorm(Layer):
     """Root mean square normalization, computed in float32 (https://arxiv.org/abs/1910.07467).
 
-    offset: is added to the weights, in float32.
+    offset: is added to the weights, in float32. shard: what the weights are of more of them; None: all.
     """
+
+    shard: Shard | None = None
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: float = 0.0) -> None:
         super().__init__()
@@ -59,7 +62,12 @@ class LayerNorm(Layer):
 
 
 class NormOfEachHead(nn.Module):
-    """Layer normalization of ``[tokens, heads, head_size]`` over each head, by weights of its own and no bias."""
+    """Layer normalization of ``[tokens, heads, head_size]`` over each head, by weights of its own and no bias.
+
+    first_head: the number of the first one in the checkpoint.
+    """
+
+    first_head = 0
 
     def __init__(self, heads: int, head_size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -68,7 +76,7 @@ class NormOfEachHead(nn.Module):
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Where the heads' weights go, which checkpoints keep one by one."""
-        yield from ((f"{head}.weight", weight) for head, weight in enumerate(self.weight.data))
+        yield from ((f"{head}.weight", weight) for head, weight in enumerate(self.weight.data, self.first_head))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * self.weight

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.cut import Cut
 from vlmserve.layers.linear import GatedLinear, Linear, TiedEmbedding
 from vlmserve.layers.operations import Operations
-from vlmserve.models.weights import Checkpoint, merge_as_stored, module_slots, weight_names
+from vlmserve.models.weights import Checkpoint, merge_as_stored, module_cuts, module_slots, weight_names
 from vlmserve.quant.formats.layout import Layout, StoredWeight
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,15 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layo
             continue
         names = weight_names(path, module)
         slots = {name: slot for name, slot in module_slots(path, module) if name in names}
+        cuts = module_cuts(path, module)
         weights = {name: found for name in names if (found := reader.read(name, module.weight.device)) is not None}
         for name, weight in weights.items():
-            if weight.shape != slots[name].flatten(1).shape:
-                wanted = tuple(slots[name].flatten(1).shape)
-                raise ModelLoadError(f"{name}: {tuple(weight.shape)}, config.json asks for {wanted}")
+            wanted = _whole_shape(slots[name], cuts.get(name))
+            if list(weight.shape) != wanted:
+                raise ModelLoadError(f"{name}: {tuple(weight.shape)}, config.json asks for {tuple(wanted)}")
         if not weights:
             continue
+        weights = {name: _part(weight, cuts.get(name)) for name, weight in weights.items()}
         joined = _joined(list(weights.values())) if len(weights) == len(names) else None
         if joined is not None and joined.is_supported:
             kept += 1
@@ -84,13 +87,30 @@ def load_blocks(
         names = weight_names(path, module)
         if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):
             continue
-        weights = [weight for name in names if (weight := checkpoint.quantized(name)) is not None]
-        joined = _joined(weights) if len(weights) == len(names) else None
+        slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
         # Loading what is plain says what is wrong with other shapes.
-        if joined is not None and joined.shape == (module.out_features, module.in_features):
+        weights = [
+            _part(weight, cuts.get(name))
+            for name in names
+            if (weight := checkpoint.quantized(name)) is not None
+            and list(weight.shape) == _whole_shape(slots[name], cuts.get(name))
+        ]
+        del slots
+        joined = _joined(weights) if len(weights) == len(names) else None
+        if joined is not None:
             module.quantize(joined)
             if module not in unsettled:
                 module.arrange(operations)
+
+
+def _whole_shape(slot: Tensor, cut: Cut | None) -> list[int]:
+    """The shape of the weight that goes to a slot, as a matrix."""
+    own = slot.flatten(1).shape
+    return list(own) if cut is None else cut.whole_shape(own)
+
+
+def _part(weight: StoredWeight, cut: Cut | None) -> StoredWeight:
+    return weight if cut is None else cut.of(weight)
 
 
 def _joined(weights: Sequence[StoredWeight]) -> QuantizedWeight | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layers.adapters import AdapterRows
+from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.image_rows import LayerFeatures
@@ -151,7 +152,8 @@ class LoadedModel:
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model takes images. max_position: the longest context its positions allow.
     identity: the digest of `model_identity`. cross: of a decoder that attends to images by cross-attention, so that
-    their embeddings stand in no prompt. adaptable: for adapters; None: its implementation takes none.
+    their embeddings stand in no prompt. adaptable: for adapters; None: its implementation takes none. ranks: that share
+    the decoder; None: all of it is here.
     """
 
     architecture: str
@@ -167,3 +169,4 @@ class LoadedModel:
     identity: bytes
     cross: CrossEncoder | None = None
     adaptable: AdaptableModel | None = None
+    ranks: Ranks | None = None

@@ -20,10 +20,11 @@ from torch import nn
 
 from vlmserve.config import ModelImplementation, QuantizationConfig
 from vlmserve.devices.choice import open_device
-from vlmserve.devices.device import LayerExecutor
+from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.layers.operations import arrange_layers
+from vlmserve.layers.parallel import Ranks
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
 from vlmserve.models.decoder import Decoder
@@ -32,6 +33,7 @@ from vlmserve.models.gguf.config import read_config
 from vlmserve.models.gguf.header import read_header
 from vlmserve.models.identity import model_identity
 from vlmserve.models.packed import load_blocks, load_packed
+from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import CrossEncoder, LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
@@ -48,6 +50,7 @@ ARCHITECTURES = {
     **{name: family.architecture for name, family in VISION_FAMILIES.items()},
 }
 OTHER_NAMES = {other: family.architecture for family in FAMILIES.values() for other in family.also}
+META = torch.device("meta")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,6 +63,7 @@ def load_model(
     quantization: QuantizationConfig | None = None,
     implementation: ModelImplementation = "auto",
     quantized_cache: bool = False,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load a checkpoint in Hugging Face layout, or a GGUF file.
 
@@ -68,12 +72,19 @@ def load_model(
     bfloat16 if it has instructions for it or the native kernels run, else float32. kernels: see `check_kernels`.
     quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is; what
     a GGUF file has in 4 bits does on devices that keep it so, unless float32 is asked for, which is exact.
-    quantized_cache: keys and values are stored in 8 bits.
+    quantized_cache: keys and values are stored in 8 bits. ranks: load the part of the decoder that is this one's; None:
+    all of it.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
-    is not implemented, MissingWeightsError for absent files or tensors.
+    is not implemented, MissingWeightsError for absent files or tensors, ConfigurationError for a model that these ranks
+    cannot share.
     """
     if quantization is not None and not quantization.wanted:
         quantization = None
+    if ranks is not None:
+        try:
+            return _load(folder, device, dtype, kernels, quantization, quantized_cache, ranks)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}; --model-impl transformers runs on one device only") from None
     if implementation == "transformers":
         return _load_with_transformers(folder, device, dtype, kernels, quantization, quantized_cache)
     try:
@@ -97,6 +108,7 @@ def _load(
     kernels: str,
     quantization: QuantizationConfig | None,
     quantized_cache: bool,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
@@ -109,10 +121,18 @@ def _load(
         layouts = stored_layouts(packed) if packed else []
         stated = dtype or _stated_dtype(config, text_config) or checkpoint.dtype()
         on, wanted = open_device(device, kernels, stated, automatic=dtype is None)
+        own = spec if ranks is None else share_of(spec, ranks)
         bidirectional = spec.bidirectional is not None
-        backend = on.attention(spec.attention, wanted, bidirectional=bidirectional, quantized_cache=quantized_cache)
-        model, decoder, vision, cross = description.build(spec, backend, on.executor(), dtype=wanted, device=device)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        backend = on.attention(own.attention, wanted, bidirectional=bidirectional, quantized_cache=quantized_cache)
+        # Programs and graphs hold no exchange between ranks.
+        executor = on.executor() if ranks is None else EagerExecutor()
+        model, decoder, vision, cross = description.build(
+            spec, backend, executor, dtype=wanted, device=device, ranks=ranks
+        )
+        # Of the whole model, whatever part of it is here.
+        whole = model if ranks is None else description.build(spec, backend, dtype=wanted, device=META).modules
+    num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+    del whole
     filled = load_packed(checkpoint, model, layouts) if packed else set()
     if folder.is_file() and on.keeps_packed and dtype != torch.float32 and quantization is None:
         load_blocks(checkpoint, model, on, unsettled=decoder.interleaved())
@@ -135,7 +155,10 @@ def _load(
         num_parameters=num_parameters,
         identity=model_identity(folder, implementation="vlmserve", dtype=wanted, quantization=quantization),
         cross=cross,
-        adaptable=AdaptableModel(model, checkpoint, layouts, quantization, wanted, device) if cross is None else None,
+        adaptable=AdaptableModel(model, checkpoint, layouts, quantization, wanted, device)
+        if cross is None and ranks is None
+        else None,
+        ranks=ranks,
     )
 
 
@@ -225,10 +248,14 @@ class Description:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: Ranks | None = None,
     ) -> Parts:
-        """The model without its weights. executor: see `Decoder`."""
+        """The model without its weights. executor: see `Decoder`. ranks: that share the decoder."""
         modules = nn.Module()
-        modules.language_model = decoder = Decoder(spec, backend, executor, dtype=dtype, device=device)
+        own = spec if ranks is None else share_of(spec, ranks)
+        modules.language_model = decoder = Decoder(own, backend, executor, dtype=dtype, device=device)
+        if ranks is not None:
+            split_decoder(decoder, spec, ranks)
         family = vision_family(self.architecture, self.config)
         if family is None:
             return Parts(modules, decoder, None, None)

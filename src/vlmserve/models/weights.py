@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.cut import Cut, Shard
 from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
 from vlmserve.models.files import open_weights, weight_files
@@ -136,7 +139,7 @@ class Checkpoint:
                 path, key = self._keys[name]
                 by_file.setdefault(path, []).append((name, key))
         for path, keys in by_file.items():
-            _copy_file(path, keys, slots)
+            _copy_file(path, keys, slots, weight_cuts(model))
 
 
 def merge_as_stored(model: nn.Module, names: Collection[str]) -> None:
@@ -172,37 +175,71 @@ def weight_names(path: str, module: nn.Module) -> list[str]:
     return [f"{path}.weight"]
 
 
+def weight_cuts(model: nn.Module) -> dict[str, Cut]:
+    """What layers hold of tensors of which they do not hold all, by canonical name."""
+    cuts: dict[str, Cut] = {}
+    for path, module in model.named_modules():
+        cuts |= module_cuts(path, module)
+    return cuts
+
+
+def module_cuts(path: str, module: nn.Module) -> dict[str, Cut]:
+    """As `weight_cuts`, of one module without those inside it."""
+    shard = getattr(module, "shard", None)
+    if not isinstance(shard, Shard):
+        return {}
+    names = weight_names(path, module)
+    cuts: dict[str, Cut] = {}
+    for name, cut in zip(names, shard.cuts(len(names)), strict=True):
+        cuts |= {name: cut, f"{name.removesuffix('weight')}bias": cut}
+    return cuts
+
+
 def _beside(path: str, name: str) -> str:
     """The parts of a merged layer have names of their own where it stands."""
     return f"{path.rpartition('.')[0]}.{name}"
 
 
-def _copy_file(path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor]) -> None:
-    pieces = list(_pieces(path, keys, slots))[::-1]
+class _Piece(NamedTuple):
+    """Rows ``first <= i < last`` of a tensor of a file, and the first row of the slot that they go to. name: canonical.
+    key: in the file."""
+
+    name: str
+    key: str
+    first: int
+    last: int
+    target: int
+
+
+def _copy_file(path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None:
+    pieces = list(_pieces(path, keys, slots, cuts))[::-1]
     while pieces:
         copied = 0
         with open_weights(path) as file:
             while pieces and copied < MAPPED_BYTES:
-                name, key, first, last = pieces.pop()
+                name, key, first, last, target = pieces.pop()
                 rows = file.get_slice(key)[first:last]
-                slots[name][first:last].copy_(rows)
+                own = cuts[name].narrowed(rows) if name in cuts else rows
+                slots[name][target : target + last - first].copy_(own)
                 copied += rows.nbytes
                 del rows
 
 
 def _pieces(
-    path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor]
-) -> Iterator[tuple[str, str, int, int]]:
-    """Canonical name, key in the file and rows of pieces that are small enough to map. Raises ModelLoadError for
-    shapes that differ."""
+    path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor], cuts: Mapping[str, Cut]
+) -> Iterator[_Piece]:
+    """Pieces that are small enough to map. Raises ModelLoadError for shapes that differ."""
     with open_weights(path) as file:
         most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
         for name, key in keys:
             shape, slot = file.get_slice(key).get_shape(), slots[name]
-            if shape != list(slot.shape):
-                raise ModelLoadError(
-                    f"{path.name}: {key} has shape {shape}, the configuration asks for {list(slot.shape)}"
-                )
-            rows = max(1, most // max(1, slot[0].nbytes))
-            for first in range(0, len(slot), rows):
-                yield name, key, first, min(first + rows, len(slot))
+            cut = cuts.get(name)
+            wanted = list(slot.shape) if cut is None else cut.whole_shape(slot.shape)
+            if shape != wanted:
+                raise ModelLoadError(f"{path.name}: {key} has shape {shape}, the configuration asks for {wanted}")
+            rows = max(1, most // max(1, slot.element_size() * math.prod(wanted[1:])))
+            target = 0
+            for start, end in ((0, len(slot)),) if cut is None else cut.pieces:
+                for first in range(start, end, rows):
+                    yield _Piece(name, key, first, min(first + rows, end), target + first - start)
+                target += end - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,15 +26,27 @@ class Grid:
     minimums: Tensor
 
     @classmethod
-    def fit(cls, weight: Tensor, *, bits: int, group_size: int, symmetric: bool, shrink: Tensor | float = 1.0) -> Grid:
+    def fit(
+        cls,
+        weight: Tensor,
+        *,
+        bits: int,
+        group_size: int,
+        symmetric: bool,
+        shrink: Tensor | float = 1.0,
+        largest: Callable[[Tensor], Tensor] | None = None,
+    ) -> Grid:
         """The grid whose range is that of a weight ``[out_features, in_features]``.
 
         bits: 8 takes one symmetric scale for each output, whatever the rest says; 4 takes groups of `group_size` inputs
         (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range goes from the
         least weight of a group to its largest. shrink: of ranges, 1 or less, one for all or ``[out_features, groups]``.
+        largest: from the largest weights of outputs, ``[out_features, 1]``, to those of a weight of which this one has
+        some inputs only.
         """
         if bits == 8:
-            scales = _nonzero(weight.abs().amax(1, keepdim=True) * shrink / 127)
+            bounds = weight.abs().amax(1, keepdim=True)
+            scales = _nonzero((bounds if largest is None else largest(bounds)) * shrink / 127)
             return cls(8, weight.shape[1], scales, -128 * scales)
         if bits != 4:
             raise ValueError(f"weights have 8 or 4 bits, not {bits}")

@@ -11,6 +11,7 @@ from torch import nn
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
+from vlmserve.layers.parallel import RowParallelLinear
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 logger = logging.getLogger(__name__)
@@ -22,16 +23,26 @@ HEADS = ("lm_head", "embed_tokens")
 def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
     """Quantize a loaded model's linear layers in place. Returns how many bits each of them has now.
 
-    Raises ConfigurationError for an override that fits no layer.
+    Raises ConfigurationError for an override that fits no layer, and for groups that are divided among ranks.
     """
     chosen = {name: (module, bits) for name, module, bits in choose_layers(model, config)}
     rest = sum(_num_bytes(module) for name, module in model.named_modules() if name not in chosen)
     before = after = 0
-    for module, bits in chosen.values():
+    for name, (module, bits) in chosen.items():
         before += _num_bytes(module)
         # A patch embedding has the shape of a convolution.
         weight = module.weight.data.flatten(1)
-        module.quantize(round_to_nearest(weight, bits=bits, group_size=config.group_size, symmetric=config.symmetric))
+        split = module if isinstance(module, RowParallelLinear) else None
+        if split is not None and bits == 4:
+            _check_groups(name, split, config.group_size)
+        rounded = round_to_nearest(
+            weight,
+            bits=bits,
+            group_size=config.group_size,
+            symmetric=config.symmetric,
+            largest=None if split is None else split.ranks.largest,
+        )
+        module.quantize(rounded)
         after += _num_bytes(module)
     widths = {name: bits for name, (_, bits) in chosen.items()}
     logger.info(
@@ -63,6 +74,14 @@ def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tupl
             yield name, module, 8 if name.endswith(HEADS) or module.weight.ndim != 2 else BITS[scheme]
     if unused:
         raise ConfigurationError(f"no layer of this model has a name like {', '.join(sorted(unused))}")
+
+
+def _check_groups(name: str, module: RowParallelLinear, group_size: int) -> None:
+    if module.ranks.size > 1 and module.in_features % group_size:
+        raise ConfigurationError(
+            f"--tensor-parallel-size {module.ranks.size}: each rank has {module.in_features} inputs of {name}, which "
+            f"groups of {group_size} do not divide: choose a smaller --quantize-group-size, or int8 for this layer"
+        )
 
 
 def _num_bytes(module: nn.Module) -> int:

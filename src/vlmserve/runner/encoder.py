@@ -47,7 +47,7 @@ class ImageEncoder:
             # It may have been finished before the step in which the scheduler counts on it.
             if (encoding := self._unfinished.get(one.key)) is not None:
                 self._use_adapter(encoding.adapter)
-                with _given_up(one.key) as given_up:
+                with self._given_up(one.key) as given_up:
                     products += encoding.advance(math.inf if one.products is None else one.products)
                 if encoding.result is not None:
                     self.embeddings[one.key] = encoding.result
@@ -58,7 +58,7 @@ class ImageEncoder:
 
     def _begin(self, image: ImageInput) -> None:
         self._use_adapter(image.adapter)
-        with _given_up(image.key):
+        with self._given_up(image.key):
             pixels = self._pixels(image)
             begun = _Encoding(self._tower, pixels, image.tiling, self._least_stage, image.adapter)
             self._unfinished[image.key] = begun
@@ -107,10 +107,10 @@ class ImageEncoder:
         for adapter in {image.adapter: None for image in images}:
             some = [image for image in images if image.adapter == adapter]
             self._use_adapter(adapter)
-            with _given_up(*(image.key for image in some)) as too_many:
+            with self._given_up(*(image.key for image in some)) as too_many:
                 self._encode_together(some)
             for image in some if too_many and len(some) > 1 else ():
-                with _given_up(image.key):
+                with self._given_up(image.key):
                     self._encode_together([image])
         return sum(self._tower.products(image.pixels.shape, image.tiling) for image in images)
 
@@ -119,6 +119,19 @@ class ImageEncoder:
         for image, embeddings in zip(images, encoded, strict=True):
             # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
             self.embeddings[image.key] = embeddings.clone()
+
+    @contextmanager
+    def _given_up(self, *keys: bytes) -> Iterator[list[bytes]]:
+        """Images whose encoding may take more memory than there is: then they are in the list, and their requests fail.
+        Other ranks would go on with what this one has not."""
+        given_up: list[bytes] = []
+        try:
+            yield given_up
+        except torch.OutOfMemoryError as error:
+            if self._model.ranks is not None:
+                raise
+            logger.warning("The vision tower ran out of memory, with %d images: %s", len(keys), error)
+            given_up += keys
 
     def _use_adapter(self, digest: bytes) -> None:
         if self._adapters is not None:
@@ -134,17 +147,6 @@ class ImageEncoder:
         states = self._model.cross.encode(features, [one.token_ids for one in wanted])
         for one, rows in zip(wanted, states, strict=True):
             self.embeddings[one.key] = rows
-
-
-@contextmanager
-def _given_up(*keys: bytes) -> Iterator[list[bytes]]:
-    """Images whose encoding may take more memory than there is: then they are in the list, and their requests fail."""
-    given_up: list[bytes] = []
-    try:
-        yield given_up
-    except torch.OutOfMemoryError as error:
-        logger.warning("The vision tower ran out of memory, with %d images: %s", len(keys), error)
-        given_up += keys
 
 
 class _Encoding:

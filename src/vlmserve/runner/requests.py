@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -208,6 +208,14 @@ class RequestStates:
         self._make_matcher = make_matcher
         self._states: dict[str, RequestState] = {}
         self._has_adapters = False
+
+    def append(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Tokens that another runner sampled, by request."""
+        for request_id, tokens in token_ids.items():
+            state = self._states[request_id]
+            for token in tokens:
+                if token not in state.end_token_ids:
+                    state.append(token)
 
     def update(self, step: SchedulerOutput) -> list[ScheduledRequest]:
         """Update the states from a step.

@@ -28,7 +28,7 @@ from vlmserve.steps import ModelRunnerOutput, RequestFailure, RunTimings, Schedu
 logger = logging.getLogger(__name__)
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """What a step has computed. later: what draws its tokens without waiting for them, one for each of `sampled`.
     scalings: as in `ModelRunnerOutput`."""
 
@@ -144,14 +144,7 @@ class ModelRunner:
             return lambda: output
         output.scalings = run.scalings
         clock.mark()
-        tokens: Callable[[], list[int]] | None = None
-        if run.later is None:
-            sample_tokens(run.logits, scheduled, output, device.draw)
-        else:
-            drawn = run.later.launch(run.logits, run.batch.further)
-            self._drawn = drawn if run.sampled else self._drawn
-            self._drawn_rows = {request.state.request_id: row for row, request in enumerate(run.sampled)}
-            tokens = device.download(drawn)
+        tokens = self._sample(run, scheduled, output)
         output.prompt_logprobs = score_prompts(scheduled, run.hidden, self.model.language_model, self._adapters)
         clock.mark()
 
@@ -164,11 +157,28 @@ class ModelRunner:
 
         return finish
 
-    def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None) -> _Run | None:
+    def _sample(
+        self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput
+    ) -> Callable[[], list[int]] | None:
+        """Sample the step's tokens. Where the device draws them later, what is returned waits for them."""
+        device = self.model.device
+        if run.later is None:
+            sample_tokens(run.logits, scheduled, output, device.draw)
+            return None
+        drawn = run.later.launch(run.logits, run.batch.further)
+        self._drawn = drawn if run.sampled else self._drawn
+        self._drawn_rows = {request.state.request_id: row for row, request in enumerate(run.sampled)}
+        return device.download(drawn)
+
+    def _draws_later(self, scheduled: list[ScheduledRequest]) -> bool:
+        """Whether the device may draw a step's tokens by itself."""
+        return can_draw_later(scheduled)
+
+    def _compute(self, scheduled: list[ScheduledRequest], clock: Clock | None) -> Run | None:
         """Hidden states and logits of a batch; None if they take more memory than there is. clock: is told when the
         batch is built."""
         device = self.model.device
-        later = device.draw_later if can_draw_later(scheduled) else None
+        later = device.draw_later if self._draws_later(scheduled) else None
         sampled = [request for request in scheduled if request.num_sampled]
         further: list[np.ndarray] = []
         if later is not None:
@@ -187,9 +197,11 @@ class ModelRunner:
                 self._adapters.use_for_samples(scheduled)
             logits = self._logits(hidden[batch.sampled_rows])
         except torch.OutOfMemoryError as error:
+            if self.model.ranks is not None:
+                raise  # the others go on with what this rank has no memory for
             logger.warning("A step of %d tokens ran out of memory: %s", len(batch.token_ids), error)
             return None
-        return _Run(batch, hidden, logits, later, sampled, sums)
+        return Run(batch, hidden, logits, later, sampled, sums)
 
     def _scalings(self, scheduled: list[ScheduledRequest], sums: dict[str, list[float]]) -> Tensor | None:
         """Of the adapters that requests mix by X-LoRA, for all rows of the batch: from a pass over those requests'

@@ -233,7 +233,8 @@ class ModelFacts(Collector):
             "model_load_time_seconds", "Seconds that the engine took to load the model.", engine.load_seconds
         )
         info = engine.info
-        about = {"architecture": info.architecture, "device": info.device, "dtype": info.dtype}
+        ranks = str(info.tensor_parallel_size)
+        about = {"architecture": info.architecture, "device": info.device, "dtype": info.dtype, "ranks": ranks}
         yield self._gauge("model_info", "1; the model's properties are labels.", 1, about)
         cache = {**self._cache_config, "num_gpu_blocks": str(stats.kv_blocks_total)}
         if cache["cache_dtype"] == "auto":
@@ -248,7 +249,7 @@ class ModelFacts(Collector):
 
 
 class Processes(Collector):
-    """Memory and processor time of the server and its engine."""
+    """Memory and processor time of the server, its engine, and the ranks of that."""
 
     def __init__(self, model_name: str, engine: Callable[[], RunningEngine | None]) -> None:
         self._model_name = model_name
@@ -257,18 +258,16 @@ class Processes(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ("model_name", "process")
         memory = GaugeMetricFamily(
-            f"{PREFIX}process_resident_memory_bytes", "Bytes of resident memory of the two processes.", labels=labels
+            f"{PREFIX}process_resident_memory_bytes", "Bytes of resident memory of each process.", labels=labels
         )
         processor = CounterMetricFamily(
-            f"{PREFIX}process_cpu_seconds", "Processor seconds that the two processes have used.", labels=labels
+            f"{PREFIX}process_cpu_seconds", "Processor seconds that each process has used.", labels=labels
         )
         began = GaugeMetricFamily(
-            f"{PREFIX}process_start_time_seconds", "When the two processes began, as Unix time.", labels=labels
+            f"{PREFIX}process_start_time_seconds", "When each process began, as Unix time.", labels=labels
         )
         engine = self._engine()
-        for name, pid in (("server", os.getpid()), ("engine", None if engine is None else engine.pid)):
-            if pid is None:
-                continue
+        for name, pid in {"server": os.getpid(), **({} if engine is None else _engine_pids(engine))}.items():
             # An engine that has just died has no metrics.
             with contextlib.suppress(psutil.NoSuchProcess), (process := psutil.Process(pid)).oneshot():
                 times = process.cpu_times()
@@ -282,6 +281,16 @@ class Processes(Collector):
             )
             silence.add_metric((self._model_name,), engine.silence)
             yield silence
+
+
+def _engine_pids(engine: RunningEngine) -> dict[str, int]:
+    """The engine's process and those that it has started for ranks, in order."""
+    pids = {"engine": engine.pid}
+    if engine.info.tensor_parallel_size > 1:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ranks = sorted(psutil.Process(engine.pid).children(), key=psutil.Process.create_time)
+            pids |= {f"rank {number}": rank.pid for number, rank in enumerate(ranks, 1)}
+    return pids
 
 
 class Gpu(Collector):

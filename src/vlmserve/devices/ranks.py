@@ -1,0 +1,81 @@
+"""Exchanges between ranks by `torch.distributed`: gloo on CPUs, NCCL on NVIDIA's GPUs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vlmserve.errors import ConfigurationError
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others: one may read its weights from a slow disk."""
+
+
+class ProcessRanks:
+    """Processes of one machine. A `Ranks`. The group is an object of its own, not torch's global one."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        """group: a `ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's stubs lack."""
+        self._group = group
+        self.rank, self.size = rank, size
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """See `Ranks.sum`."""
+        self._group.allreduce([tensor], dist.ReduceOp.SUM).wait()
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """See `Ranks.largest`."""
+        self._group.allreduce([tensor], dist.ReduceOp.MAX).wait()
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `Ranks.gather`."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._group.allgather([parts], [tensor]).wait()
+        return parts
+
+
+def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
+    """The device of one of several ranks: each has a GPU of its own, or all share the CPU.
+
+    Raises ConfigurationError where there are too few.
+    """
+    if device.type == "cpu":
+        return device
+    if str(device) != "cuda":
+        raise ConfigurationError(f"--tensor-parallel-size {size} needs --device cuda or cpu, not {device}")
+    if torch.cuda.device_count() < size:
+        raise ConfigurationError(
+            f"--tensor-parallel-size {size} needs as many GPUs, and torch sees {torch.cuda.device_count()} here"
+        )
+    return torch.device("cuda", rank)
+
+
+def meeting_place(file: Path, size: int) -> Any:
+    """Where so many ranks find each other: a store of torch in a file, which the first of them makes."""
+    return dist.FileStore(str(file), size)  # type: ignore[attr-defined]
+
+
+def join(store: Any, rank: int, size: int, device: torch.device) -> ProcessRanks:
+    """Meet the other ranks in a store of torch; returns when all are there. device: of this rank."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        torch.cuda.set_device(device)
+        return ProcessRanks(dist.ProcessGroupNCCL(store, rank, size, options), rank, size)
+    gloo: Any = dist.ProcessGroupGloo
+    return ProcessRanks(gloo(store, rank, size, _loopback(gloo)), rank, size)
+
+
+def _loopback(gloo: Any) -> Any:
+    """gloo listens where no other machine can reach it."""
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = TIMEOUT
+    return options

@@ -1,0 +1,122 @@
+"""From the settings to a model in memory, and how much memory its caches get."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vlmserve.config import EngineConfig
+from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
+from vlmserve.devices.choice import find_device
+from vlmserve.devices.ranks import device_of_rank
+from vlmserve.engine.base import context_length
+from vlmserve.errors import ConfigurationError
+from vlmserve.layers.parallel import Ranks
+from vlmserve.models.hub import resolve_model
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.registry import load_model
+from vlmserve.runner.memory import num_kv_blocks, run_largest_step
+
+logger = logging.getLogger(__name__)
+
+
+def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None = None) -> LoadedModel:
+    """The model that the settings name, on their device, with their threads; folder: where it is, if that is known.
+
+    ranks: load this one's part. Raises ConfigurationError where the settings ask for several and there are none.
+    """
+    if ranks is None and config.tensor_parallel_size > 1:
+        raise ConfigurationError("--tensor-parallel-size is for engines: this runs a model on one device")
+    set_threads(config.num_threads, config.tensor_parallel_size)
+    return load_model(
+        resolve_model(config.model, config.revision) if folder is None else folder,
+        device=find_device(config.device) if ranks is None else rank_device(config, ranks.rank),
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        kernels=config.kernels,
+        quantization=config.quantization,
+        implementation=config.model_impl,
+        quantized_cache=config.kv_cache_dtype == "int8",
+        ranks=ranks,
+    )
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of one of several ranks."""
+    device = find_device(config.device)
+    return device_of_rank(device, rank, config.tensor_parallel_size)
+
+
+def set_threads(wanted: int | None, num_ranks: int = 1) -> None:
+    """Set torch's threads as configured, divided among ranks. By default, keep what the program or environment set, up
+    to the cores."""
+    if wanted is not None:
+        torch.set_num_threads(max(1, wanted // num_ranks))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), engine_threads()) // num_ranks))
+    if torch.get_num_threads() > 1 and sys.platform == "linux" and not spinning_is_bounded(os.environ):
+        logger.warning(
+            "torch was imported before vlmserve: on a machine that computes anything else, vlmserve may be thirty times"
+            " slower. Import vlmserve first, or start Python with %s=%d in the environment.", SPIN_VARIABLE, MAX_SPINS
+        )  # fmt: skip
+
+
+class CacheSizes(NamedTuple):
+    """Sizes of the KV cache on each rank.
+
+    block_bytes: of a block. blocks, host_blocks: how many there are. max_model_len: the longest context in tokens.
+    """
+
+    block_bytes: int
+    blocks: int
+    host_blocks: int
+    max_model_len: int
+
+
+def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
+    """How large the KV cache is; all ranks have the same number of blocks.
+
+    Raises ConfigurationError if not even one fits, and for settings that want longer contexts than the model has.
+    """
+    num_ranks = config.tensor_parallel_size
+    block_bytes = model.language_model.cache_bytes_per_block(config.block_size)
+    max_model_len = context_length(config, model.max_position)
+    blocks = num_kv_blocks(
+        budget=_cache_budget(config, model, max_model_len),
+        bytes_per_block=block_bytes,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        tables=2 if config.enable_lora else 1,
+    )
+    # Evicted blocks are found again by the keys of the prefix cache only.
+    offloaded = config.kv_offload_memory // num_ranks if config.enable_prefix_caching else 0
+    return CacheSizes(block_bytes, blocks, offloaded // block_bytes, max_model_len)
+
+
+def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) -> int:
+    """Bytes that the KV cache may take on each rank: what the settings say, or what is measured."""
+    if config.kv_cache_memory:
+        return config.kv_cache_memory // config.tensor_parallel_size
+
+    def largest_step() -> None:
+        run_largest_step(
+            model,
+            num_tokens=config.max_num_batched_tokens,
+            num_rows=config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+        )
+
+    reserved = 0 if model.vision is None else config.encoder_cache_memory
+    budget = model.device.cache_budget(config.memory_fraction, largest_step, reserved)
+    if model.ranks is None:
+        return budget
+    if model.device.torch_device.type == "cpu":
+        budget //= model.ranks.size
+    least = model.ranks.largest(torch.tensor([-budget], dtype=torch.int64, device=model.device.torch_device))
+    return -int(least)

@@ -1,0 +1,99 @@
+"""The process of a rank that follows rank 0: it loads its part of the model, then runs the steps that it is sent."""
+
+from __future__ import annotations
+
+import logging
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from vlmserve.config import EngineConfig
+from vlmserve.devices.ranks import join, meeting_place
+from vlmserve.engine.child import exit_with_parent
+from vlmserve.engine.loading import cache_sizes, load, rank_device
+from vlmserve.engine.messages import Failure
+from vlmserve.engine.shared_frames import receive_frames
+from vlmserve.errors import VLMServeError
+from vlmserve.frames import Buffer, unpack
+from vlmserve.garbage import freeze_loaded_objects
+from vlmserve.layers.parallel import Ranks
+from vlmserve.logs import LogFormat, set_up_logging
+from vlmserve.runner.ranks import FollowingRunner, RankStep
+
+logger = logging.getLogger(__name__)
+
+STARTED = b"+"
+"""What a rank sends when it has imported everything; before it exits, a `Failure` may follow."""
+_PARENT_ENDS = 1.0
+"""Seconds in which this process learns that rank 0 has ended, after what they exchanged was cut off."""
+
+
+class RankLaunch(msgspec.Struct, frozen=True):
+    """The process's settings, one line of JSON. channel: the file of its socket. directory: where ranks meet."""
+
+    rank: int
+    channel: int
+    directory: str
+    config: str
+    folder: str
+    log_level: int
+    log_format: LogFormat
+
+
+def follow(config: EngineConfig, folder: Path, ranks: Ranks, steps: Iterable[Sequence[Buffer]]) -> None:
+    """Load this rank's part of the model, then run steps, as packed by rank 0, until there are no more."""
+    model = load(config, folder, ranks)
+    sizes = cache_sizes(config, model)
+    runner = FollowingRunner(model, sizes.blocks, sizes.host_blocks, config.block_size)
+    runner.warm_up()
+    for frames in steps:
+        runner.follow(unpack(frames, RankStep))
+
+
+def main() -> int:
+    """The process: load, follow, exit."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankLaunch)
+    set_up_logging(launch.log_format, f"rank {launch.rank}", launch.log_level)
+    directory = Path(launch.directory)
+    threading.Thread(target=exit_with_parent, args=(directory,), daemon=True).start()
+    config = EngineConfig.model_validate_json(launch.config)
+    with socket.socket(fileno=launch.channel) as channel:
+        try:
+            device = rank_device(config, launch.rank)
+            channel.sendall(STARTED)
+            size = config.tensor_parallel_size
+            ranks = join(meeting_place(directory / "ranks", size), launch.rank, size, device)
+            follow(config, Path(launch.folder), ranks, _steps(channel))
+        except VLMServeError as error:
+            channel.sendall(msgspec.msgpack.encode(Failure.of(error)))
+            return 1
+        except Exception:
+            if not _has_ended(channel):
+                logger.exception("The rank failed")
+            return 1
+    return 0
+
+
+def _steps(channel: socket.socket) -> Iterator[Sequence[Buffer]]:
+    """What rank 0 sends, from when the model is loaded until the channel closes."""
+    freeze_loaded_objects()
+    while frames := receive_frames(channel):
+        yield frames
+
+
+def _has_ended(channel: socket.socket) -> bool:
+    """Whether rank 0 has, and this rank only noticed."""
+    readable, _, _ = select.select([channel], [], [], _PARENT_ENDS)
+    return bool(readable) and channel.recv(1, socket.MSG_PEEK) == b""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

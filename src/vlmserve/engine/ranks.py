@@ -1,0 +1,172 @@
+"""The processes of all ranks but the first, as rank 0 has them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from vlmserve.config import EngineConfig
+from vlmserve.devices.ranks import join, meeting_place
+from vlmserve.engine.child import child_environment, socket_directory
+from vlmserve.engine.loading import rank_device, set_threads
+from vlmserve.engine.messages import Failure
+from vlmserve.engine.rank import STARTED, RankLaunch
+from vlmserve.engine.shared_frames import send_frames
+from vlmserve.errors import ConfigurationError, EngineDeadError, VLMServeError
+from vlmserve.frames import Frames
+from vlmserve.logs import log_format_in_use
+from vlmserve.models.hub import resolve_model
+
+logger = logging.getLogger(__name__)
+
+_GRACE = 5.0
+"""Seconds in which a process that failed is gone, or one that was told to leave."""
+_STDERR = 2
+_THEIRS = "--model-impl transformers"
+
+
+class RankProcesses:
+    """Starts one process for each rank but 0, and ends them. A `Followers`. ranks: as rank 0 sees them.
+
+    The processes also end when this one does, or when this object is garbage. Raises ConfigurationError for settings
+    that several ranks do not have, or with which a rank cannot start; EngineDeadError if one dies while it starts.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
+        for refused, flag in ((config.enable_lora, "--enable-lora"), (config.model_impl == "transformers", _THEIRS)):
+            if refused:
+                raise ConfigurationError(f"{flag} is for models on one device: leave --tensor-parallel-size out")
+        size, device = config.tensor_parallel_size, rank_device(config, 0)
+        folder = resolve_model(config.model, config.revision) if folder is None else folder
+        directory = socket_directory()
+        self._processes = [_Process(config, folder, directory, rank) for rank in range(1, size)]
+        self._close = weakref.finalize(self, _end, self._processes, directory)
+        with self.explained():
+            for process in self._processes:
+                process.wait_until_started()
+            self.ranks = join(meeting_place(directory / "ranks", size), 0, size, device)
+        set_threads(config.num_threads, size)
+        where = f"{size} GPUs" if device.type == "cuda" else f"the CPU, with {torch.get_num_threads()} threads each"
+        logger.info("Tensor parallelism: %d ranks on %s", size, where)
+
+    def send(self, frames: Frames) -> None:
+        """See `Followers.send`."""
+        self.check()
+        with self.explained():
+            send_frames([process.channel for process in self._processes], frames)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """See `Followers.explained`."""
+        try:
+            yield
+        except BaseException as error:
+            expected = isinstance(error, VLMServeError) or not isinstance(error, Exception)
+            reason = None if expected else self._reason()
+            self.close()
+            if reason is None:
+                raise
+            raise reason from error
+
+    @property
+    def watched(self) -> Sequence[int]:
+        """See `Followers.watched`."""
+        return [process.channel.fileno() for process in self._processes]
+
+    def check(self) -> None:
+        """See `Followers.check`."""
+        if not self._close.alive:
+            raise EngineDeadError("the engine's ranks have ended")
+        if select.select(self.watched, [], [], 0)[0]:
+            reason = self._reason()
+            self.close()
+            raise reason or EngineDeadError("a rank has ended")
+
+    def close(self) -> None:
+        """End all ranks; nothing can be sent any more."""
+        self._close()
+
+    def _reason(self) -> VLMServeError | None:
+        """Why a rank ended; None: all go on."""
+        end = time.monotonic() + _GRACE
+        while time.monotonic() < end:
+            for process in self._processes:
+                if (reason := process.reason()) is not None:
+                    return reason
+            time.sleep(0.02)
+        return None
+
+
+class _Process:
+    """The process of one rank. channel: where steps are sent; what comes back is why it ends."""
+
+    def __init__(self, config: EngineConfig, folder: Path, directory: Path, rank: int) -> None:
+        self.rank = rank
+        self.channel, theirs = socket.socketpair()
+        launch = RankLaunch(
+            rank=rank,
+            channel=theirs.fileno(),
+            directory=str(directory),
+            config=config.model_dump_json(),
+            folder=str(folder),
+            log_level=max(logging.WARNING, logging.getLogger().getEffectiveLevel()),
+            log_format=log_format_in_use(),
+        )
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "vlmserve.engine.rank"],
+                stdin=subprocess.PIPE,
+                stdout=_STDERR,
+                env=child_environment(),
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `wait_until_started` finds out
+            self.process.stdin.write(msgspec.json.encode(launch) + b"\n")
+            self.process.stdin.flush()
+
+    def wait_until_started(self) -> None:
+        """Until it is about to meet the others. Raises ConnectionError if it has ended."""
+        if self.channel.recv(1) == b"":
+            raise ConnectionError(f"rank {self.rank} has ended")
+
+    def reason(self) -> VLMServeError | None:
+        """Why it ended; None: it runs."""
+        if (code := self.process.poll()) is None:
+            return None
+        said = b""
+        with contextlib.suppress(ConnectionResetError):  # it has not read all that it was sent
+            while part := self.channel.recv(65536):
+                said += part
+        if said := said.lstrip(STARTED):
+            failure = msgspec.msgpack.decode(said, type=Failure)
+            return Failure(failure.kind, f"rank {self.rank}: {failure.message}", failure.param).error()
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        return EngineDeadError(f"rank {self.rank} ended {how}")
+
+
+def _end(processes: Sequence[_Process], directory: Path) -> None:
+    for one in processes:
+        if one.process.stdin is not None:
+            one.process.stdin.close()
+        one.channel.close()
+    for one in processes:
+        try:
+            one.process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            one.process.wait()
+    shutil.rmtree(directory, ignore_errors=True)

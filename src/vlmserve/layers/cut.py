@@ -1,0 +1,72 @@
+"""Which part of a checkpoint's tensor a layer holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.quantized import QuantizedWeight
+
+
+class Share(NamedTuple):
+    """``first <= i < last`` of `whole` rows or columns."""
+
+    first: int
+    last: int
+    whole: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a layer holds of its tensors: of each projection that it consists of some outputs, and of all of these some
+    inputs; None: all."""
+
+    rows: tuple[Share, ...]
+    columns: Share | None = None
+
+    def cuts(self, num_parts: int) -> list[Cut]:
+        """Of the tensors that a checkpoint has of the layer: one for each projection, or one for all."""
+        if num_parts == len(self.rows):
+            return [Cut(share.whole, ((share.first, share.last),), self.columns) for share in self.rows]
+        if num_parts != 1:
+            raise ValueError(f"{len(self.rows)} projections are not in {num_parts} tensors")
+        pieces, start = [], 0
+        for share in self.rows:
+            pieces.append((start + share.first, start + share.last))
+            start += share.whole
+        return [Cut(start, tuple(pieces), self.columns)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Rows ``first <= i < last`` of a tensor with `num_rows`, piece after piece, and of these some columns, if there
+    are any and they are cut."""
+
+    num_rows: int
+    pieces: tuple[tuple[int, int], ...]
+    columns: Share | None = None
+
+    def whole_shape(self, own: torch.Size) -> list[int]:
+        """The shape of the whole tensor; own: that of the part."""
+        width = list(own[1:]) if self.columns is None or len(own) < 2 else [self.columns.whole]
+        return [self.num_rows, *width]
+
+    def narrowed(self, rows: Tensor) -> Tensor:
+        """The columns that are cut, of some rows."""
+        if self.columns is None or rows.ndim < 2:
+            return rows
+        return rows[:, self.columns.first : self.columns.last]
+
+    def of(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        """A part of a whole weight: quantized as that is, or plain, float32, where the cut divides a group."""
+        rows = torch.cat([torch.arange(first, last) for first, last in self.pieces])
+        if isinstance(weight, Tensor):
+            return self.narrowed(weight[rows.to(weight.device)])
+        own = weight[rows.to(weight.values.device)]
+        if self.columns is None:
+            return own
+        cut = own.inputs(self.columns.first, self.columns.last)
+        return self.narrowed(own.dequantize()) if cut is None else cut

@@ -1,0 +1,182 @@
+"""Layers of which each rank holds a part (https://arxiv.org/abs/1909.08053)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.layers.cut import Shard, Share
+from vlmserve.layers.linear import Embedding, Linear, OutputLinear, TiedEmbedding
+from vlmserve.layers.norm import NormOfRow
+from vlmserve.layers.operations import Operations
+
+
+class Ranks(Protocol):
+    """The processes that compute a model together, seen from one of them.
+
+    All of them call the same methods, in the same order, with tensors of the same shapes. What they get is the same in
+    all of them, to the bit.
+
+    rank: which one this is, ``0 <= rank < size``.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors; takes the memory of this one's."""
+        ...
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest of all ranks' elements in each place; takes the memory of this one's tensor."""
+        ...
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """All ranks' tensors, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Tokens ``first <= i < last`` of a vocabulary belong to this rank; no rank has more than `most`."""
+
+    first: int
+    last: int
+    count: int
+    most: int
+
+    @classmethod
+    def of(cls, count: int, ranks: Ranks) -> Vocabulary:
+        """Ranks' parts differ by one token at most."""
+        first, last = (count * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+        return cls(first, last, count, -(-count // ranks.size))
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @property
+    def shard(self) -> Shard:
+        """As a part of a table or an output head."""
+        return Shard((Share(self.first, self.last, self.count),))
+
+    def own(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids as rows of this rank's part, 0 for those that it lacks, and which these are."""
+        rows = indices - self.first
+        lacks = (rows < 0) | (rows >= len(self))
+        return rows.masked_fill(lacks, 0), lacks
+
+    def gathered(self, logits: Tensor, ranks: Ranks, out: Tensor | None) -> Tensor:
+        """All ranks' logits ``[rows, vocabulary]``; logits: those of this rank's part."""
+        padded = F.pad(logits, (0, self.most - len(self)))
+        parts = ranks.gather(padded.contiguous())
+        bounds = [self.count * rank // ranks.size for rank in range(ranks.size + 1)]
+        parts = [part[:, : last - first] for part, first, last in zip(parts, bounds, bounds[1:], strict=False)]
+        return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)
+
+
+class RowParallelLinear(Linear):
+    """A linear layer of which each rank has some inputs: all get the sum of the outputs. Rank 0 has the bias."""
+
+    def __init__(self, whole: Linear, inputs: Share, ranks: Ranks, *, device: torch.device) -> None:
+        """whole: as it is built for this rank's inputs."""
+        bias = whole.bias is not None and ranks.rank == 0
+        super().__init__(whole.in_features, whole.out_features, bias=bias, dtype=whole.dtype, device=device)
+        self.shard = Shard((Share(0, whole.out_features, whole.out_features),), inputs)
+        self.ranks = ranks
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """residual: shaped like the output, added to it."""
+        output = self.ranks.sum(self._multiply(x).contiguous())
+        return output if residual is None else output.add_(residual)
+
+
+class ParallelEmbedding(Embedding):
+    """An `Embedding` of which each rank has some rows."""
+
+    def __init__(self, count: int, size: int, ranks: Ranks, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._vocabulary = Vocabulary.of(count, ranks)
+        super().__init__(len(self._vocabulary), size, dtype=dtype, device=device)
+        self.shard = self._vocabulary.shard
+        self._ranks = ranks
+
+    def forward(self, indices: Tensor) -> Tensor:
+        rows, lacks = self._vocabulary.own(indices)
+        return self._ranks.sum(super().forward(rows).masked_fill_(lacks[:, None], 0))
+
+
+class ParallelTiedEmbedding(TiedEmbedding):
+    """A `TiedEmbedding` of which each rank has some rows."""
+
+    def __init__(self, count: int, size: int, ranks: Ranks, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._vocabulary = Vocabulary.of(count, ranks)
+        super().__init__(len(self._vocabulary), size, dtype=dtype, device=device)
+        self.shard = self._vocabulary.shard
+        self._ranks = ranks
+
+    def forward(self, indices: Tensor) -> Tensor:
+        rows, lacks = self._vocabulary.own(indices)
+        return self._ranks.sum(super().forward(rows).masked_fill(lacks[:, None], 0))
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `TiedEmbedding.logits`."""
+        return self._vocabulary.gathered(super().logits(hidden), self._ranks, out)
+
+
+class ParallelOutputLinear(OutputLinear):
+    """An `OutputLinear` of which each rank has some outputs."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ranks: Ranks,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._vocabulary = Vocabulary.of(out_features, ranks)
+        super().__init__(in_features, len(self._vocabulary), bias=bias, dtype=dtype, device=device)
+        self.shard = self._vocabulary.shard
+        self._ranks = ranks
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `OutputLinear.logits`."""
+        return self._vocabulary.gathered(super().logits(hidden), self._ranks, out)
+
+
+class ParallelNormOfRow(NormOfRow):
+    """A `NormOfRow` of which each rank has some heads. copies: ranks that have the same ones."""
+
+    def __init__(self, own: NormOfRow, elements: Share, copies: int, ranks: Ranks, *, device: torch.device) -> None:
+        """own: as it is built for this rank's heads."""
+        super().__init__(len(own.weight), own.eps, dtype=own.weight.dtype, device=device)
+        self.shard = Shard((elements,))
+        self._count = elements.whole * copies
+        self._ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = x.reshape(len(x), -1).float()
+        mean = self._ranks.sum(row.square().sum(1, keepdim=True)) / self._count
+        return (row * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype).view_as(x)
+
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`. No kernel takes a part of a row."""
+
+
+def shares(whole: int, ranks: Ranks) -> Share:
+    """This rank's part of a size that divides."""
+    own = whole // ranks.size
+    return Share(ranks.rank * own, (ranks.rank + 1) * own, whole)
+
+
+def scaled(share: Share, factor: int) -> Share:
+    """A part of heads as one of their elements."""
+    return Share(share.first * factor, share.last * factor, share.whole * factor)

@@ -1,0 +1,92 @@
+"""A model of two processes: the answers of one, and an engine that ends and comes back when a rank dies."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from tests.checkpoints import make_llava
+from tests.media.images_for_tests import encoded, noise
+from tests.server.live import wait_until
+from tests.server.test_run import Asking, ServerProcess, serving
+from tests.server.test_supervision import is_ready, restarts
+from vlmserve import LLM, SamplingParams
+from vlmserve.config import EngineConfig
+from vlmserve.engine.ranks import RankProcesses
+from vlmserve.errors import ConfigurationError, EngineDeadError, MissingWeightsError
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB"}
+IMAGE = noise(40, 30)
+PARTS: list[list[dict[str, Any]]] = [
+    [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(encoded(IMAGE)).decode()}}],
+    [],
+]
+CONVERSATIONS = [[{"role": "user", "content": [*parts, {"type": "text", "text": "What is there?"}]}] for parts in PARTS]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llava(tmp_path_factory.mktemp("ranks"))
+
+
+def answers(server: ServerProcess) -> list[str]:
+    fields = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    bodies = [{"messages": conversation, **fields} for conversation in CONVERSATIONS]
+    responses = [httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60) for body in bodies]
+    return [response.json()["choices"][0]["message"]["content"] for response in responses]
+
+
+def rank_of(server: ServerProcess) -> psutil.Process:
+    [rank] = server.engine().children()
+    return rank
+
+
+def test_a_server_of_two_ranks(checkpoint: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [result.text for result in LLM(str(checkpoint), **SETTINGS).chat(CONVERSATIONS, params, use_tqdm=False)]
+    assert expected[0] != expected[1]
+    server_settings = {"restart_backoff": 1}
+    with serving(checkpoint, engine="real", tensor_parallel_size=2, server=server_settings, **SETTINGS) as server:
+        assert answers(server) == expected
+        assert 'ranks="2"' in server.metrics()
+        assert 'process_resident_memory_bytes{model_name="ranks0",process="rank 1"}' in server.metrics()
+        rank, engine = rank_of(server), server.engine()
+        rank.kill()  # while nothing runs
+        wait_until(lambda: restarts(server) == 1 and is_ready(server))
+        assert not engine.is_running()
+        assert answers(server) == expected
+        rank, engine = rank_of(server), server.engine()
+        asking = Asking(server.url, max_tokens=400)
+        rank.kill()
+        asking.join(60)
+        assert asking.error["code"] == "engine_dead"
+        assert "rank 1 ended by signal 9" in asking.error["message"]
+        wait_until(lambda: not engine.is_running())
+
+
+def test_why_a_rank_cannot_start_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=2, **SETTINGS)
+    ranks = RankProcesses(config, tmp_path)
+    [rank] = [process.process for process in ranks._processes]
+    with pytest.raises(MissingWeightsError, match=r"rank 1: .*safetensors"), ranks.explained():
+        ranks.ranks.sum(torch.ones(1))
+    assert rank.returncode is not None
+    with pytest.raises(EngineDeadError):
+        ranks.send([b""])
+
+
+def test_what_several_ranks_do_not_have_is_refused_before_any_starts(checkpoint: Path) -> None:
+    for wrong, words in [
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"device": "cuda:0"}, "cuda|CUDA"),
+        ({"model_impl": "transformers"}, "--model-impl transformers"),
+    ]:
+        with pytest.raises(ConfigurationError, match=words):
+            LLM(str(checkpoint), tensor_parallel_size=2, **{**SETTINGS, **wrong})
