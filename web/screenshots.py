@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -79,6 +80,16 @@ def under_load(url: str, clients: int) -> Iterator[None]:
             thread.join()
 
 
+def batch_of(count: int) -> bytes:
+    """A file of requests to the built-in model, the second of which fails."""
+    rows = []
+    for number in range(count):
+        body = {"model": "pixie", "messages": [{"role": "user", "content": f"Question {number}"}], "max_tokens": 60}
+        row = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+        rows.append(json.dumps({**row, "body": {**body, "temperature": -1} if number == 1 else body}))
+    return "\n".join(rows).encode()
+
+
 def opened(browser: Browser, url: str, scheme: str, size: dict[str, int]) -> Page:
     """The page in a browser that has never seen it."""
     phone = size == PHONE
@@ -119,6 +130,16 @@ def main(folder: Path) -> None:
             ask(page, "How many shapes are there?")
             page.get_by_text("cannot be reached").first.wait_for()
             shoot(page, f"error-{suffix}")
+            page.unroute("**/v1/chat/completions")
+            page.get_by_role("link", name="Batches").click()
+            for name, count in (("products.jsonl", 3), ("catalogue.jsonl", 4000)):
+                file = {"name": name, "mimeType": "application/jsonl", "buffer": batch_of(count)}
+                page.get_by_label("File of requests").set_input_files(file)
+                page.get_by_role("heading", name=name).first.wait_for()
+            page.wait_for_timeout(2500)
+            shoot(page, f"batches-{suffix}")
+            page.get_by_role("button", name="Cancel catalogue.jsonl").click()
+            page.get_by_role("button", name="Save answers of catalogue.jsonl").first.wait_for()
             page.context.close()
         with under_load(url, 16):
             for scheme, size, suffix in (

@@ -103,6 +103,12 @@ def test_axe_finds_nothing_wrong_with_any_view_and_nothing_is_wider_than_the_scr
     page.get_by_role("link", name="Live").click()
     page.locator(".tiles").wait_for()
     look("live")
+    page.get_by_role("link", name="Batches").click()
+    page.get_by_label("File of requests").set_input_files(
+        {"name": f"{'a-long-name-' * 8}.jsonl", "mimeType": "application/jsonl", "buffer": b"{}"}
+    )
+    page.locator(".panel .problem").wait_for()
+    look("batches")
     page.keyboard.press("?")
     page.get_by_role("dialog").wait_for()
     look("shortcuts")

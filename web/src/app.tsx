@@ -13,6 +13,7 @@ import { useShortcuts } from "./shortcuts";
 import { useSettings } from "./state/settings";
 
 const Live = lazy(() => import("./live/live"));
+const Batches = lazy(() => import("./batches/batches"));
 
 type Opened = "settings" | "key" | "shortcuts" | undefined;
 
@@ -31,6 +32,7 @@ export function App() {
   useShortcuts({
     n: () => go({ view: "chat" }),
     l: () => go({ view: "live" }),
+    b: () => go({ view: "batches" }),
     c: () => go({ view: "chat" }),
     ",": () => setOpened("settings"),
     "?": () => setOpened("shortcuts"),
@@ -55,6 +57,11 @@ export function App() {
           <a href={hrefOf({ view: "live" })} aria-current={route.view === "live" ? "page" : undefined}>
             Live
           </a>
+          {server.keeps && (
+            <a href={hrefOf({ view: "batches" })} aria-current={route.view === "batches" ? "page" : undefined}>
+              Batches
+            </a>
+          )}
         </nav>
         <ModelName server={server} />
         <button className="icon" aria-label="Settings" title="Settings" onClick={() => setOpened("settings")}>
@@ -70,9 +77,9 @@ export function App() {
           </Boundary>
         </>
       ) : (
-        <Boundary>
-          <Suspense fallback={<main id="main" className="live" aria-busy="true" />}>
-            <Live />
+        <Boundary key={route.view}>
+          <Suspense fallback={<main id="main" className="view" aria-busy="true" />}>
+            {route.view === "live" ? <Live /> : <Batches />}
           </Suspense>
         </Boundary>
       )}

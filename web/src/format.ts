@@ -15,6 +15,13 @@ export function seconds(value: number | null | undefined): string {
   return value < 9.95 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`;
 }
 
+/** A time that takes a while: seconds, minutes or hours, in whole ones. */
+export function duration(value: number): string {
+  if (value < 90) return `${Math.ceil(value)} s`;
+  const minutes = Math.round(value / 60);
+  return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
 export function percent(part: number, whole: number): string {
   if (whole <= 0) return "–";
   const rounded = Math.round((100 * part) / whole);

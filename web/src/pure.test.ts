@@ -1,10 +1,12 @@
 import { describe as suite, expect, test } from "vitest";
 import { ApiError } from "./api/client";
 import { explain } from "./api/problems";
+import type { Batch } from "./api/batches";
+import { inWords as progressInWords, isUnfinished, secondsLeft } from "./batches/progress";
 import { describe, outline, placeOf, SHAPES, SIDE } from "./chat/drawing";
 import { columnsOf, parseJson } from "./chat/json";
 import { marksIn, placeIn, unitOf } from "./chat/marks";
-import { bytes, describeCost, percent, rate, seconds } from "./format";
+import { bytes, describeCost, duration, percent, rate, seconds } from "./format";
 import { inWords } from "./live/block-map";
 import { sampleOf, SPAN, withSample, type Engine, type Figures, type Sample } from "./live/figures";
 import { hrefOf, parseRoute } from "./route";
@@ -17,10 +19,44 @@ suite("numbers", () => {
     expect([bytes(2048), bytes(3 * 1024 ** 2), percent(1, 3), percent(0, 0), seconds(null)]).toEqual(["2 KiB", "3 MiB", "33%", "–", "–"]);
   });
 
+  test("of time that something takes are whole seconds, minutes or hours", () => {
+    expect([0.2, 89, 100, 3600, 7000, 7170].map(duration)).toEqual(["1 s", "89 s", "2 min", "60 min", "1 h 57 min", "2 h 0 min"]);
+  });
+
   test("of an answer leave out a speed that cannot be measured", () => {
     const cost = { promptTokens: 1200, cachedTokens: 1000, answerTokens: 11, firstToken: 0.5, total: 2.5 };
     expect(describeCost(cost)).toBe("1,200 tokens read (1,000 cached) · 11 written · first after 0.50 s · 5.0 tokens/s");
     expect(describeCost({ ...cost, total: 0.51 })).not.toContain("tokens/s");
+  });
+});
+
+suite("batches", () => {
+  const batch: Batch = {
+    id: "batch_1",
+    endpoint: "/v1/chat/completions",
+    model: "pixie",
+    status: "in_progress",
+    errors: null,
+    output_file_id: null,
+    error_file_id: null,
+    created_at: 900,
+    in_progress_at: 1000,
+    request_counts: { total: 1000, completed: 249, failed: 1 },
+    metadata: {},
+  };
+
+  test("say how far they are, and how long they will take at that pace", () => {
+    expect(progressInWords(batch, 1100)).toBe("250 of 1,000 requests, 1 failed, about 5 min left");
+    expect(secondsLeft(batch, 990)).toBe(0); // a clock that is behind the server's
+    expect(progressInWords({ ...batch, request_counts: { total: 4, completed: 0, failed: 0 } }, 1100)).toBe("0 of 4 requests");
+    expect(progressInWords({ ...batch, status: "completed" }, 1100)).toBe("250 of 1,000 requests, 1 failed");
+    expect(progressInWords({ ...batch, status: "validating", request_counts: { total: 0, completed: 0, failed: 0 } }, 1100)).toBe("");
+  });
+
+  test("are unfinished as long as their results are not written", () => {
+    const unfinished = (["validating", "in_progress", "finalizing", "cancelling"] as const).map((status) => isUnfinished({ ...batch, status }));
+    const finished = (["completed", "failed", "expired", "cancelled"] as const).map((status) => isUnfinished({ ...batch, status }));
+    expect([...unfinished, ...finished]).toEqual([true, true, true, true, false, false, false, false]);
   });
 });
 

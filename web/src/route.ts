@@ -2,16 +2,16 @@
 
 import { useSyncExternalStore } from "react";
 
-export type Route = { view: "live" } | { view: "chat"; id?: string };
+export type Route = { view: "live" | "batches" } | { view: "chat"; id?: string };
 
 export function parseRoute(hash: string): Route {
   const [, view, id] = hash.split("/");
-  if (view === "live") return { view: "live" };
+  if (view === "live" || view === "batches") return { view };
   return view === "c" && id ? { view: "chat", id: decodeURIComponent(id) } : { view: "chat" };
 }
 
 export function hrefOf(route: Route): string {
-  if (route.view === "live") return "#/live";
+  if (route.view !== "chat") return `#/${route.view}`;
   return route.id ? `#/c/${encodeURIComponent(route.id)}` : "#/";
 }
 

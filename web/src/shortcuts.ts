@@ -8,6 +8,7 @@ export const SHORTCUTS: [keys: string, what: string][] = [
   ["/", "Write a question"],
   ["d", "Draw an image"],
   ["l", "Live view"],
+  ["b", "Batches"],
   ["c", "Chat"],
   [",", "Settings"],
   ["?", "This list"],

@@ -38,7 +38,7 @@ export default function Live() {
   const requests = useMemo(() => [...REQUESTS], []);
   const engine = figures?.engine;
   return (
-    <main id="main" className="live" tabIndex={0} aria-busy={!figures && !problem}>
+    <main id="main" className="view live" tabIndex={0} aria-busy={!figures && !problem}>
       <h1>The engine, live</h1>
       {problem && (
         <p className="problem" role="alert">
