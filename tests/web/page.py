@@ -60,11 +60,13 @@ def stamp(page: Page, x: float, y: float) -> None:
     sheet.click(position={"x": x * box["width"], "y": y * box["height"]})
 
 
-def events(*texts: str, end: str = "data: [DONE]\n\n") -> str:
-    """A stream of chat completions."""
+def events(*texts: str, end: str = "data: [DONE]\n\n", **usage: Any) -> str:
+    """A stream of chat completions. usage: of its last chunk, if there is any."""
     chunks = [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in texts]
     if end:
         chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    if usage:
+        chunks.append({"choices": [], **usage})
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
 
 

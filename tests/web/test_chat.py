@@ -492,6 +492,22 @@ def test_boxes_and_points_are_drawn_on_the_image(pixie, visit):
     expect(marked).to_have_count(2)
 
 
+def test_boxes_in_pixels_of_what_the_model_saw_are_drawn_where_they_belong(pixie, visit):
+    page = visit(pixie)
+    found = json.dumps({"bbox_2d": [50, 100, 200, 200], "label": "middle"})
+    before = {"width": 9, "height": 9, "model_width": 9, "model_height": 9, "box": None, "tokens": 4}
+    seen = {"width": 288, "height": 288, "model_width": 200, "model_height": 200, "box": [72, 0, 216, 288], "tokens": 4}
+    usage = {"prompt_tokens": 9, "completion_tokens": 9}
+    answering(page, events(found, usage=usage, image_sizes=[before, seen]))
+    ask(page, "Where is it?", SHAPES)
+    answer_of(page, 0)
+    marked = page.get_by_role("img", name="shapes.png with middle")
+    area, whole = marked.locator(".area").bounding_box(), marked.locator("img").bounding_box()
+    assert (area["x"] - whole["x"]) / whole["width"] == pytest.approx(0.375, abs=0.01)
+    assert area["width"] / whole["width"] == pytest.approx(0.375, abs=0.01)
+    assert (area["y"] - whole["y"]) / whole["height"] == pytest.approx(0.5, abs=0.01)
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
     """A model with two adapters."""

@@ -5,7 +5,7 @@ import type { Batch } from "./api/batches";
 import { inWords as progressInWords, isUnfinished, secondsLeft } from "./batches/progress";
 import { describe, outline, placeOf, SHAPES, SIDE } from "./chat/drawing";
 import { columnsOf, parseJson } from "./chat/json";
-import { marksIn, placeIn, unitOf } from "./chat/marks";
+import { marksIn, placeIn, unitOf, viewOf } from "./chat/marks";
 import { bytes, describeCost, duration, percent, rate, seconds } from "./format";
 import { inWords } from "./live/block-map";
 import { sampleOf, SPAN, withSample, type Engine, type Figures, type Sample } from "./live/figures";
@@ -126,12 +126,23 @@ suite("marks", () => {
 
   test("stand where their coordinates say", () => {
     const marks = marksIn('[{"bbox": [100, 50, 200, 100]}]');
-    expect([unitOf(marks, 400, 200), unitOf(marks, 150, 200), unitOf([{ label: "", at: [0.5, 1] }], 9, 9)]).toEqual(["pixels", "thousandths", "shares"]);
+    expect([unitOf(marks, viewOf(400, 200)), unitOf(marks, viewOf(150, 200)), unitOf([{ label: "", at: [0.5, 1] }], viewOf(9, 9))]).toEqual(["pixels", "thousandths", "shares"]);
     const models = ["Qwen/Qwen3-VL-2B-Instruct", "qwen3-vl:2b", "Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct"];
-    expect(models.map((model) => unitOf(marks, 400, 200, model))).toEqual(["thousandths", "thousandths", "thousandths", "pixels"]);
-    expect(placeIn(marks[0]!, "pixels", 400, 200)).toEqual([0.25, 0.25, 0.5, 0.5]);
-    expect(placeIn(marks[0]!, "thousandths", 400, 200)).toEqual([0.1, 0.05, 0.2, 0.1]);
-    expect(placeIn({ label: "", at: [500, 20], unit: "shares" }, "pixels", 400, 200)).toEqual([1, 1]);
+    expect(models.map((model) => unitOf(marks, viewOf(400, 200), model))).toEqual(["thousandths", "thousandths", "thousandths", "pixels"]);
+    expect(placeIn(marks[0]!, "pixels", viewOf(400, 200))).toEqual([0.25, 0.25, 0.5, 0.5]);
+    expect(placeIn(marks[0]!, "thousandths", viewOf(400, 200))).toEqual([0.1, 0.05, 0.2, 0.1]);
+    expect(placeIn({ label: "", at: [500, 20], unit: "shares" }, "pixels", viewOf(400, 200))).toEqual([1, 1]);
+  });
+
+  test("are placed by what the model saw of the image", () => {
+    const seen = { width: 800, height: 400, model_width: 200, model_height: 200, box: [200, 0, 600, 400] as [number, number, number, number] };
+    const view = viewOf(800, 400, seen);
+    const box = { label: "", at: [50, 100, 200, 200] };
+    expect(unitOf([box], view)).toBe("pixels");
+    expect(placeIn(box, "pixels", view)).toEqual([0.375, 0.5, 0.75, 1]); // a crop of the middle, at half its size
+    expect(placeIn({ label: "", at: [500, 500] }, "thousandths", view)).toEqual([0.5, 0.5]);
+    expect(placeIn(box, "pixels", viewOf(800, 400, { ...seen, box: null }))).toEqual([0.25, 0.5, 1, 1]);
+    expect(viewOf(800, 400, { ...seen, model_width: null })).toEqual(viewOf(800, 400));
   });
 });
 

@@ -1,6 +1,6 @@
 /** Asking: the whole conversation at once, or its latest question where the server keeps the rest. */
 
-import type { Attachment, Turn } from "../state/types";
+import type { Attachment, ImageSize, Turn } from "../state/types";
 import type { Sampling } from "../state/settings";
 import { ApiError, brokenOff, events, sendJson } from "./client";
 
@@ -16,6 +16,8 @@ export interface Piece {
   /** What the model thinks before its answer. */
   thought?: string;
   usage?: Usage;
+  /** Of all images that the conversation has so far, in order. */
+  imageSizes?: ImageSize[];
   ending?: "complete" | "length";
 }
 
@@ -23,6 +25,7 @@ interface ChatChunk {
   error?: { message: string; code: string };
   choices?: { delta: { content?: string | null; reasoning_content?: string | null }; finish_reason: string | null }[];
   usage?: { prompt_tokens: number; completion_tokens: number; prompt_tokens_details?: { cached_tokens: number } } | null;
+  image_sizes?: ImageSize[];
 }
 
 interface ResponseEvent {
@@ -31,6 +34,7 @@ interface ResponseEvent {
   response?: {
     error: { message: string } | null;
     usage: { input_tokens: number; output_tokens: number; input_tokens_details: { cached_tokens: number } } | null;
+    image_sizes?: ImageSize[];
   };
 }
 
@@ -51,7 +55,8 @@ export async function* chat(turns: Turn[], settings: Sampling, signal: AbortSign
     if (choice?.delta.content) yield { text: choice.delta.content };
     if (chunk.usage) {
       const cachedTokens = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
-      yield { usage: { promptTokens: chunk.usage.prompt_tokens, cachedTokens, answerTokens: chunk.usage.completion_tokens } };
+      const usage = { promptTokens: chunk.usage.prompt_tokens, cachedTokens, answerTokens: chunk.usage.completion_tokens };
+      yield { usage, imageSizes: chunk.image_sizes };
     }
   }
   if (!ending) throw brokenOff();
@@ -82,7 +87,8 @@ export async function* respond(
       const usage = event.response?.usage;
       if (usage) {
         const cachedTokens = usage.input_tokens_details.cached_tokens;
-        yield { usage: { promptTokens: usage.input_tokens, cachedTokens, answerTokens: usage.output_tokens } };
+        const tokens = { promptTokens: usage.input_tokens, cachedTokens, answerTokens: usage.output_tokens };
+        yield { usage: tokens, imageSizes: event.response?.image_sizes };
       }
     }
   }

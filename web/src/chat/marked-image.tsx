@@ -1,20 +1,29 @@
 import { useState } from "react";
-import type { Attachment } from "../state/types";
+import type { Attachment, ImageSize } from "../state/types";
 import { useAttachmentUrl } from "./attachments";
-import { placeIn, unitOf, type Mark, type Unit } from "./marks";
+import { placeIn, unitOf, viewOf, type Mark, type Unit } from "./marks";
 
 const UNITS: Record<Unit, string> = { pixels: "pixels", thousandths: "thousandths", shares: "shares of 1" };
 const COLOURS = 6;
 
+interface Props {
+  images: Attachment[];
+  /** What the model saw of each of them, if it is known. */
+  sizes?: ImageSize[];
+  marks: Mark[];
+  model?: string;
+}
+
 /** What an answer marks, drawn on the image that it is about. */
-export function MarkedImage({ images, marks, model }: { images: Attachment[]; marks: Mark[]; model?: string }) {
+export function MarkedImage({ images, sizes, marks, model }: Props) {
   const [number, setNumber] = useState(0);
   const [chosen, setChosen] = useState<Unit>();
   const [size, setSize] = useState<[number, number]>();
   const image = images[number] ?? images[0]!;
   const url = useAttachmentUrl(image);
   if (!url) return null;
-  const unit = chosen ?? (size ? unitOf(marks, ...size, model) : "pixels");
+  const view = size && viewOf(...size, sizes?.[images.indexOf(image)]);
+  const unit = chosen ?? (view ? unitOf(marks, view, model) : "pixels");
   const labels = [...new Set(marks.map((mark) => mark.label))];
   return (
     <figure className="marked">
@@ -24,7 +33,7 @@ export function MarkedImage({ images, marks, model }: { images: Attachment[]; ma
           alt=""
           onLoad={({ currentTarget }) => setSize([currentTarget.naturalWidth, currentTarget.naturalHeight])}
         />
-        {size && marks.map((mark, index) => <Drawn key={index} mark={mark} place={placeIn(mark, unit, ...size)} colour={labels.indexOf(mark.label) % COLOURS} />)}
+        {view && marks.map((mark, index) => <Drawn key={index} mark={mark} place={placeIn(mark, unit, view)} colour={labels.indexOf(mark.label) % COLOURS} />)}
       </div>
       <figcaption>
         {images.length > 1 && (

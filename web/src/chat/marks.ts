@@ -1,5 +1,6 @@
 /** Boxes and points in answers, in the ways in which models write them. */
 
+import type { ImageSize } from "../state/types";
 import { isObject, parseJson, type Json, type JsonObject } from "./json";
 
 /** What coordinates count: pixels of the image, or parts of its width and height. */
@@ -11,6 +12,13 @@ export interface Mark {
   at: number[];
   /** Where the way of writing says it. */
   unit?: Unit;
+}
+
+/** What a model saw: its size in pixels, and which part of the image it is, as shares: left, top, right and bottom. */
+export interface View {
+  width: number;
+  height: number;
+  part: [number, number, number, number];
 }
 
 const MOST = 200;
@@ -40,19 +48,30 @@ export function marksIn(text: string): Mark[] {
   return [...values.flatMap(inJson), ...inTags(text)].slice(0, MOST);
 }
 
-/** What coordinates count, for marks that do not say so, in an image of that size. model: that wrote them, if it is known. */
-export function unitOf(marks: Mark[], width: number, height: number, model = ""): Unit {
+/** What a model saw of an image of that size; all of it as it is where the server does not say. */
+export function viewOf(width: number, height: number, seen?: ImageSize): View {
+  if (!seen?.model_width || !seen.model_height) return { width, height, part: [0, 0, 1, 1] };
+  const [left, top, right, bottom] = seen.box ?? [0, 0, seen.width, seen.height];
+  const part: View["part"] = [left / seen.width, top / seen.height, right / seen.width, bottom / seen.height];
+  return { width: seen.model_width, height: seen.model_height, part };
+}
+
+/** What coordinates count, for marks that do not say so. model: that wrote them, if it is known. */
+export function unitOf(marks: Mark[], { width, height }: View, model = ""): Unit {
   const open = marks.filter((mark) => !mark.unit);
   if (open.every(({ at }) => at.every((value) => value <= 1))) return "shares";
   if (IN_THOUSANDTHS.test(model)) return "thousandths";
   return open.every(({ at }) => at.every((value, index) => value <= (index % 2 ? height : width))) ? "pixels" : "thousandths";
 }
 
-/** The place of a mark in an image of that size, as shares of width and height. */
-export function placeIn(mark: Mark, unit: Unit, width: number, height: number): number[] {
+/** The place of a mark in the image, as shares of its width and height. */
+export function placeIn(mark: Mark, unit: Unit, { width, height, part }: View): number[] {
   const own = mark.unit ?? unit;
   const whole = own === "pixels" ? [width, height] : own === "thousandths" ? [1000, 1000] : [1, 1];
-  return mark.at.map((value, index) => Math.min(Math.max(value / whole[index % 2]!, 0), 1));
+  return mark.at.map((value, index) => {
+    const [from, to] = index % 2 ? [part[1], part[3]] : [part[0], part[2]];
+    return Math.min(Math.max(from + (value / whole[index % 2]!) * (to - from), 0), 1);
+  });
 }
 
 function inJson(value: Json): Mark[] {

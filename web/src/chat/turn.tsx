@@ -106,6 +106,8 @@ function Answer({ conversation, turn, question, shown = [], model, busy, note, o
   const again = () => question && askAgain(conversation, question.id);
   const coming = turn.ending === undefined;
   const images = shown.filter((attachment) => attachment.kind === "image");
+  // Those of the question come last. Pages of documents and videos have sizes, too.
+  const sizes = images.length === shown.length ? turn.imageSizes?.slice(-images.length) : undefined;
   const marks = useMemo(() => (coming ? [] : marksIn(turn.text)), [coming, turn.text]);
   return (
     <li className="turn answer" aria-busy={coming}>
@@ -117,7 +119,9 @@ function Answer({ conversation, turn, question, shown = [], model, busy, note, o
         </details>
       )}
       {turn.text && <Markdown text={turn.text} />}
-      {images.length > 0 && marks.length > 0 && <MarkedImage images={images} marks={marks} model={turn.model ?? model} />}
+      {images.length > 0 && marks.length > 0 && (
+        <MarkedImage images={images} sizes={sizes} marks={marks} model={turn.model ?? model} />
+      )}
       {coming && !turn.text && (
         <p className="thinking">
           <span className="dots" aria-hidden>

@@ -7,7 +7,7 @@ import * as history from "../api/history";
 import { explain } from "../api/problems";
 import * as database from "./database";
 import { getSettings } from "./settings";
-import { newId, seen, type Conversation, type Ending, type Attachment, type Place, type Turn } from "./types";
+import { newId, seen, type Conversation, type Ending, type Attachment, type ImageSize, type Place, type Turn } from "./types";
 
 export interface State {
   /** False until the browser's database has been read. */
@@ -274,6 +274,7 @@ class Progress {
   text = "";
   thoughts = "";
   private usage?: Usage;
+  private imageSizes?: ImageSize[];
   private began = 0;
   private first?: number;
   private timer?: ReturnType<typeof setTimeout>;
@@ -289,6 +290,7 @@ class Progress {
 
   add(piece: Piece): void {
     if (piece.usage) this.usage = piece.usage;
+    if (piece.imageSizes) this.imageSizes = piece.imageSizes;
     if (!piece.text && !piece.thought) return;
     if (this.first === undefined) {
       this.first = performance.now();
@@ -307,7 +309,7 @@ class Progress {
       firstToken: ((this.first ?? ended) - this.began) / 1000,
       total: (ended - this.began) / 1000,
     };
-    updateTurn(this.id, this.turnId, { text: this.text, thoughts: this.thoughts, ending, cost });
+    updateTurn(this.id, this.turnId, { text: this.text, thoughts: this.thoughts, ending, cost, imageSizes: this.imageSizes });
     note(this.id, "");
   }
 

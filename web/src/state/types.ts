@@ -14,6 +14,15 @@ export interface Attachment {
   fileId?: string;
 }
 
+/** What the model saw of an image, as the server says it: box is the part that it saw, in pixels of the image. */
+export interface ImageSize {
+  width: number;
+  height: number;
+  model_width: number | null;
+  model_height: number | null;
+  box: [number, number, number, number] | null;
+}
+
 /** What an answer cost. Times are in seconds. */
 export interface Cost {
   promptTokens: number;
@@ -36,6 +45,8 @@ export interface Turn {
   ending?: Ending;
   problem?: Problem;
   cost?: Cost;
+  /** Of an answer, what the model saw of the conversation's images, in order. */
+  imageSizes?: ImageSize[];
   /** Of an answer, the model or adapter that was chosen for it; none if it is the server's own. */
   model?: string;
   /** Its name on the server, which keeps it. */
