@@ -46,16 +46,18 @@ def write_gguf(
     types: Mapping[str, str] | str = "F32",
     metadata: Mapping[str, Any] | None = None,
     architecture: gguf.MODEL_ARCH | None = None,
+    part_tensors: int = 0,
 ) -> Path:
     """The checkpoint in `folder` as a GGUF file, tokenizer and template included.
 
     types: of all matrices, or by parts of their names in the file; others are F32. Where these lose something, the
     checkpoint gets what is left, so that both are the same model. metadata: set, or left out if None, in the end.
-    architecture: instead of the one that the checkpoint's model type has.
+    architecture: instead of the one that the checkpoint's model type has. part_tensors: of each of several files, the
+    first of which is returned; 0: there is one.
     """
     config = AutoConfig.from_pretrained(folder).to_dict()
     architecture = architecture or ARCHITECTURES[config["model_type"]]
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=part_tensors)
     tensors = load_file(folder / "model.safetensors")
     values = {
         **_metadata(config, writer.arch),
@@ -64,7 +66,7 @@ def write_gguf(
     }
     for key, value in values.items():
         if value is not None:
-            _add(writer, key, value)
+            add(writer, key, value)
     names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
     for name, tensor in _split_norms(tensors, config):
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -82,7 +84,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return writer.format_shard_names(path)[0]
 
 
 def encode(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
@@ -108,7 +110,8 @@ def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType, seed: int 
     return blocks.reshape(shape[0], -1)
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Metadata, in the type that the conversion scripts choose for such values."""
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):
@@ -219,8 +222,8 @@ def _rearranged(raw: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarra
 def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     """A byte-level tokenizer of which the first three tokens are unknown, beginning and end."""
     state = json.loads((folder / "tokenizer.json").read_text())
-    ids = {id_: token for token, id_ in state["model"]["vocab"].items()}
-    added = {token["id"] for token in state["added_tokens"]}
+    added = {token["id"]: token["content"] for token in state["added_tokens"]}
+    ids = {id_: token for token, id_ in state["model"]["vocab"].items()} | added
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",

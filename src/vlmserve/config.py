@@ -238,6 +238,7 @@ class EngineConfig(Settings):
 
     model: str = Field(BUILT_IN_MODEL, description="Short name, local folder or .gguf file, or Hugging Face id.")
     revision: str | None = Field(None, description="Branch, tag or commit of the model's repository.")
+    mmproj: str | None = Field(None, description="The .gguf file with the vision tower of a model in a .gguf file.")
     engine: Literal["real", "mock"] = Field("real", description="'mock' answers deterministic text without a model.")
     load: Literal["eager", "lazy"] = Field("eager", description="'lazy' loads the model when the first request comes.")
     device: Device = Field("auto", description="auto, cpu, mps, cuda or cuda:N.")

@@ -76,7 +76,7 @@ def set_up(model: str, options: dict[str, Any]) -> Setup:
     media = read_settings(MediaConfig, named[MediaConfig])
     offline = read_settings(OfflineConfig, named[OfflineConfig])
     engine = read_settings(EngineConfig, {"max_waiting": UNBOUNDED_QUEUE, **rest, "model": model})
-    folder = resolve_model(engine.model, engine.revision)
+    folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     preparer = RequestPreparer(folder, media, engine.model_impl, engine.chat_template, engine=engine)
     return Setup(engine, media, offline, folder, default_sampling(folder), preparer)
 

@@ -124,7 +124,7 @@ class Router:
     """
 
     def __init__(self, config: EngineConfig, adapter: Path) -> None:
-        folder = resolve_model(config.model, config.revision)
+        folder = resolve_model(config.model, config.revision, config.mmproj)
         # Scalings of cached prefixes are not known.
         self._engine = Engine(config.model_copy(update={"enable_lora": True, "enable_prefix_caching": False}), folder)
         if not is_xlora(adapter):

@@ -19,6 +19,7 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.adapters import Change, TableChange
 from vlmserve.models.adaptable import EMBEDDINGS, HEAD, AdaptableModel
 from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX
+from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.quantized import WEIGHT_FILES
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored
@@ -37,8 +38,8 @@ def merge_adapter(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} must be a new or an empty folder")
-    if folder.is_file():
-        raise ConfigurationError(f"{folder} is a GGUF file: merge into the checkpoint that it was made of")
+    if (file := language_model(folder)) is not None:
+        raise ConfigurationError(f"{file} is a GGUF file: merge into the checkpoint that it was made of")
     description = Description.read(folder)
     if description.quantization:
         raise ConfigurationError(f"{folder} is quantized: merge into the checkpoint that it was made of")

@@ -29,14 +29,14 @@ app.command(cls=SettingsCommand)(worker)
 app.command(cls=SettingsCommand)(gateway)
 
 LOCAL_FIELDS = (
-    "model", "revision", "engine", "device", "dtype", "model_impl", "chat_template", "quantize", "max_model_len",
-    "kv_cache_memory", "kv_cache_dtype", "num_threads",
+    "model", "revision", "mmproj", "engine", "device", "dtype", "model_impl", "chat_template", "quantize",
+    "max_model_len", "kv_cache_memory", "kv_cache_dtype", "num_threads",
 )  # fmt: skip
 """Settings that matter where one person asks one thing at a time."""
 
 COMMON_FIELDS = (
-    "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "tensor_parallel_size", "dtype",
-    "quantize", "max_model_len", "max_num_seqs", "kv_cache_memory", "kv_cache_dtype", "memory_fraction",
+    "mmproj", "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "tensor_parallel_size",
+    "dtype", "quantize", "max_model_len", "max_num_seqs", "kv_cache_memory", "kv_cache_dtype", "memory_fraction",
     "chat_template", "max_images", "allowed_media_path", "log_prompts",
 )  # fmt: skip
 """Settings that most servers are started with."""
@@ -233,7 +233,7 @@ def batch(
 
 
 @app.command(cls=SettingsCommand)
-@command(("revision", "device", "dtype", "kernels", "kv_cache_memory", "kv_cache_dtype", "num_threads"))
+@command(("revision", "mmproj", "device", "dtype", "kernels", "kv_cache_memory", "kv_cache_dtype", "num_threads"))
 def bench(
     engine: EngineConfig,
     model: Annotated[str, typer.Argument(help="Short name, local folder or .gguf file, or Hugging Face id.")] = (

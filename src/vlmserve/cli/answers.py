@@ -36,7 +36,7 @@ def describes(engine: EngineConfig) -> bool:
     from vlmserve.prompt.files import read_json
     from vlmserve.prompt.one_image import one_image_prompts
 
-    prompts = one_image_prompts(read_json(resolve_model(engine.model, engine.revision) / "config.json"))
+    prompts = one_image_prompts(read_json(resolve_model(engine.model, engine.revision, engine.mmproj) / "config.json"))
     return prompts is not None and prompts.describes
 
 

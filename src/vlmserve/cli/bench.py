@@ -29,7 +29,7 @@ def run_bench(
     every: every instruction set. compare: torch as well.
     """
     console = Console()
-    folder = resolve_model(config.model, config.revision)
+    folder = resolve_model(config.model, config.revision, config.mmproj)
     chosen = supported_isas() if every else (config.kernels,)
     kernels = (*chosen, "torch") if compare and "torch" not in chosen else chosen
     with Console(stderr=True).status("") as status:

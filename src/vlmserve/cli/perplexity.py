@@ -23,7 +23,7 @@ def run_perplexity(
 ) -> None:
     """Measure a model with each way of quantizing it, and show how much each loses against the first."""
     words = python_manual() if text is None else _read(text)
-    folder = resolve_model(config.model, config.revision)
+    folder = resolve_model(config.model, config.revision, config.mmproj)
     token_ids = Tokenizer.from_folder(folder).encode(words)[:num_tokens]
     table = Table("weights", "perplexity", "change")
     losses: list[float] = []

@@ -41,7 +41,7 @@ def run_verify(config: EngineConfig, images: Path | None, num_tokens: int) -> bo
     Raises ConfigurationError for a folder without images or a model that takes none.
     """
     console = Console()
-    folder = resolve_model(config.model, config.revision)
+    folder = resolve_model(config.model, config.revision, config.mmproj)
     takes_images = supports_images(folder)
     if images is not None and not takes_images:
         raise ConfigurationError("--images: this model takes none")

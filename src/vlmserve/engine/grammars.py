@@ -19,7 +19,9 @@ def grammar_compiler(config: EngineConfig, folder: Path | None, vocab_size: int)
     def read() -> Tokenizer:
         from vlmserve.models.hub import resolve_model
 
-        return Tokenizer.from_folder(resolve_model(config.model, config.revision) if folder is None else folder)
+        return Tokenizer.from_folder(
+            resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
+        )
 
     return GrammarCompiler(
         read,

@@ -34,7 +34,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         raise ConfigurationError("--tensor-parallel-size is for engines: this runs a model on one device")
     set_threads(config.num_threads, config.tensor_parallel_size)
     return load_model(
-        resolve_model(config.model, config.revision) if folder is None else folder,
+        resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder,
         device=find_device(config.device) if ranks is None else rank_device(config, ranks.rank),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         kernels=config.kernels,

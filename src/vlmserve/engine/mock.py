@@ -230,7 +230,7 @@ class MockEngine(BaseEngine):
         if folder is None:
             from vlmserve.models.hub import resolve_model
 
-            folder = resolve_model(config.model, config.revision)
+            folder = resolve_model(config.model, config.revision, config.mmproj)
         self._config = config
         self._words, self._closing, vocab_size = _read_tokenizer(folder)
         self._eos_token_ids = read_prompt_files(folder).end_token_ids

@@ -49,7 +49,7 @@ class RankProcesses:
             if refused:
                 raise ConfigurationError(f"{flag} is for models on one device: leave --tensor-parallel-size out")
         size, device = config.tensor_parallel_size, rank_device(config, 0)
-        folder = resolve_model(config.model, config.revision) if folder is None else folder
+        folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
         directory = socket_directory()
         self._processes = [_Process(config, folder, directory, rank) for rank in range(1, size)]
         self._close = weakref.finalize(self, _end, self._processes, directory)

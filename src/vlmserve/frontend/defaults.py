@@ -8,6 +8,7 @@ from typing import Any
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.models.gguf.header import read_header
+from vlmserve.models.gguf.pair import language_model
 from vlmserve.prompt.files import read_json
 from vlmserve.types import SamplingParams
 
@@ -20,8 +21,9 @@ def default_sampling(folder: Path) -> SamplingParams:
     ``"do_sample": false``, written out, means greedy. Values out of range are ignored with a warning. Raises
     ModelLoadError for a file that is not JSON.
     """
-    path = folder if folder.is_file() else folder / "generation_config.json"
-    settings = _in_gguf(path) if folder.is_file() else read_json(path)
+    file = language_model(folder)
+    path = file or folder / "generation_config.json"
+    settings = read_json(path) if file is None else _in_gguf(file)
     names = ["temperature", "repetition_penalty", "repeat_last_n", "no_repeat_ngram_size"]
     if settings.get("do_sample") is False:
         settings = {**settings, "temperature": 0.0}

@@ -45,6 +45,7 @@ from vlmserve.sampling.thoughts import Thinking
 from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParams, Thoughts
 
 _SMALL_IMAGE = (64, 64)
+_NO_TOWER = ": it is a GGUF file without a vision tower; if that has a file of its own, give it with --mmproj"
 _LARGE_ENCODER_CACHE = 64 * 1024**2
 """Bytes; an encoder cache of this size holds a small image of every model."""
 
@@ -75,6 +76,7 @@ class RequestPreparer:
         self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory)
         self._page_counts = PageCounts()
         self.tokenizer = Tokenizer.from_folder(folder, files)
+        self._blind = _NO_TOWER if folder.is_file() else ""
         self._one_image = one_image_prompts(read_json(folder / "config.json"))
         supports_images = self.tokenizer.image_token_id is not None or self._one_image is not None
         theirs = implementation == "transformers" or (implementation == "auto" and not files.has_own_preprocessing)
@@ -354,13 +356,15 @@ class RequestPreparer:
         """As many of each kind as the model and the limits allow; of pages it is not known yet how many there are."""
         kinds = Counter(medium.kind for medium in media)
         if kinds["document"] and not self.supports_images:
-            raise TooManyImagesError("this model takes no documents, because it takes no images", param="messages")
+            raise TooManyImagesError(
+                f"this model takes no documents, because it takes no images{self._blind}", param="messages"
+            )
         self._check_count(kinds["image"], param="messages")
         self._check_videos(kinds["video"])
 
     def _check_count(self, count: int, param: str) -> None:
         if count and not self.supports_images:
-            raise TooManyImagesError("this model takes no images; send text only", param=param)
+            raise TooManyImagesError(f"this model takes no images{self._blind}; send text only", param=param)
         if count > self._media.max_images:
             raise TooManyImagesError(
                 f"the request has {count} images; at most {self._media.max_images} are allowed (--max-images)",

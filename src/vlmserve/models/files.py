@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
-from vlmserve.models.gguf.header import is_gguf
+from vlmserve.models.gguf.header import is_gguf, read_header
+from vlmserve.models.gguf.pair import read_pair
 from vlmserve.models.gguf.tensors import GGUFFile
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -66,11 +67,13 @@ def open_weights(path: Path) -> WeightFile:
 def weight_files(folder: Path) -> list[Path]:
     """The files of a checkpoint: those that an index names, or else all, safetensors rather than pickles.
 
-    folder: or one file that is the whole checkpoint. Raises MissingWeightsError if there are none, ModelLoadError for a
-    broken index.
+    folder: or one file that is the whole checkpoint, or a part of it. Raises MissingWeightsError if there are none,
+    ModelLoadError for a broken index.
     """
     if folder.is_file():
-        return [folder]
+        return list(read_header(folder).sizes) if is_gguf(folder) else [folder]
+    if (pair := read_pair(folder)) is not None:
+        return [path for one in pair for path in read_header(one).sizes]
     for index in (folder / name for name in INDEX_NAMES):
         if index.is_file():
             try:

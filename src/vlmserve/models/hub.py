@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from vlmserve.config import BUILT_IN_MODEL
-from vlmserve.errors import CheckpointNotFoundError, MissingWeightsError
+from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, MissingWeightsError
+from vlmserve.models.gguf.choice import GGUF, choose_files
 from vlmserve.models.gguf.header import is_gguf, read_header, require_gguf
+from vlmserve.models.gguf.mmproj import ARCHITECTURE
+from vlmserve.models.gguf.pair import make_pair
 from vlmserve.models.names import is_short, repository_of, suggestion
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PICKLES = ["*.bin", "*.pth"]
 """Downloaded only where there are no safetensors; nothing but tensors is read of them."""
-GGUF = ".gguf"
+_AMONG_FILES = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<tag>[\w.-]+)|/(?P<path>[\w.-]+(/[\w.-]+)*))")
+"""A repository's id, and which of its GGUF files."""
 _IGNORED = ["original/*", "*/*.safetensors", "onnx/*", "runs/*"]
 
 
-def resolve_model(name: str, revision: str | None = None, *, progress: bool = True) -> Path:
-    """The folder with the checkpoint called `name`, or its file if it is a GGUF file.
+def resolve_model(name: str, revision: str | None = None, mmproj: str | None = None, *, progress: bool = True) -> Path:
+    """The folder with the checkpoint called `name`, or its file if it is a GGUF file without a vision tower.
 
     name: ``pixie`` (in the package), a local folder or GGUF file, or a repository id of the Hugging Face hub or a short
-    name of one (`vlmserve.models.names`), which is downloaded unless it is in the cache. ``HF_TOKEN``, ``HF_HOME`` and
-    ``HF_HUB_OFFLINE`` are honoured.
-    revision: branch, tag or commit of the repository. progress: show download bars.
+    name of one (`vlmserve.models.names`), which is downloaded unless it is in the cache; of a repository with GGUF
+    files, with what chooses among them behind it, as ``owner/name:Q4_K_M`` or ``owner/name/folder``. ``HF_TOKEN``,
+    ``HF_HOME`` and ``HF_HUB_OFFLINE`` are honoured.
+    revision: branch, tag or commit of the repository. mmproj: the file with the vision tower of a GGUF file; None: the
+    one that lies beside it in a folder or repository. progress: show download bars.
     Raises CheckpointNotFoundError if there is no such checkpoint or it cannot be reached, MissingWeightsError if it
-    has no weights in safetensors or PyTorch's files, ModelLoadError for a broken GGUF file.
+    has no weights in safetensors or PyTorch's files, ModelLoadError for a broken GGUF file or two that do not belong
+    together, ConfigurationError for a vision tower beside a checkpoint that is no GGUF file.
     """
     folder = _built_in_folder() if name == BUILT_IN_MODEL else Path(name).expanduser()
     if folder.is_dir():
-        return _checked(folder, name)
+        return _in_folder(folder, name, mmproj)
     if name == BUILT_IN_MODEL:
         raise CheckpointNotFoundError(f"the built-in model {name!r} is missing from this installation: no {folder}")
     if folder.exists():
-        return _checked_file(folder, name)
+        return _checked_file(folder, name, mmproj)
+    if (among := _AMONG_FILES.fullmatch(name)) is not None:
+        folder, wanted = _download_gguf(among["id"], among["tag"] or among["path"], revision, progress=progress)
+        return _chosen(folder, wanted, name, mmproj)
     if _looks_like_path(name):
         raise CheckpointNotFoundError(f"there is no folder or file {name}")
     repository = repository_of(name)
     if repository is None and is_short(name):
         raise CheckpointNotFoundError(f"there is no model {name}{suggestion(name)} (vlmserve models lists all names)")
+    _check_alone(name, mmproj)
     return _checked(_download(repository or name, revision, progress=progress), name)
 
 
@@ -50,14 +64,47 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~", "\\")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
 
 
-def _checked_file(path: Path, name: str) -> Path:
+def _checked_file(path: Path, name: str, mmproj: str | None) -> Path:
     if not is_gguf(path) and path.suffix != GGUF:
         raise CheckpointNotFoundError(
             f"{name} is a file; give the folder that holds config.json and the weights, or a {GGUF} file"
         )
-    read_header(path)
+    header = read_header(path)
     require_gguf()
-    return path
+    if header.architecture == ARCHITECTURE:
+        raise ConfigurationError(
+            f"{name} is a vision tower: give the {GGUF} file of its language model as the model, and this one with "
+            "--mmproj"
+        )
+    if mmproj is None:
+        return header.path
+    tower = Path(mmproj).expanduser()
+    if not tower.is_file():
+        raise CheckpointNotFoundError(f"--mmproj {mmproj}: there is no such file")
+    return make_pair(header.path, tower)
+
+
+def _in_folder(folder: Path, name: str, mmproj: str | None) -> Path:
+    """A checkpoint in Hugging Face layout, or the GGUF files of one model."""
+    if (folder / "config.json").is_file() or next(folder.glob(f"*{GGUF}"), None) is None:
+        _check_alone(name, mmproj)
+        return _checked(folder, name)
+    return _chosen(folder, None, name, mmproj)
+
+
+def _chosen(folder: Path, wanted: str | None, name: str, mmproj: str | None) -> Path:
+    """Of the GGUF files in a folder."""
+    choice = choose_files([path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")], wanted, name)
+    if mmproj is None and choice.mmproj is not None:
+        mmproj = str(folder / choice.mmproj)
+    return _checked_file(folder / choice.parts[0], name, mmproj)
+
+
+def _check_alone(name: str, mmproj: str | None) -> None:
+    if mmproj is not None:
+        raise ConfigurationError(
+            f"--mmproj goes with a {GGUF} file; {name} is none, and has its vision tower in itself"
+        )
 
 
 def _checked(folder: Path, name: str) -> Path:
@@ -81,20 +128,51 @@ def _gguf_files(folder: Path) -> str:
 
 
 def _download(name: str, revision: str | None, *, progress: bool) -> Path:
-    import httpx
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub import snapshot_download
 
-    at = f" at revision {revision!r}" if revision else ""
-    quiet = not progress and not are_progress_bars_disabled()
-    if quiet:
-        disable_progress_bars()
-    try:
-        options: dict[str, Any] = {"revision": revision, "ignore_patterns": _IGNORED}
+    options: dict[str, Any] = {"revision": revision, "ignore_patterns": _IGNORED}
+    with _kind_errors(name, revision), _bars(shown=progress):
         folder = Path(snapshot_download(name, allow_patterns=_FILES, **options))
         if not _has_any(folder, ["*.safetensors"]):
             folder = Path(snapshot_download(name, allow_patterns=_FILES + _PICKLES, **options))
         return folder
+
+
+def _download_gguf(name: str, wanted: str, revision: str | None, *, progress: bool) -> tuple[Path, str]:
+    """The folder with one model of a repository, its vision tower beside it, and what chooses it there."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    with _kind_errors(name, revision), _bars(shown=progress):
+        if constants.HF_HUB_OFFLINE:
+            return Path(snapshot_download(name, revision=revision, allow_patterns=[f"*{GGUF}"])), wanted
+        choice = choose_files(HfApi().list_repo_files(name, revision=revision), wanted, name)
+        files = [*choice.parts, *([choice.mmproj] if choice.mmproj else [])]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files)), choice.parts[0]
+
+
+@contextmanager
+def _bars(*, shown: bool) -> Iterator[None]:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    quiet = not shown and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if quiet:
+            enable_progress_bars()
+
+
+@contextmanager
+def _kind_errors(name: str, revision: str | None) -> Iterator[None]:
+    """What the hub's client raises, as CheckpointNotFoundError."""
+    import httpx
+    from huggingface_hub import errors
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        yield
     except errors.HFValidationError as error:
         raise CheckpointNotFoundError(
             f"{name!r} is neither {BUILT_IN_MODEL!r}, a local folder nor a repository id like owner/name"
@@ -122,9 +200,6 @@ def _download(name: str, revision: str | None, *, progress: bool) -> Path:
         ) from error
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise CheckpointNotFoundError(f"{name}{at} could not be downloaded: {_reason(error)}") from error
-    finally:
-        if quiet:
-            enable_progress_bars()
 
 
 def _reason(error: BaseException) -> str:

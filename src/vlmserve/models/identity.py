@@ -108,8 +108,9 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
     """The tensors of a safetensors or a GGUF file."""
     if is_gguf(path):
         header = read_header(path)
-        infos = sorted(header.tensors.values(), key=lambda info: info.offset)
-        ends = [info.offset for info in infos[1:]] + [header.size]
+        own = (info for info in header.tensors.values() if info.path == path)
+        infos = sorted(own, key=lambda info: info.offset)
+        ends = [info.offset for info in infos[1:]] + [header.sizes[path]]
         for info, end in zip(infos, ends, strict=True):
             row = (end - info.offset) // max(1, math.prod(info.shape[:-1]))
             yield StoredTensor(info.name, f"{info.type} {info.shape}", info.offset, end, row)
@@ -128,11 +129,17 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
 def _configuration(folder: Path) -> Any:
     """What says how the weights are computed with: JSON, of a GGUF file the digest of all before its tensors."""
     if folder.is_file():
-        first = min((info.offset for info in read_header(folder).tensors.values()), default=0)
-        with folder.open("rb") as file:
-            return blake3(file.read(first)).hexdigest()
+        return _metadata_digest(folder)
     paths = [folder / name for name in ("config.json", *OLD_FILES)]
     return {path.name: _without_origin(json.loads(path.read_text("utf-8"))) for path in paths if path.is_file()}
+
+
+def _metadata_digest(path: Path) -> str:
+    """Of all that comes before a GGUF file's tensors."""
+    header = read_header(path)
+    offsets = (info.offset for info in header.tensors.values() if info.path == path)
+    with path.open("rb") as file:
+        return blake3(file.read(min(offsets, default=header.sizes[path]))).hexdigest()
 
 
 def _without_origin(config: Any) -> Any:

@@ -19,6 +19,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.linear import Linear
 from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX
+from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.identity import stored_tensors
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
@@ -47,8 +48,8 @@ class QuantizedFolder:
     """
 
     def __init__(self, folder: Path, out: Path, config: QuantizationConfig) -> None:
-        if folder.is_file():
-            raise ConfigurationError(f"{folder} is a GGUF file: quantize the checkpoint that it was made of")
+        if (file := language_model(folder)) is not None:
+            raise ConfigurationError(f"{file} is a GGUF file: quantize the checkpoint that it was made of")
         self.description = Description.read(folder)
         if self.description.quantization:
             raise ConfigurationError(f"{folder} is quantized already")

@@ -31,6 +31,7 @@ from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
 from vlmserve.models.gguf.config import read_config
 from vlmserve.models.gguf.header import read_header
+from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.identity import model_identity
 from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.parallel import share_of, split_decoder
@@ -65,7 +66,7 @@ def load_model(
     quantized_cache: bool = False,
     ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint in Hugging Face layout, or a GGUF file.
+    """Load a checkpoint in Hugging Face layout, a GGUF file, or the folder of a pair of them.
 
     implementation: "vlmserve" is our own, "transformers" takes that library's, and "auto" does for what ours lacks.
     dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
@@ -90,7 +91,7 @@ def load_model(
     try:
         return _load(folder, device, dtype, kernels, quantization, quantized_cache)
     except UnsupportedModelError as error:
-        if implementation == "vlmserve" or folder.is_file():
+        if implementation == "vlmserve" or language_model(folder) is not None:
             raise
         logger.info("vlmserve has no implementation: %s", error)
         try:
@@ -134,7 +135,7 @@ def _load(
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     del whole
     filled = load_packed(checkpoint, model, layouts) if packed else set()
-    if folder.is_file() and on.keeps_packed and dtype != torch.float32 and quantization is None:
+    if language_model(folder) is not None and on.keeps_packed and dtype != torch.float32 and quantization is None:
         load_blocks(checkpoint, model, on, unsettled=decoder.interleaved())
     checkpoint.load(model, filled=filled)
     decoder.deinterleave()
@@ -194,7 +195,7 @@ class Description:
         try:
             yield
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            source = self.folder if self.folder.is_file() else self.folder / "config.json"
+            source = language_model(self.folder) or self.folder / "config.json"
             raise ModelLoadError(f"{source} does not describe a model: {error!r}") from error
 
     @property
@@ -284,7 +285,7 @@ def _load_with_transformers(
     quantization: QuantizationConfig | None,
     quantized_cache: bool,
 ) -> LoadedModel:
-    if folder.is_file():
+    if language_model(folder) is not None:
         raise ConfigurationError("--model-impl transformers reads folders, not GGUF files")
     if quantization is not None:
         raise ConfigurationError("--quantize is for vlmserve's own implementations; this model runs by transformers'")

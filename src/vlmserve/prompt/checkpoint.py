@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vlmserve.models.gguf.pair import language_model
 from vlmserve.prompt import gguf
 from vlmserve.prompt.files import PromptFiles, read_json
 
@@ -76,12 +77,14 @@ CHATGLM3_TEMPLATE = (
 
 def read_prompt_files(folder: Path) -> PromptFiles:
     """Read what `folder`, or a GGUF file, has. Raises ModelLoadError if a file is not what it should be."""
-    if folder.is_file():
-        return gguf.read_prompt_files(folder)
+    file = language_model(folder)
+    of_file = None if file is None else gguf.read_prompt_files(file)
+    if of_file is not None and file == folder:
+        return of_file
     config = read_json(folder / "config.json")
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     model_type = str(config.get("model_type", ""))
-    special = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
+    special: Mapping[str, str] = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
     visual = config.get("visual")
     takes_images = "vision_config" in config or isinstance(visual, dict) or model_type in DEFAULT_IMAGE_TOKEN_IDS
     default_id = DEFAULT_IMAGE_TOKEN_IDS.get(model_type)
@@ -89,14 +92,17 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         # What lies between the tokens for an image's beginning and its end.
         default_id = visual.get("image_start_id", 151857) + 2
     image_token_id = config.get("image_token_id", config.get("image_token_index", default_id)) if takes_images else None
+    template, end_token_ids = _chat_template(folder, tokenizer_config), _end_token_ids(folder, config)
+    if of_file is not None:
+        special, template, end_token_ids = of_file.special_tokens, of_file.chat_template, of_file.end_token_ids
     ends, frame_ends = DEFAULT_IMAGE_ENDS.get(model_type), DEFAULT_FRAME_ENDS.get(model_type)
     return PromptFiles(
         model_type=model_type,
         tokenizer_config=tokenizer_config,
         special_tokens=special,
         image_token_id=image_token_id,
-        chat_template=_chat_template(folder, tokenizer_config) or _built_in_template(folder, config),
-        end_token_ids=_end_token_ids(folder, config),
+        chat_template=template or _built_in_template(folder, config),
+        end_token_ids=end_token_ids,
         video_token_id=config.get("video_token_id", DEFAULT_VIDEO_TOKEN_IDS[model_type])
         if model_type in DEFAULT_VIDEO_TOKEN_IDS
         else None,

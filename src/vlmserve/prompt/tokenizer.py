@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 
 from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError, UnsupportedModelError
+from vlmserve.models.gguf.pair import language_model
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.convert import CONVERTERS
 from vlmserve.prompt.files import PromptFiles
@@ -93,8 +94,8 @@ class Tokenizer:
     def from_folder(cls, folder: Path, files: PromptFiles | None = None) -> Tokenizer:
         """Read the tokenizer of a checkpoint's folder or GGUF file. Raises ModelLoadError if there is none."""
         files = files or read_prompt_files(folder)
-        if folder.is_file():
-            return cls(read_tokenizer(folder), files)
+        if (file := language_model(folder)) is not None:
+            return cls(read_tokenizer(file), files)
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(_converted(folder, files), files)

@@ -65,7 +65,7 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, member
         logging.getLogger(chatty).setLevel(logging.WARNING)
     raise_file_limit()
     listener = bind(server)
-    folder = resolve_model(engine.model, engine.revision)
+    folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     with contextlib.closing(_Launcher(engine, folder)) as launcher:
         if engine.load == "eager":
             launcher.launch()

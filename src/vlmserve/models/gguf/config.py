@@ -190,6 +190,12 @@ def _llama(metadata: Metadata) -> Config:
     return {"model_type": "mistral", "sliding_window": window} if window else {}
 
 
+def _qwen_vl(metadata: Metadata) -> Config:
+    """Of the four sections, the last is for other models."""
+    scaling = _rope_scaling(metadata) or {"rope_type": "default"}
+    return {"rope_scaling": {**scaling, "mrope_section": metadata.array("rope.dimension_sections")[:3]}}
+
+
 def _phi(metadata: Metadata) -> Config:
     return {"layer_norm_eps": metadata["attention.layer_norm_epsilon"]}
 
@@ -282,8 +288,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    # Without images, which are in a file of their own, it is Qwen 3.
-    "qwen3vl": Architecture("qwen3", has_sections=True),
+    # Without images, which are in a file of their own, they are Qwen 2 and Qwen 3.
+    "qwen2vl": Architecture("qwen2", _qwen_vl, has_sections=True),
+    "qwen3vl": Architecture("qwen3", _qwen_vl, has_sections=True),
     "phi2": Architecture("phi", _phi),
     "phi3": Architecture("phi3", _phi3, merged_gate=True),
     "stablelm": Architecture("stablelm", _stablelm),

@@ -7,6 +7,7 @@ Here arrays are skipped until they are asked for.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 FLOAT32 = 0
 """The type of a tensor of plain float32 numbers."""
+
+PART = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
+"""The name of one of several files that are one model."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -42,12 +46,13 @@ def require_gguf() -> None:
 
 class TensorInfo(NamedTuple):
     """Where a tensor is. type: a number, as `gguf.GGMLQuantizationType` has it. shape: outermost axis first. offset: in
-    bytes from the beginning of the file."""
+    bytes from the beginning of the file at `path`."""
 
     name: str
     type: int
     shape: tuple[int, ...]
     offset: int
+    path: Path
 
 
 class _Array(NamedTuple):
@@ -58,10 +63,11 @@ class _Array(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """Metadata and places of tensors, both by name. values: metadata but arrays. size: of the file, in bytes."""
+    """Metadata and places of tensors, both by name. path: of the file, the first one of a model in several parts, which
+    has the metadata of all. sizes: of all parts, in bytes. values: metadata but arrays."""
 
     path: Path
-    size: int
+    sizes: Mapping[Path, int]
     values: Mapping[str, Any]
     arrays: Mapping[str, _Array]
     tensors: Mapping[str, TensorInfo]
@@ -87,26 +93,65 @@ class Header:
         info = self.tensors[name]
         if info.type != FLOAT32 or len(info.shape) != 1:
             raise ModelLoadError(f"{self.path}: {name} is not a vector of float32 numbers")
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return list(_Cursor(self.path, data, info.offset).numbers(f"{info.shape[0]}f"))
+        with info.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return list(_Cursor(info.path, data, info.offset).numbers(f"{info.shape[0]}f"))
 
 
 def read_header(path: Path) -> Header:
-    """Read what comes before the tensors of a file.
+    """Read what comes before the tensors of a file, or of all parts of the model that it is a part of.
 
-    Raises ModelLoadError for a file that is none of GGUF or ends too early, UnsupportedModelError for another version
-    of the format or a model that is split over several files.
+    Raises ModelLoadError for a file that is none of GGUF or ends too early and for parts that are missing or do not
+    belong together, UnsupportedModelError for another version of the format.
     """
     try:
-        stat = path.stat()
-        # Cached while the file is the same: it is opened once for every part that is copied.
-        return _read_header(path, stat.st_size, stat.st_mtime_ns)
+        own = _read_file(*_version(path))
+        count = own.values.get("split.count", 1)
+        if count in (0, 1):
+            return own
+        paths = _part_paths(path, count)
+        if missing := [part.name for part in paths if not part.is_file()]:
+            raise ModelLoadError(f"{path} is one of {count} parts of a model, and {missing[0]} is missing beside it")
+        return _joined(*map(_version, paths))
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
 
 
-@lru_cache(maxsize=2)
-def _read_header(path: Path, size: int, modified: int) -> Header:
+def _version(path: Path) -> tuple[Path, int, int]:
+    """What is cached is so while the file is the same: it is opened once for every part that is copied."""
+    stat = path.stat()
+    return path, stat.st_size, stat.st_mtime_ns
+
+
+@lru_cache(maxsize=4)
+def _joined(*versions: tuple[Path, int, int]) -> Header:
+    """Of all parts of a model, in order."""
+    parts = [_read_file(*version) for version in versions]
+    for number, part in enumerate(parts):
+        if (part.values.get("split.no"), part.values.get("split.count")) != (number, len(parts)):
+            raise ModelLoadError(
+                f"{part.path} is not part {number + 1} of {len(parts)}: the parts of two models are mixed"
+            )
+    return Header(
+        parts[0].path,
+        {part.path: part.sizes[part.path] for part in parts},
+        parts[0].values,
+        parts[0].arrays,
+        {name: info for part in parts for name, info in part.tensors.items()},
+    )
+
+
+def _part_paths(path: Path, count: int) -> list[Path]:
+    """All parts, by the name of one."""
+    match = PART.fullmatch(path.name)
+    if match is None or int(match["count"]) != count:
+        raise ModelLoadError(
+            f"{path} is one of {count} parts of a model, whose names must end in -00001-of-{count:05}.gguf and so on"
+        )
+    return [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
+@lru_cache(maxsize=16)
+def _read_file(path: Path, size: int, modified: int) -> Header:
     if not is_gguf(path):
         raise ModelLoadError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -128,16 +173,12 @@ def _read_header(path: Path, size: int, modified: int) -> Header:
             else:
                 values[key] = value
         found = [cursor.tensor() for _ in range(num_tensors)]
-    if values.get("split.count", 1) not in (0, 1):
-        raise UnsupportedModelError(
-            f"{path} is one of {values['split.count']} parts of a model; join them (llama-gguf-split --merge)"
-        )
     alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ModelLoadError(f"{path} is broken: tensors cannot begin at multiples of {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {info.name: info._replace(offset=start + info.offset) for info in found}
-    return Header(path, size, values, arrays, tensors)
+    return Header(path, {path: size}, values, arrays, tensors)
 
 
 class _Cursor:
@@ -187,7 +228,7 @@ class _Cursor:
         [dimensions] = self.numbers("I")
         shape = self.numbers(f"{dimensions}Q")[::-1]
         kind, offset = self.numbers("IQ")
-        return TensorInfo(name, kind, shape, offset)
+        return TensorInfo(name, kind, shape, offset, self._path)
 
     def _spans(self, count: int) -> Iterator[tuple[int, int]]:
         """Where each of so many texts is. As fast as may be: a vocabulary has hundreds of thousands."""

@@ -19,6 +19,7 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.models.gguf.config import Architecture, Metadata, architecture_of
 from vlmserve.models.gguf.header import Header, TensorInfo, read_header
+from vlmserve.models.gguf.mmproj import ARCHITECTURE, Stored, checkpoint_tensors
 
 GROUP = 32
 """Inputs that share a scale in the types that stay packed."""
@@ -54,18 +55,27 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_
 @dataclass(frozen=True)
 class _Source:
     """Where a tensor comes from. rows: which of the file's rows its own are, in order; None: all. added: to all values
-    in the file."""
+    in the file. behind: further tensors whose rows follow. frames: those of which each is a step of the third axis; it
+    has none itself then. reshaped: to what; None: not at all."""
 
     info: TensorInfo
     rows: NDArray[np.int64] | None = None
     added: float = 0.0
+    behind: tuple[_Source, ...] = ()
+    frames: tuple[_Source, ...] = ()
+    reshaped: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.rows is None:
-            return self.info.shape
-        # One row of several is a tensor of its own.
-        return self.info.shape[1:] if self.rows.ndim == 0 else (len(self.rows), *self.info.shape[1:])
+        if self.reshaped is not None:
+            return self.reshaped
+        if self.rows is not None:
+            # One row of several is a tensor of its own.
+            return self.info.shape[1:] if self.rows.ndim == 0 else (len(self.rows), *self.info.shape[1:])
+        count, *rest = self.info.shape
+        if self.frames:
+            return (count, rest[0], 1 + len(self.frames), *rest[1:])
+        return (count + sum(source.shape[0] for source in self.behind), *rest)
 
 
 class GGUFFile:
@@ -76,8 +86,8 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._header = read_header(path)
-        self._sources = _checked_sources(self._header)
+        sources = _checked_sources(read_header(path))
+        self._sources = {name: source for name, source in sources.items() if source.info.path == path}
 
     def __enter__(self) -> Self:
         return self
@@ -89,43 +99,71 @@ class GGUFFile:
         return list(self._sources)
 
     def get_tensor(self, name: str) -> Tensor:
-        return self._read(self._sources[name], 0, None)
+        return _read(self._sources[name], 0, None)
 
     def get_slice(self, name: str) -> _Rows:
         source = self._sources[name]
-        return _Rows(source.shape, functools.partial(self._read, source))
+        return _Rows(source.shape, functools.partial(_read, source))
 
     def quantized(self, name: str) -> QuantizedWeight | None:
         """A tensor as it is in the file, exactly; None if its type does not have the form of a `QuantizedWeight`."""
         source = self._sources[name]
-        unpack = UNPACK.get(_type_of(source.info).name)
-        if unpack is None or len(source.shape) != 2:
-            return None
-        raw = torch.from_numpy(self._bytes(source, 0, None))
-        values, scales, minimums = unpack(raw.view(len(raw), -1, _type_size(source.info)))
-        groups = source.shape[1] // GROUP
-        values = values.reshape(source.shape)
-        scales, minimums = scales.reshape(-1, groups), minimums.reshape(-1, groups)
-        return QuantizedWeight(4, GROUP, values, scales, minimums, wide_inputs=True)
+        parts = [_quantized(part) for part in (source, *source.behind)]
+        whole = [part for part in parts if part is not None]
+        return QuantizedWeight.join(whole) if len(whole) == len(parts) else None
 
-    def _read(self, source: _Source, first: int, last: int | None) -> Tensor:
-        plain = _PLAIN.get(_type_of(source.info).name)
-        raw = self._bytes(source, first, last)
-        tensor = _dequantized(raw, source.info) if plain is None else torch.from_numpy(raw).view(plain)
-        tensor = tensor.view(-1, *source.shape[1:]) if len(source.shape) > 1 else tensor.flatten()
-        return tensor + source.added if source.added else tensor
 
-    def _bytes(self, source: _Source, first: int, last: int | None) -> Bytes:
-        """Rows of a tensor, ``[rows, bytes]``. A vector has a row for each value."""
-        info = source.info
-        count = info.shape[0]
-        mapped = np.memmap(
-            self._header.path, np.uint8, "r", offset=info.offset, shape=(count, _num_bytes(info) // count)
-        )
-        if source.rows is None:
-            return np.array(mapped[first:last])
-        # A copy, too.
-        return np.asarray(mapped[np.atleast_1d(source.rows)[first:last]])
+def _quantized(source: _Source) -> QuantizedWeight | None:
+    unpack = UNPACK.get(_type_of(source.info).name)
+    if unpack is None or len(source.info.shape) != 2 or source.frames:
+        return None
+    raw = torch.from_numpy(_bytes(source, 0, None))
+    values, scales, minimums = unpack(raw.view(len(raw), -1, _type_size(source.info)))
+    groups = source.info.shape[1] // GROUP
+    scales, minimums = scales.reshape(-1, groups), minimums.reshape(-1, groups)
+    return QuantizedWeight(4, GROUP, values.reshape(len(raw), -1), scales, minimums, wide_inputs=True)
+
+
+def _read(source: _Source, first: int, last: int | None) -> Tensor:
+    """Rows of a tensor."""
+    if source.reshaped is not None:
+        return _plain(source, 0, None).view(source.reshaped)[first:last]
+    if source.frames:
+        return torch.stack([_plain(part, first, last) for part in (source, *source.frames)], 2)
+    if not source.behind:
+        return _plain(source, first, last)
+    parts, start = [], 0
+    last = source.shape[0] if last is None else last
+    for part in (source, *source.behind):
+        count = part.info.shape[0]
+        low, high = max(first - start, 0), min(last - start, count)
+        if low < high:
+            parts.append(_plain(part, low, high))
+        start += count
+    return torch.cat(parts)
+
+
+def _plain(source: _Source, first: int, last: int | None) -> Tensor:
+    """Of what is one tensor in the file."""
+    info = source.info
+    plain = _PLAIN.get(_type_of(info).name)
+    raw = _bytes(source, first, last)
+    tensor = _dequantized(raw, info) if plain is None else torch.from_numpy(raw).view(plain)
+    one_row = source.rows is not None and source.rows.ndim == 0
+    rest = info.shape[2:] if one_row else info.shape[1:]
+    tensor = tensor.view(-1, *rest) if rest else tensor.flatten()
+    return tensor + source.added if source.added else tensor
+
+
+def _bytes(source: _Source, first: int, last: int | None) -> Bytes:
+    """Rows of a tensor, ``[rows, bytes]``. A vector has a row for each value."""
+    info = source.info
+    count = info.shape[0]
+    mapped = np.memmap(info.path, np.uint8, "r", offset=info.offset, shape=(count, _num_bytes(info) // count))
+    if source.rows is None:
+        return np.array(mapped[first:last])
+    # A copy, too.
+    return np.asarray(mapped[np.atleast_1d(source.rows)[first:last]])
 
 
 class _Rows:
@@ -144,12 +182,26 @@ class _Rows:
         return self._read(0, None)[rows]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _checked_sources(header: Header) -> dict[str, _Source]:
     """As `_sources`, cached: a file is opened once for every part that is copied."""
     for info in header.tensors.values():
         _check(info, header)
+    if header.architecture == ARCHITECTURE:
+        return {name: _of_checkpoint(stored) for name, stored in checkpoint_tensors(header)}
     return dict(_sources(header, architecture_of(header)))
+
+
+def _of_checkpoint(stored: Stored) -> _Source:
+    """Raises ModelLoadError for tensors that do not belong together."""
+    first, *others = stored.infos
+    of_row = {info.shape if stored.joined == "frames" else info.shape[1:] for info in stored.infos}
+    if len(of_row) > 1 or (stored.joined == "frames" and len(first.shape) != 4):
+        raise ModelLoadError(f"{first.path}: {', '.join(info.name for info in stored.infos)} do not belong together")
+    behind = tuple(_Source(info) for info in others)
+    if stored.joined == "frames":
+        return _Source(first, frames=behind)
+    return _Source(first, added=stored.added, behind=behind, reshaped=stored.shape)
 
 
 def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, _Source]]:
@@ -197,10 +249,9 @@ def _check(info: TensorInfo, header: Header) -> None:
         )
     if len(info.shape) == 1 and block > 1:
         raise UnsupportedModelError(f"{header.path}: {info.name} is a vector of type {_type_of(info).name}")
-    if info.offset + _num_bytes(info) > header.size:
-        raise ModelLoadError(
-            f"{header.path} is cut off: its {header.size} bytes end before {info.name} does; download it again"
-        )
+    size = header.sizes[info.path]
+    if info.offset + _num_bytes(info) > size:
+        raise ModelLoadError(f"{info.path} is cut off: its {size} bytes end before {info.name} does; download it again")
 
 
 def _dequantized(raw: Bytes, info: TensorInfo) -> Tensor:

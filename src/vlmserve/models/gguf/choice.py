@@ -1,0 +1,66 @@
+"""Which GGUF files of a folder or repository are wanted, by their names alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from vlmserve.errors import CheckpointNotFoundError
+from vlmserve.models.gguf.header import PART
+
+GGUF = ".gguf"
+_PROJECTOR = "mmproj"
+"""In the names of files with a vision tower."""
+_PRECISIONS = ("f16", "bf16", "f32", "q8_0")
+"""Of vision towers, the one that is taken first: what is rounded to 16 bits answers as well as what is not."""
+_SHOWN = 8
+
+
+class Choice(NamedTuple):
+    """Paths in the folder or repository. parts: of the language model, in order. mmproj: the vision tower's, None if
+    there is none."""
+
+    parts: tuple[str, ...]
+    mmproj: str | None
+
+
+def choose_files(paths: Collection[str], wanted: str | None, name: str) -> Choice:
+    """The files of one model among all `paths`, with slashes between folders.
+
+    wanted: what their names say of how weights are stored, like ``Q4_K_M``, or the path of a folder or file; None:
+    there is but one model. name: of the whole, for errors. Raises CheckpointNotFoundError unless one model fits.
+    """
+    files = sorted(path for path in paths if path.lower().endswith(GGUF))
+    models: dict[str, list[str]] = {}
+    for path in files:
+        if _PROJECTOR not in PurePosixPath(path).name.lower():
+            match = PART.fullmatch(path)
+            models.setdefault(match["stem"] if match else path, []).append(path)
+    fitting = [model for model in models.values() if wanted is None or any(_fits(path, wanted) for path in model)]
+    if len(fitting) != 1:
+        there = ", ".join(model[0] for model in (fitting or list(models.values()))[:_SHOWN]) or f"no {GGUF} file"
+        reason = "several models that fit" if fitting else f"no {GGUF} file of a language model"
+        of = f" for {wanted!r}" if wanted else ""
+        raise CheckpointNotFoundError(f"{name} has {reason}{of}; there is {there}: give its own path")
+    projectors = [path for path in files if _PROJECTOR in PurePosixPath(path).name.lower()]
+    return Choice(tuple(fitting[0]), _best(projectors, fitting[0][0]))
+
+
+def _fits(path: str, wanted: str) -> bool:
+    if path == wanted or path.startswith(f"{wanted.rstrip('/')}/"):
+        return True
+    return re.search(rf"(?<![a-z0-9]){re.escape(wanted.lower())}(?![a-z0-9_])", path.lower()) is not None
+
+
+def _best(projectors: Sequence[str], model: str) -> str | None:
+    """The vision tower in the model's own folder, or else of the folder above, in the precision that is preferred."""
+    folders = [str(folder) for folder in PurePosixPath(model).parents]
+
+    def rank(path: str) -> tuple[int, int, str]:
+        found = [place for place, precision in enumerate(_PRECISIONS) if _fits(path, precision)]
+        return folders.index(str(PurePosixPath(path).parent)), min(found, default=len(_PRECISIONS)), path
+
+    near = [path for path in projectors if str(PurePosixPath(path).parent) in folders]
+    return min(near, key=rank, default=None)

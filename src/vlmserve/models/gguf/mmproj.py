@@ -1,0 +1,169 @@
+"""The other GGUF file of a vision-language model, with its vision tower and projector, as the same model's files in
+Hugging Face layout say it. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
+from vlmserve.models.gguf.header import Header, TensorInfo
+from vlmserve.models.gguf.projectors import PROJECTORS, Clip, Config, Projector
+
+ARCHITECTURE = "clip"
+"""What all such files name as their architecture, whichever tower they have."""
+DEFAULT_TYPE = "mlp"
+"""Of files that name no projector: LLaVA's were the first."""
+UNKNOWN_TOKEN = "tokenizer.ggml.unknown_token_id"
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint in the file: one, or several joined, as rows one behind another or as frames, which are
+    the third axis. added: to all values in the file. shape: that it has in a checkpoint; None: as in the file."""
+
+    infos: tuple[TensorInfo, ...]
+    joined: Literal["rows", "frames"] = "rows"
+    added: float = 0.0
+    shape: tuple[int, ...] | None = None
+
+
+def projector_of(header: Header) -> Projector:
+    """Raises ConfigurationError for a file that is none with a vision tower, UnsupportedModelError for a projector that
+    is not implemented."""
+    if header.architecture != ARCHITECTURE:
+        raise ConfigurationError(
+            f"--mmproj {header.path} holds a language model ({header.architecture or 'of no architecture'}), not a "
+            "vision tower; published ones are called mmproj-*.gguf"
+        )
+    values = header.values
+    if not values.get("clip.has_vision_encoder", True) or (
+        values.get("clip.has_audio_encoder") and "clip.vision.embedding_length" not in values
+    ):
+        raise UnsupportedModelError(f"--mmproj {header.path} hears and does not see: audio is not supported")
+    name = values.get("clip.vision.projector_type") or values.get("clip.projector_type") or DEFAULT_TYPE
+    if name not in PROJECTORS:
+        raise UnsupportedModelError(
+            f"--mmproj {header.path}: projector type {name!r} is not supported; supported are {', '.join(PROJECTORS)}"
+        )
+    return PROJECTORS[name]
+
+
+def full_config(header: Header, model: Header, text: Config) -> Config:
+    """What config.json would say of both files. model, text: the language model's file and config.
+
+    Raises ModelLoadError for what is missing or makes no sense, and for files that do not belong together.
+    """
+    projector, clip = projector_of(header), Clip(header)
+    _check_sizes(clip)
+    _check_pair(projector, clip, model, text)
+    try:
+        return {
+            "model_type": projector.model_type,
+            "dtype": text["dtype"],
+            "tie_word_embeddings": text["tie_word_embeddings"],
+            "text_config": {**text, "model_type": projector.text_types.get(model.architecture, text["model_type"])},
+            "vision_config": projector.vision(clip),
+            **_token_ids(projector, model),
+            **projector.more(clip),
+        }
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ModelLoadError(f"{header.path} does not describe a vision tower: {error!r}") from error
+
+
+def media_settings(header: Header) -> dict[str, Config]:
+    """What the files for preprocessing would say, by their names. Raises ModelLoadError for what is missing."""
+    clip, projector = Clip(header), projector_of(header)
+    levels = {f"image_{name}": clip.array(f"image_{name}") for name in ("mean", "std")}
+    kinds = {"preprocessor_config.json": projector.settings, "video_preprocessor_config.json": projector.videos}
+    given = {name: values for name, values in levels.items() if values}
+    return {name: {**settings(clip), **given} for name, settings in kinds.items() if settings is not None}
+
+
+def _check_sizes(clip: Clip) -> None:
+    for key in ("embedding_length", "block_count", "attention.head_count", "patch_size", "image_size"):
+        if not isinstance(size := clip[key], int) or size < 1:
+            raise ModelLoadError(f"{clip.header.path}: clip.vision.{key} is {size!r}")
+
+
+def _check_pair(projector: Projector, clip: Clip, model: Header, text: Config) -> None:
+    if projector.text_types and model.architecture not in projector.text_types:
+        raise ModelLoadError(
+            f"--mmproj {clip.header.path} is the vision tower of a {projector.model_type} model, and {model.path} is "
+            f"of architecture {model.architecture}: give the mmproj file that was made of the same model"
+        )
+    width = clip.tensor(projector.output).shape[projector.axis]
+    if width != text["hidden_size"]:
+        raise ModelLoadError(
+            f"--mmproj {clip.header.path} makes embeddings of {width} values, and those of {model.path} have "
+            f"{text['hidden_size']}: give the mmproj file that was made of the same model"
+        )
+    wanted, merged = model.values.get(f"{model.architecture}.n_deepstack_layers"), len(clip.deepstack_layers)
+    if wanted not in (None, merged):
+        raise ModelLoadError(
+            f"--mmproj {clip.header.path} has features for {merged} layers, and {model.path} takes them in {wanted}: "
+            "give the mmproj file that was made of the same model"
+        )
+
+
+def _token_ids(projector: Projector, model: Header) -> Config:
+    tokens = model.array("tokenizer.ggml.tokens")
+    ids = {name: tokens.index(token) for name, token in projector.tokens.items() if token in tokens}
+    if "image_token_id" not in ids and projector.else_unknown:
+        unknown = model.values.get(UNKNOWN_TOKEN, 0 if model.values.get("tokenizer.ggml.model") == "llama" else None)
+        ids["image_token_id"] = unknown
+    for name, token in projector.tokens.items():
+        if ids.get(name) is None:
+            raise ModelLoadError(
+                f"{model.path} has no token {token}, which {projector.model_type} models need for images: give the "
+                "language model that the mmproj file belongs to"
+            )
+    return ids
+
+
+def checkpoint_tensors(header: Header) -> Iterator[tuple[str, Stored]]:
+    """The file's tensors by the names that checkpoints in Hugging Face layout have for them.
+
+    Raises UnsupportedModelError for one that has none.
+    """
+    projector = projector_of(header)
+    swapped = projector.swaps and _is_swapped(Clip(header))
+    found: dict[str, list[TensorInfo]] = {}
+    for name, info in header.tensors.items():
+        plain = _swap(name) if swapped else name
+        new = next((re.sub(old, new, plain) for old, new in projector.names if re.fullmatch(old, plain)), None)
+        if new is None:
+            raise UnsupportedModelError(
+                f"{header.path}: no {projector.model_type} model that is supported has a tensor {name}"
+            )
+        found.setdefault(new, []).append(info)
+    layers = {layer: place for place, layer in enumerate(Clip(header).deepstack_layers)}
+    for name, infos in found.items():
+        place = re.sub(r"(deepstack_merger_list)\.(\d+)", lambda match: f"{match[1]}.{layers[int(match[2])]}", name)
+        yield place, _stored(place, infos, projector)
+
+
+def _stored(name: str, infos: list[TensorInfo], projector: Projector) -> Stored:
+    if name.endswith("patch_embed.proj.weight"):
+        return Stored(tuple(sorted(infos, key=lambda info: info.name)), "frames")
+    if len(infos) > 1:
+        return Stored(tuple(sorted(infos, key=lambda info: "qkv".index(info.name.split("attn_")[1][0]))))
+    added = -projector.norm_offset if name.endswith("soft_emb_norm.weight") else 0.0
+    shape: tuple[int, ...] | None = None
+    if name.endswith(("cls_token", "embeddings.position_embeddings")):
+        width = infos[0].shape[-1]
+        shape = (1, math.prod(infos[0].shape) // width, width)
+    elif name.endswith("embeddings.class_embedding"):
+        shape = (infos[0].shape[-1],)
+    return Stored(tuple(infos), added=added, shape=shape)
+
+
+def _is_swapped(clip: Clip) -> bool:
+    down = clip.header.tensors.get("v.blk.0.ffn_down.weight")
+    width = clip.get("embedding_length")
+    return down is not None and down.shape[-1] == width != clip.tensor("v.blk.0.ffn_up.weight").shape[-1]
+
+
+def _swap(name: str) -> str:
+    return re.sub(r"\.ffn_(up|down)\.", lambda match: ".ffn_down." if match[1] == "up" else ".ffn_up.", name)

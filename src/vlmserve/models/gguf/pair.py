@@ -1,0 +1,95 @@
+"""Two GGUF files that are one model, a language model and its vision tower, as a folder in Hugging Face layout.
+
+The folder has configurations made of what both files say, and beside them, instead of weights, a file that names the
+two. Everything else reads it as it reads other checkpoints. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from vlmserve.errors import ModelLoadError
+from vlmserve.models.gguf.config import read_config
+from vlmserve.models.gguf.header import read_header
+from vlmserve.models.gguf.mmproj import full_config, media_settings
+
+INDEX = "gguf.json"
+"""The file that names the two."""
+
+
+class Pair(NamedTuple):
+    """Absolute paths; of a model in several parts, that of the first."""
+
+    model: Path
+    mmproj: Path
+
+
+def read_pair(folder: Path) -> Pair | None:
+    """The files that a folder stands for; None for any other checkpoint. Raises ModelLoadError for a broken one."""
+    if not (folder / INDEX).is_file():
+        return None
+    try:
+        named = json.loads((folder / INDEX).read_text("utf-8"))
+        return Pair(Path(named["model"]), Path(named["mmproj"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{folder / INDEX} does not name two GGUF files: {error!r}") from error
+
+
+def language_model(folder: Path) -> Path | None:
+    """The GGUF file of a checkpoint's language model, which has its tokenizer; None for one in another format.
+
+    folder: or such a file itself.
+    """
+    if folder.is_file():
+        return folder
+    pair = read_pair(folder)
+    return None if pair is None else pair.model
+
+
+def make_pair(model: Path, mmproj: Path) -> Path:
+    """A folder for both files, the same for the same files, in the user's cache or else until this process ends.
+
+    Raises what `read_header` raises, ModelLoadError for files that do not belong together, UnsupportedModelError for a
+    kind of model or of projector that is not implemented.
+    """
+    text, vision = read_header(model), read_header(mmproj)
+    files = {
+        INDEX: {"model": str(text.path.absolute()), "mmproj": str(vision.path.absolute())},
+        "config.json": full_config(vision, text, read_config(text)),
+        **media_settings(vision),
+    }
+    contents = {name: json.dumps(content, indent=2) for name, content in files.items()}
+    name = blake3(json.dumps(contents).encode()).hexdigest(length=16)
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vlmserve" / "gguf"
+        place.mkdir(parents=True, exist_ok=True)
+        return _write(place / name, contents)
+    except (OSError, RuntimeError):
+        # Nothing may be written but temporary files, or there is no home.
+        place = Path(tempfile.mkdtemp(prefix="vlmserve-gguf-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        return _write(place / name, contents)
+
+
+def _write(folder: Path, contents: dict[str, str]) -> Path:
+    """A folder with those files, which is there whole or not at all."""
+    if folder.is_dir():
+        return folder
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    for name, content in contents.items():
+        (partial / name).write_text(content, "utf-8")
+    try:
+        partial.rename(folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not folder.is_dir():
+            raise
+    return folder
