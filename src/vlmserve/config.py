@@ -78,7 +78,7 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Annotated[Literal["auto", "int8"], BeforeValidator(check_cache_type)]
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_xml", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "qwen3", "glm45", "deepseek_r1", "mistral"]
 
 
@@ -323,7 +323,8 @@ class EngineConfig(Settings):
     grammar_cache: int = Field(64, ge=1, description="Number of compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
         "auto",
-        description="Form of tool calls: hermes, llama3_json, mistral; auto reads it from the chat template.",
+        description="Form of tool calls: hermes, llama3_json, mistral, qwen3_xml or qwen3_coder; auto reads it from "
+        "the chat template.",
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",

@@ -25,7 +25,8 @@ from vlmserve.frontend.documents import with_pages
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages, with_kwargs
 from vlmserve.frontend.processors import image_processor, server_budget, transformers_processor, video_processor
 from vlmserve.frontend.reasoning import AnswerText, choose_reasoning
-from vlmserve.frontend.tools import ToolUse, choose_form, for_template
+from vlmserve.frontend.tool_forms import choose_form
+from vlmserve.frontend.tools import ToolUse, for_template
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts
 from vlmserve.media.images import DecodedImage

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
+from vlmserve.frontend.tool_arguments import ArgumentsReader, overlap
 from vlmserve.frontend.tools import ToolForm, ToolUse
 
 
@@ -52,15 +53,15 @@ class ToolParser:
     """
 
     def __init__(self, form: ToolForm, use: ToolUse, *, anywhere: bool) -> None:
-        self._heads = {form.head(function): function.name for function in use.callable}
+        self._form = form
+        self._heads = {form.head(function): function for function in use.callable}
+        self._reader: ArgumentsReader | None = None
         self._trigger = form.trigger
         self._id_length = form.call_id_length
         self._anywhere = anywhere and bool(form.trigger)
         self._state: Literal["text", "plain", "between", "head", "arguments"] = "text"
         self._held = ""
         self._said = False
-        self._depth = 0
-        self._in_string = self._escaped = False
         self.num_calls = 0
 
     def push(self, text: str) -> list[Event]:
@@ -87,7 +88,7 @@ class ToolParser:
             text, self._held = self._held[:place], self._held[place + len(self._trigger) :]
             self._state = "between"
             return self._say(text) if self._said or text.strip() else []
-        sure = len(self._held) - _overlap(self._held, self._trigger)
+        sure = len(self._held) - overlap(self._held, self._trigger)
         if not self._said and not self._held[:sure].strip():
             return []
         text, self._held = self._held[:sure], self._held[sure:]
@@ -110,40 +111,28 @@ class ToolParser:
         return self._say(text)
 
     def _read_between(self) -> list[Event]:
-        """Up to the next call there is nothing but what the form puts there, in which no brace is."""
-        place = self._held.find("{")
-        self._held = self._held[place:] if place >= 0 else ""
+        """Up to the next call there is nothing but what the form puts there."""
+        start = self._form.call_start
+        place = self._held.find(start)
+        self._held = self._held[place if place >= 0 else len(self._held) - overlap(self._held, start) :]
         self._state = "head" if place >= 0 else "between"
         return []
 
     def _read_head(self) -> list[Event]:
-        for head, name in self._heads.items():
+        for head, function in self._heads.items():
             if self._held.startswith(head):
                 self._held = self._held[len(head) :]
-                self._state, self._depth = "arguments", 0
+                self._state, self._reader = "arguments", self._form.reader(function)
                 self.num_calls += 1
-                return [ToolCallStart(self.num_calls - 1, self._call_id(), name)]
+                return [ToolCallStart(self.num_calls - 1, self._call_id(), function.name)]
         return []
 
     def _read_arguments(self) -> list[Event]:
-        end = next((place for place, character in enumerate(self._held, 1) if self._ends_with(character)), None)
-        text, self._held = self._held[:end], "" if end is None else self._held[end:]
-        self._state = "arguments" if end is None else "between"
-        return [ToolCallDelta(self.num_calls - 1, text)]
-
-    def _ends_with(self, character: str) -> bool:
-        """Whether a character is the last of a JSON object."""
-        if self._escaped:
-            self._escaped = False
-        elif self._in_string:
-            self._escaped = character == "\\"
-            self._in_string = character != '"'
-        elif character == '"':
-            self._in_string = True
-        else:
-            self._depth += (character in "{[") - (character in "}]")
-            return character == "}" and self._depth == 0
-        return False
+        assert self._reader is not None
+        arguments, rest = self._reader.push(self._held)
+        self._state = "arguments" if rest is None else "between"
+        self._held = rest or ""
+        return [ToolCallDelta(self.num_calls - 1, arguments)] if arguments else []
 
     def _say(self, text: str) -> list[Event]:
         self._said = self._said or bool(text)
@@ -160,8 +149,3 @@ _STATES: dict[str, Callable[[ToolParser], list[Event]]] = {
     "head": ToolParser._read_head,
     "arguments": ToolParser._read_arguments,
 }
-
-
-def _overlap(text: str, beginning: str) -> int:
-    """How many characters at the end of `text` are the first ones of `beginning`."""
-    return next((n for n in range(min(len(text), len(beginning)), 0, -1) if text.endswith(beginning[:n])), 0)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from vlmserve.config import ToolCallParser
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.tool_arguments import ArgumentsReader, JSONArguments
 from vlmserve.prompt.template import ChatTemplate, ImagePart, Message, Part, Role, VideoPart
-from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds, any_object, guided_schema
 from vlmserve.types import Grammar
 
@@ -85,6 +83,9 @@ class ToolForm:
     call_id_length: int | None = None
     bounds: JSONBounds = UNBOUNDED
 
+    call_start: ClassVar[str] = "{"
+    """What a call begins with. Nothing of it is in what stands around calls."""
+
     def head(self, function: Function) -> str:
         """What stands before a function's arguments."""
         return f'{{"name": {json.dumps(function.name)}, "{self.key}": '
@@ -98,6 +99,24 @@ class ToolForm:
         return self.wrapped(json.dumps({"name": name, self.key: arguments}, ensure_ascii=False))
 
     @property
+    def example(self) -> str:
+        """A call as it is described to a model that does not know the form."""
+        return f'{{"name": <function>, "{self.key}": <object>}}'
+
+    def reader(self, function: Function) -> ArgumentsReader:
+        """What reads the arguments of a call of a function, behind the call's head."""
+        return JSONArguments()
+
+    def call_rules(self, name: str, function: Function) -> list[str]:
+        """The rule of that name, for a call of a function, and those that it needs. Raises InvalidRequestError."""
+        # An agent writes whole files in a string.
+        schema = guided(function.schema, function.strict, "tools", replace(self.bounds, length=0))
+        return [
+            f'{name}: {literal(self.head(function))} arguments_{name} "}}"',
+            f"arguments_{name}: %json {json.dumps(schema)}",
+        ]
+
+    @property
     def shown_ids(self) -> frozenset[int]:
         """Control tokens that have to be seen in an answer's text."""
         return frozenset() if self.trigger_id is None else frozenset({self.trigger_id})
@@ -109,21 +128,18 @@ class ToolForm:
         """
         calls = use.callable
         rules = ["%llguidance {}", f"start: {self._start(use, answer)}"]
-        again = f"({_text(self.separator + self.prefix)} call {_text(self.suffix)})*" if use.parallel else ""
+        again = f"({literal(self.separator + self.prefix)} call {literal(self.suffix)})*" if use.parallel else ""
         rules.append(
-            f"calls: {_text(self.opening + self.prefix)} call {_text(self.suffix)} {again} {_text(self.closing)}"
+            f"calls: {literal(self.opening + self.prefix)} call {literal(self.suffix)} {again} {literal(self.closing)}"
         )
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
         for index, function in enumerate(calls):
-            # An agent writes whole files in a string.
-            schema = _guided(function.schema, function.strict, "tools", replace(self.bounds, length=0))
-            rules.append(f'call_{index}: {_text(self.head(function))} arguments_{index} "}}"')
-            rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
+            rules += self.call_rules(f"call_{index}", function)
         rules.append(r"TEXT: /(.|\n)*/")
         rules.append(r"PLAIN: /([^{](.|\n)*)?/")
         if self.trigger:
-            rules.append(f"trigger: {_text(self.trigger)}{self._trigger_token()}")
-            rules.append(f"begun[lazy]: TEXT {_text(self.trigger)}")
+            rules.append(f"trigger: {literal(self.trigger)}{self._trigger_token()}")
+            rules.append(f"begun[lazy]: TEXT {literal(self.trigger)}")
         if answer is not None:
             rules.append(f"answer: {_embedded(answer, self.bounds)}")
         return Grammar("lark", "\n".join(rules), source="tools")
@@ -148,51 +164,6 @@ class ToolForm:
             Grammar("json_schema", json.dumps(function.schema), function.strict, f"tools[{index}].function.parameters")
             for index, function in enumerate(use.functions)
         ]
-
-
-_HERMES = ToolForm(
-    "hermes", "arguments", trigger="<tool_call>", prefix="\n", suffix="\n</tool_call>", separator="\n<tool_call>"
-)
-"""Of Hermes and Qwen: https://github.com/NousResearch/Hermes-Function-Calling"""
-_LLAMA3 = ToolForm("llama3_json", "parameters", separator="; ")
-"""Of Llama 3.1 and 3.2: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/"""
-_MISTRAL = ToolForm(
-    "mistral",
-    "arguments",
-    trigger="[TOOL_CALLS]",
-    opening=" [",
-    closing="]",
-    separator=", ",
-    call_id_length=9,
-)
-"""Of Mistral: https://docs.mistral.ai/capabilities/function_calling"""
-_FORMS = {form.name: form for form in (_HERMES, _LLAMA3, _MISTRAL)}
-
-
-def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ToolCallParser) -> ToolForm:
-    """How a model writes calls: as `wanted`, or else as its chat template does. Where the template knows no functions,
-    or writes calls in another way, they and the form of calls are described in the system message."""
-    source = "" if template is None or not template.knows_tools else template.source
-    if wanted != "auto":
-        form, native = _FORMS[wanted], bool(source)
-    else:
-        detected = _detect(source)
-        form, native = detected or _HERMES, detected is not None
-    if form is _MISTRAL:
-        opening = "[" if "[TOOL_CALLS][" in source else " ["
-        id_ = tokenizer.token_id(form.trigger)
-        return replace(form, native=native, opening=opening, trigger_id=id_ if id_ in tokenizer.special_ids else None)
-    return replace(form, native=native)
-
-
-def _detect(source: str) -> ToolForm | None:
-    if "<tool_call>" in source and "arguments" in source and not re.search("<function=|arg_key", source):
-        return _HERMES
-    if "[TOOL_CALLS]" in source and "[ARGS]" not in source and "name" in source:
-        return _MISTRAL
-    if "parameters" in source and ("python_tag" in source or "ipython" in source):
-        return _LLAMA3
-    return None
 
 
 def for_template(
@@ -298,10 +269,9 @@ def _instructions(form: ToolForm, use: ToolUse) -> str:
     described = "\n".join(
         json.dumps(function.described()["function"], ensure_ascii=False) for function in use.functions
     )
-    call = f'{{"name": <function>, "{form.key}": <object>}}'
     return (
         f"You can call functions. Each line describes one, its arguments as a JSON schema:\n{described}\n\n"
-        f"To call one, answer in exactly this form and wait for its result:\n{form.wrapped(call)}"
+        f"To call one, answer in exactly this form and wait for its result:\n{form.wrapped(form.example)}"
     )
 
 
@@ -315,12 +285,13 @@ def _instructed(turns: list[Message], text: str, role: Role) -> list[Message]:
     return [replace(first, parts=(*first.parts, f"\n\n{text}")), *turns[1:]]
 
 
-def _text(text: str) -> str:
+def literal(text: str) -> str:
     """A literal in Lark."""
     return json.dumps(text) if text else ""
 
 
-def _guided(schema: dict[str, Any], strict: bool, source: str, bounds: JSONBounds) -> dict[str, Any]:
+def guided(schema: dict[str, Any], strict: bool, source: str, bounds: JSONBounds) -> dict[str, Any]:
+    """A schema as grammars take it. source: the field that has it. Raises InvalidRequestError."""
     try:
         return guided_schema(schema, strict=strict, bounds=bounds)
     except ValueError as error:
@@ -337,7 +308,7 @@ def _embedded(answer: Grammar, bounds: JSONBounds) -> str:
         except ValueError as error:
             raise InvalidRequestError(f"{answer.source}: {error}", param=answer.source) from None
         schema = schema if isinstance(schema, dict) else {}
-        return "%json " + json.dumps(_guided(schema, answer.strict, answer.source, bounds))
+        return "%json " + json.dumps(guided(schema, answer.strict, answer.source, bounds))
     if answer.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(answer.text)))
     raise InvalidRequestError(

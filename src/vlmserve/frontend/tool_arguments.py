@@ -1,0 +1,43 @@
+"""Reads the arguments of a call of a function as they are streamed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ArgumentsReader(Protocol):
+    """Reads the arguments of one call, which obey a grammar."""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """New JSON of the arguments, and what follows them in `text`; None: they have not ended yet."""
+
+
+class JSONArguments:
+    """Arguments that are written as a JSON object."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        end = next((place for place, character in enumerate(text, 1) if self._ends_with(character)), None)
+        return (text, None) if end is None else (text[:end], text[end:])
+
+    def _ends_with(self, character: str) -> bool:
+        """Whether a character is the last of a JSON object."""
+        if self._escaped:
+            self._escaped = False
+        elif self._in_string:
+            self._escaped = character == "\\"
+            self._in_string = character != '"'
+        elif character == '"':
+            self._in_string = True
+        else:
+            self._depth += (character in "{[") - (character in "}]")
+            return character == "}" and self._depth == 0
+        return False
+
+
+def overlap(text: str, beginning: str) -> int:
+    """How many characters at the end of `text` are the first ones of `beginning`."""
+    return next((n for n in range(min(len(text), len(beginning)), 0, -1) if text.endswith(beginning[:n])), 0)

@@ -1,0 +1,63 @@
+"""The forms in which models write calls of functions, and which one a model has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from vlmserve.config import ToolCallParser
+from vlmserve.frontend.tools import ToolForm
+from vlmserve.frontend.xml_tools import XMLToolForm
+from vlmserve.prompt.template import ChatTemplate
+from vlmserve.prompt.tokenizer import Tokenizer
+
+_HERMES = ToolForm(
+    "hermes", "arguments", trigger="<tool_call>", prefix="\n", suffix="\n</tool_call>", separator="\n<tool_call>"
+)
+"""Of Hermes and Qwen: https://github.com/NousResearch/Hermes-Function-Calling"""
+_LLAMA3 = ToolForm("llama3_json", "parameters", separator="; ")
+"""Of Llama 3.1 and 3.2: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/"""
+_MISTRAL = ToolForm(
+    "mistral",
+    "arguments",
+    trigger="[TOOL_CALLS]",
+    opening=" [",
+    closing="]",
+    separator=", ",
+    call_id_length=9,
+)
+"""Of Mistral: https://docs.mistral.ai/capabilities/function_calling"""
+_QWEN3_XML = XMLToolForm(
+    "qwen3_xml", "", trigger="<tool_call>", prefix="\n", suffix="\n</tool_call>", separator="\n<tool_call>"
+)
+"""Of Qwen3-Coder and Qwen3.5: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct"""
+_FORMS = {form.name: form for form in (_HERMES, _LLAMA3, _MISTRAL, _QWEN3_XML)} | {"qwen3_coder": _QWEN3_XML}
+"""By vLLM's names, which has two for the last."""
+
+
+def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ToolCallParser) -> ToolForm:
+    """How a model writes calls: as `wanted`, or else as its chat template does. Where the template knows no functions,
+    or writes calls in another way, they and the form of calls are described in the system message."""
+    source = "" if template is None or not template.knows_tools else template.source
+    if wanted != "auto":
+        form, native = _FORMS[wanted], bool(source)
+    else:
+        detected = _detect(source)
+        form, native = detected or _HERMES, detected is not None
+    if form is _MISTRAL:
+        opening = "[" if "[TOOL_CALLS][" in source else " ["
+        id_ = tokenizer.token_id(form.trigger)
+        return replace(form, native=native, opening=opening, trigger_id=id_ if id_ in tokenizer.special_ids else None)
+    return replace(form, native=native)
+
+
+def _detect(source: str) -> ToolForm | None:
+    if "<tool_call>" in source and "<function=" in source and "<parameter=" in source:
+        return _QWEN3_XML
+    if "<tool_call>" in source and "arguments" in source and not re.search("<function=|arg_key", source):
+        return _HERMES
+    if "[TOOL_CALLS]" in source and "[ARGS]" not in source and "name" in source:
+        return _MISTRAL
+    if "parameters" in source and ("python_tag" in source or "ipython" in source):
+        return _LLAMA3
+    return None
