@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.mock_checkpoint import make_mock_checkpoint
+from tests.scaleout.processes import Cluster
 from tests.server.live import QUESTION, stream_lines
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
@@ -81,3 +83,45 @@ def test_without_an_engine_it_says_why_and_shows_no_figures(slow, visit, status,
     page.get_by_role("link", name="Live").click()
     expect(page.get_by_role("main").get_by_role("status")).to_contain_text(words)
     expect(page.locator(".tiles b")).to_have_text([re.compile(r"^\W$")] * 4)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    with Cluster(folder, 2, engine={"mock_tpot": 0.03}) as running:
+        yield running
+
+
+def test_the_workers_of_a_cluster_are_listed_and_each_is_shown_by_itself(cluster, visit):
+    page = visit(cluster, "/#/live", complains="404")
+    expect(page.get_by_role("heading", name="The cluster, live")).to_be_visible()
+    expect(page.get_by_role("heading", name="2 workers")).to_be_visible()
+    rows = page.locator(".workers tbody tr")
+    expect(rows).to_contain_text([re.compile(f"worker-{n}.*tiny.*serving") for n in range(2)])
+    with stream_lines(cluster.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
+        next(lines)
+        busy = rows.filter(has=page.locator("td:nth-child(4)", has_text="1"))
+        expect(busy).to_have_count(1)
+        expect(busy.locator("td").nth(4)).to_have_text(re.compile(r"^[1-9]"))
+        running = page.locator(".tiles .panel").filter(has_text="Running").locator("b")
+        expect(running).to_have_text("1")
+        name = busy.get_by_role("button").inner_text()
+        other = "worker-1" if name == "worker-0" else "worker-0"
+        page.get_by_role("button", name=other).click()
+        expect(page.get_by_role("heading", name=f"Worker {other}, live")).to_be_visible()
+        expect(running).to_have_text("0")
+        page.get_by_role("button", name=name).click()
+        expect(running).to_have_text("1")
+        page.get_by_role("button", name=name).click()
+        expect(page.get_by_role("heading", name="The cluster, live")).to_be_visible()
+    page.set_viewport_size({"width": 390, "height": 780})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_worker_that_has_left_is_shown_no_longer(cluster, visit):
+    page = visit(cluster, "/#/live", complains="404")
+    page.get_by_role("button", name="worker-1").click()
+    expect(page.get_by_role("heading", name="Worker worker-1, live")).to_be_visible()
+    cluster.workers["worker-1"][0].close()
+    expect(page.get_by_role("heading", name="1 worker")).to_be_visible()
+    expect(page.get_by_role("heading", name="The cluster, live")).to_be_visible()

@@ -8,7 +8,7 @@ import { columnsOf, parseJson } from "./chat/json";
 import { marksIn, placeIn, unitOf, viewOf } from "./chat/marks";
 import { bytes, describeCost, duration, percent, rate, seconds } from "./format";
 import { inWords } from "./live/block-map";
-import { sampleOf, SPAN, withSample, type Engine, type Figures, type Sample } from "./live/figures";
+import { sampleOf, SPAN, withSample, withSamples, type Engine, type Figures, type Sample } from "./live/figures";
 import { hrefOf, parseRoute } from "./route";
 import { kindOf, seen, type Ending, type Turn } from "./state/types";
 
@@ -188,6 +188,18 @@ suite("live figures", () => {
     expect(sampleOf(before, figures(11, { steps: 1, prompt_tokens: 5, generation_tokens: 1 })).prompt).toBeNull();
     expect(sampleOf(before, figures(11, null))).toMatchObject({ running: null, generation: null });
     expect(sampleOf(undefined, before).generation).toBeNull();
+  });
+
+  test("are of all workers together and of each by itself", () => {
+    const of = (time: number, generation_tokens: number) => figures(time, { steps: time, prompt_tokens: 0, generation_tokens });
+    const first = { ...of(10, 30), workers: { a: of(3, 10), b: of(5, 20) } };
+    const second = { ...of(12, 70), workers: { b: of(7, 60), c: of(1, 5) } };
+    const history = withSamples(withSamples({}, undefined, first), first, second);
+    expect(Object.entries(history).map(([name, samples]) => [name, samples.map((sample) => sample.generation)])).toEqual([
+      ["", [null, 20]],
+      ["b", [null, 20]],
+      ["c", [null]],
+    ]);
   });
 
   test("are kept for as long as charts show them", () => {

@@ -1,4 +1,4 @@
-/** What the server says at live, and what follows from two such answers. */
+/** What the server says at live, and what follows from several such answers. */
 
 export interface Percentiles {
   count: number;
@@ -47,6 +47,8 @@ export interface Figures {
   image_cache: { hits: number; misses: number; num_images: number; used_bytes: number; capacity_bytes: number } | null;
   blocks: Blocks | null;
   latencies: Record<Latency, Record<"60" | "300", Percentiles>>;
+  /** Of a cluster, the same of each of its workers, by name. */
+  workers?: Record<string, Figures>;
 }
 
 /** What went on between two answers, a point of the charts. */
@@ -76,6 +78,18 @@ export function sampleOf(before: Figures | undefined, now: Figures): Sample {
     prompt: perSecond("prompt_tokens"),
     generation: perSecond("generation_tokens"),
   };
+}
+
+/** The samples of all together, which have the name "", and of each worker, with one more each. */
+export type History = Readonly<Record<string, readonly Sample[]>>;
+
+export function withSamples(history: History, before: Figures | undefined, now: Figures): History {
+  const named: [string, Figures][] = [["", now], ...Object.entries(now.workers ?? {})];
+  const added = named.map(([name, figures]) => {
+    const then = name ? before?.workers?.[name] : before;
+    return [name, withSample(history[name] ?? [], sampleOf(then, figures))] as const;
+  });
+  return Object.fromEntries(added);
 }
 
 /** Samples of the time that charts show, with one more. */

@@ -1,10 +1,11 @@
 import "../styles/live.css";
-import { useMemo } from "react";
+import { useMemo, useState } from "react";
 import { bytes, count, percent, rate, seconds } from "../format";
 import { BlockMap } from "./block-map";
 import { Chart } from "./chart";
 import type { Engine, Figures, Latency } from "./figures";
 import { useFigures } from "./use-figures";
+import { Workers } from "./workers";
 
 const LATENCIES: Record<Latency, string> = {
   ttft: "First token",
@@ -32,14 +33,18 @@ const REQUESTS = [
 
 /** What the engine does now and did in the last minutes. */
 export default function Live() {
-  const { figures, samples, problem } = useFigures();
+  const { figures: all, history, problem } = useFigures();
+  const [worker, setWorker] = useState("");
+  const chosen = all?.workers?.[worker] ? worker : ""; // it may have left
+  const figures = all?.workers?.[chosen] ?? all;
+  const samples = history[chosen] ?? [];
   const latest = samples.at(-1);
   const tokens = useMemo(() => [...TOKENS], []);
   const requests = useMemo(() => [...REQUESTS], []);
   const engine = figures?.engine;
   return (
     <main id="main" className="view live" tabIndex={0} aria-busy={!figures && !problem}>
-      <h1>The engine, live</h1>
+      <h1>{all?.workers ? (chosen ? `Worker ${chosen}, live` : "The cluster, live") : "The engine, live"}</h1>
       {problem && (
         <p className="problem" role="alert">
           <strong>{problem.title}.</strong> {problem.detail} {figures && "The values shown are older."}
@@ -52,6 +57,7 @@ export default function Live() {
       )}
       {figures && (
         <>
+          {all?.workers && <Workers workers={all.workers} history={history} chosen={chosen} onChoose={setWorker} />}
           <dl className="tiles">
             <Tile name="Running" value={engine && count(engine.num_running)} detail="requests in the batch" />
             <Tile name="Waiting" value={engine && count(engine.num_waiting)} detail="for their turn" />

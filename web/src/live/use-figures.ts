@@ -2,11 +2,11 @@ import { useEffect, useState } from "react";
 import { getJson } from "../api/client";
 import { explain, type Problem } from "../api/problems";
 import { useSettings } from "../state/settings";
-import { sampleOf, withSample, type Figures, type Sample } from "./figures";
+import { withSamples, type Figures, type History } from "./figures";
 
 export interface Watch {
   figures?: Figures;
-  samples: readonly Sample[];
+  history: History;
   problem?: Problem;
 }
 
@@ -15,7 +15,7 @@ const INTERVAL = 1000;
 /** What the server says, every second for as long as somebody can see it. */
 export function useFigures(): Watch {
   const { key } = useSettings();
-  const [watch, setWatch] = useState<Watch>({ samples: [] });
+  const [watch, setWatch] = useState<Watch>({ history: {} });
   useEffect(() => {
     const controller = new AbortController();
     let timer: ReturnType<typeof setTimeout>;
@@ -23,7 +23,7 @@ export function useFigures(): Watch {
       if (document.visibilityState === "visible") {
         try {
           const figures = await getJson<Figures>("live", controller.signal);
-          setWatch((before) => ({ figures, samples: withSample(before.samples, sampleOf(before.figures, figures)) }));
+          setWatch((before) => ({ figures, history: withSamples(before.history, before.figures, figures) }));
         } catch (error) {
           if (controller.signal.aborted) return;
           setWatch((before) => ({ ...before, problem: explain(error) }));
