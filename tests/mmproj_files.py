@@ -331,7 +331,30 @@ def _gemma3_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vision_projector_scale_factor(vision["image_size"] // vision["patch_size"] // side)
 
 
+def _pixtral(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
+    """With the embedding of the token that ends rows."""
+    yield "v.token_embd.img_break", tensors["model.language_model.embed_tokens.weight"][12]
+    heads = config["vision_config"]["num_attention_heads"]
+    for full, tensor in tensors.items():
+        name = full.removeprefix("model.")
+        if not name.startswith(("vision_tower.", "multi_modal_projector.")):
+            continue
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, -1)
+            yield _mapped(name), halves.transpose(1, 2).reshape(tensor.shape)
+        else:
+            yield _mapped(name), tensor
+
+
+def _pixtral_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_vision_attention_layernorm_eps(1e-5)
+    writer.add_vision_use_silu(config["vision_config"]["hidden_act"] == "silu")
+    if "spatial_merge_size" in config:
+        writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
+
+
 CONVERSIONS = {
+    "pixtral": Conversion("pixtral", _pixtral, _pixtral_metadata, ("mistral", gguf.MODEL_ARCH.LLAMA)),
     "idefics3": Conversion("idefics3", _idefics3, _idefics3_metadata),
     "internvl": Conversion("internvl", _internvl, _internvl_metadata, ("qwen2", gguf.MODEL_ARCH.QWEN2)),
     "internvl on qwen3": Conversion("internvl", _internvl, _internvl_metadata, ("qwen3", gguf.MODEL_ARCH.QWEN3)),

@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen3Config
+from transformers import MistralConfig, Qwen3Config
 from typer.testing import CliRunner
 
-from tests.checkpoints import make_gemma3, make_idefics3, make_internvl, make_llava, make_qwen_vl
+from tests.checkpoints import (
+    make_gemma3,
+    make_idefics3,
+    make_internvl,
+    make_llava,
+    make_mistral3,
+    make_pixtral,
+    make_qwen_vl,
+)
 from tests.mmproj_files import write_pair
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
@@ -31,8 +39,12 @@ LARGE_TOWER = {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_n
 def make_named_internvl(folder: Path, **options: Any) -> Path:
     """With the placeholder that published checkpoints have."""
     make_internvl(folder, **options)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_text((folder / name).read_text().replace("<image>", "<IMG_CONTEXT>"))
+    return renamed(folder, "<IMG_CONTEXT>")
+
+
+def renamed(folder: Path, placeholder: str) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "processor_config.json"):
+        (folder / name).write_text((folder / name).read_text().replace("<image>", placeholder))
     return folder
 
 
@@ -50,6 +62,11 @@ MAKERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "InternVL over Qwen3, with a tower of the other kind": (
         "internvl on qwen3",
         lambda folder: make_named_internvl(folder, text_class=Qwen3Config, text={"head_dim": 8}, vision=LARGE_TOWER),
+    ),
+    "Pixtral": ("pixtral", lambda folder: renamed(make_pixtral(folder, vision={"hidden_act": "silu"}), "[IMG]")),
+    "Mistral Small 3": (
+        "pixtral",
+        lambda folder: renamed(make_mistral3(folder, text_class=MistralConfig, vision={"hidden_act": "gelu"}), "[IMG]"),
     ),
     "Gemma 3": ("gemma3", make_gemma3),
 }

@@ -21,12 +21,14 @@ UNKNOWN_TOKEN = "tokenizer.ggml.unknown_token_id"
 
 class Stored(NamedTuple):
     """A tensor of a checkpoint in the file: one, or several joined, as rows one behind another or as frames, which are
-    the third axis. added: to all values in the file. shape: that it has in a checkpoint; None: as in the file."""
+    the third axis. added: to all values in the file. shape: that it has in a checkpoint; None: as in the file. heads:
+    in whose rows neighbours pair; 0: each pairs with one of the other half of its head."""
 
     infos: tuple[TensorInfo, ...]
     joined: Literal["rows", "frames"] = "rows"
     added: float = 0.0
     shape: tuple[int, ...] | None = None
+    heads: int = 0
 
 
 def projector_of(header: Header) -> Projector:
@@ -137,11 +139,14 @@ def checkpoint_tensors(header: Header) -> Iterator[tuple[str, Stored]]:
             raise UnsupportedModelError(
                 f"{header.path}: no {projector.model_type} model that is supported has a tensor {name}"
             )
-        found.setdefault(new, []).append(info)
+        if new:
+            found.setdefault(new, []).append(info)
     layers = {layer: place for place, layer in enumerate(Clip(header).deepstack_layers)}
     for name, infos in found.items():
         place = re.sub(r"(deepstack_merger_list)\.(\d+)", lambda match: f"{match[1]}.{layers[int(match[2])]}", name)
-        yield place, _stored(place, infos, projector)
+        stored = _stored(place, infos, projector)
+        pairs = projector.interleaved and place.endswith((".q_proj.weight", ".k_proj.weight"))
+        yield place, stored._replace(heads=Clip(header)["attention.head_count"]) if pairs else stored
 
 
 def _stored(name: str, infos: list[TensorInfo], projector: Projector) -> Stored:

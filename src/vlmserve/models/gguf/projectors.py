@@ -65,13 +65,14 @@ class Projector:
 
     model_type: as config.json names the whole. vision: what it says of the tower. settings: what
     preprocessor_config.json says. videos: likewise video_preprocessor_config.json; None: there is none. names: regular
-    expressions for the names of tensors in the file, and what to put in their place, tried in turn. output, axis: the
-    weight and its axis that is as long as embeddings are wide. more: what else config.json says of the whole.
-    text_types: model types of its language models, by the architectures of their files; empty: all go with it.
-    tokens: fields of config.json with the tokens whose ids they are, the placeholder first. else_unknown: whether the
-    unknown token, which ordinary text never becomes, is the placeholder of a vocabulary without that one. norm_offset:
-    was added to the norm before the projector. swaps: whether old files have the two matrices of MLPs under each
-    other's names.
+    expressions for the names of tensors in the file, and what to put in their place, tried in turn; empty for a tensor
+    that is left out. output, axis: the weight and its axis that is as long as embeddings are wide. more: what else
+    config.json says of the whole. text_types: model types of its language models, by the architectures of their files;
+    empty: all go with it. tokens: fields of config.json with the tokens whose ids they are, the placeholder first.
+    else_unknown: whether the unknown token, which ordinary text never becomes, is the placeholder of a vocabulary
+    without that one. interleaved: rows of queries and keys are in the order in which neighbours pair. norm_offset: was
+    added to the norm before the projector. swaps: whether old files have the two matrices of MLPs under each other's
+    names.
     """
 
     model_type: str
@@ -85,6 +86,7 @@ class Projector:
     tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token_id": "<image>"})
     videos: Callable[[Clip], Config] | None = None
     else_unknown: bool = False
+    interleaved: bool = False
     norm_offset: float = 0.0
     swaps: bool = True
 
@@ -304,6 +306,40 @@ def _gemma3_settings(clip: Clip) -> Config:
     return {"image_processor_type": "Gemma3ImageProcessor", "size": size}
 
 
+_PIXTRAL_LAYER = r"vision_tower.transformer.layers.\1"
+_PIXTRAL_NAMES: Names = (
+    (r"v\.patch_embd\.weight", "vision_tower.patch_conv.weight"),
+    (r"v\.pre_ln\.weight", "vision_tower.ln_pre.weight"),
+    (r"v\.blk\.(\d+)\.ln1\.weight", f"{_PIXTRAL_LAYER}.attention_norm.weight"),
+    (r"v\.blk\.(\d+)\.ln2\.weight", f"{_PIXTRAL_LAYER}.ffn_norm.weight"),
+    (r"v\.blk\.(\d+)\.attn_([qkv])\.weight", rf"{_PIXTRAL_LAYER}.attention.\2_proj.weight"),
+    (r"v\.blk\.(\d+)\.attn_out\.weight", f"{_PIXTRAL_LAYER}.attention.o_proj.weight"),
+    (r"v\.blk\.(\d+)\.ffn_(gate|up|down)\.weight", rf"{_PIXTRAL_LAYER}.feed_forward.\2_proj.weight"),
+    (r"mm\.([12])\.(\w+)", r"multi_modal_projector.linear_\1.\2"),
+    (r"mm\.input_norm\.weight", "multi_modal_projector.norm.weight"),
+    (r"mm\.patch_merger\.weight", "multi_modal_projector.patch_merger.merging_layer.weight"),
+    # A row of the language model's own table.
+    (r"v\.token_embd\.img_break(\.weight)?", ""),
+)
+
+
+def _pixtral_vision(clip: Clip) -> Config:
+    act = "silu" if clip.header.values.get("clip.use_silu") else "gelu"
+    return {**_clip_sizes(clip), "model_type": "pixtral", "hidden_act": act}
+
+
+def _pixtral_more(clip: Clip) -> Config:
+    """Mistral Small 3 merges patches, Pixtral 12B does not."""
+    common = {"vision_feature_layer": -1, "multimodal_projector_bias": clip.has("mm.1.bias")}
+    if not clip.has("mm.patch_merger.weight"):
+        return {**common, "vision_feature_select_strategy": "full"}
+    return {**common, "model_type": "mistral3", "spatial_merge_size": clip.get("spatial_merge_size", 2)}
+
+
+def _pixtral_settings(clip: Clip) -> Config:
+    return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": clip["image_size"]}}
+
+
 PROJECTORS: Mapping[str, Projector] = {
     # LLaVA 1.5: images are resized and cropped as its -hf checkpoints say.
     "mlp": Projector(
@@ -368,6 +404,17 @@ PROJECTORS: Mapping[str, Projector] = {
         "mm.model.mlp.3.weight",
         more=lambda clip: {"downsample_ratio": 1 / _scale(clip, 2), "projector_hidden_act": "gelu"},
         tokens={"image_token_id": "<IMG_CONTEXT>"},
+        swaps=False,
+    ),
+    "pixtral": Projector(
+        "llava",
+        _pixtral_vision,
+        _pixtral_settings,
+        _PIXTRAL_NAMES,
+        "mm.2.weight",
+        more=_pixtral_more,
+        tokens={"image_token_id": "[IMG]"},
+        interleaved=True,
         swaps=False,
     ),
     # The number of embeddings is that of the published checkpoints where the file does not say.

@@ -201,7 +201,8 @@ def _of_checkpoint(stored: Stored) -> _Source:
     behind = tuple(_Source(info) for info in others)
     if stored.joined == "frames":
         return _Source(first, frames=behind)
-    return _Source(first, added=stored.added, behind=behind, reshaped=stored.shape)
+    rows = _halves_of_pairs(first, stored.heads) if stored.heads else None
+    return _Source(first, rows, added=stored.added, behind=behind, reshaped=stored.shape)
 
 
 def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, _Source]]:
@@ -235,9 +236,12 @@ def _uninterleaved(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[n
     of its head."""
     metadata = Metadata(header)
     heads = metadata["attention.head_count"]
-    heads = metadata.get("attention.head_count_kv", heads) if keys else heads
+    return _halves_of_pairs(info, metadata.get("attention.head_count_kv", heads) if keys else heads)
+
+
+def _halves_of_pairs(info: TensorInfo, heads: int) -> NDArray[np.int64]:
     if info.shape[0] % (2 * heads):
-        raise ModelLoadError(f"{header.path}: {heads} heads do not divide the {info.shape[0]} rows of {info.name}")
+        raise ModelLoadError(f"{info.path}: {heads} heads do not divide the {info.shape[0]} rows of {info.name}")
     return np.arange(info.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
 
 
