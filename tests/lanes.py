@@ -25,10 +25,10 @@ _SLOW = {
     "sampling": "sampler",
     "scaleout": "faults gateway pixie ray",
     "server": """attacks bad_input batch_faults caching crash debug fuzz guard limits load messages_tools metrics
-        openapi ranks response_tools responses run sampling structured supervision tools tracing""",
+        openapi ranks reasoning response_tools responses run sampling structured supervision tools tracing""",
     "storage": "store",
     "training/pixie": "train",
-    "web": "accessibility chat live_view",
+    "web": "accessibility chat live_view thoughts",
 }
 """Names of files without ``test_`` and ``.py``, by their folder."""
 

@@ -14,6 +14,7 @@ from tests.checkpoints import make_llama
 from tests.frontend.test_tools import follow, preparer_for, read
 from tests.prompt.tokenizers_for_tests import byte_level
 from tests.server.live import QUESTION, LiveServer
+from tests.thinking_checkpoint import teach_thoughts
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.frontend.tool_parser import ToolParser
@@ -156,21 +157,24 @@ def test_a_parameter_that_cannot_be_written_is_refused(preparer):
         preparer.tool_form.grammar(use, None)
 
 
-def test_a_random_model_calls_as_the_schema_says(tmp_path):
-    folder = make_llama(tmp_path, max_position_embeddings=2048)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+def test_a_random_model_calls_as_the_schema_says_behind_its_thoughts(tmp_path):
+    folder = teach_thoughts(make_llama(tmp_path, max_position_embeddings=2048))
+    (folder / "chat_template.jinja").write_text(f"{TEMPLATE}<think>\n")
     engine = {"engine": "real", "dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "num_threads": 1}
     properties = {key: PARAMETERS["properties"][key] for key in ("color", "count", "deep", "at")}
     schema = {**PARAMETERS, "properties": properties, "required": ["color", "count", "at"]}
     tools: Any = [{"type": "function", "function": {"name": "paint", "parameters": schema}}]
     with LiveServer(folder, engine=engine) as server:
         for seed in range(3):
-            fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
+            fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400,
+                      "extra_body": {"thinking_token_budget": 8}}  # fmt: skip
             ask = server.openai.chat.completions.create
             answer = ask(model="tiny", messages=QUESTION, temperature=1.2, seed=seed, **fields).choices[0]
             [call] = answer.message.tool_calls
             assert (answer.finish_reason, call.function.name) == ("tool_calls", "paint")
             jsonschema.validate(json.loads(call.function.arguments), schema)
+            assert answer.message.reasoning_content
+            assert answer.message.content is None
             chunks = ask(model="tiny", messages=QUESTION, temperature=1.2, seed=seed, stream=True, **fields)
             calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
             assert "".join(call.function.arguments for call in calls) == answer.message.tool_calls[0].function.arguments
