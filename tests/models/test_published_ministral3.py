@@ -45,6 +45,9 @@ def test_every_tensor_has_its_place_and_every_place_its_tensor(folder: Path) -> 
     assert slots.keys() == checkpoint.names
     published = {checkpoint.canonical(name): shape for name, shape in tensor_shapes().items()}
     assert {name: tuple(slot.shape) for name, slot in slots.items()} == published
+    # As transformers 5 calls them.
+    flat = (f"model.{name.replace('language_model.model.', 'language_model.')}" for name in tensor_shapes())
+    assert {checkpoint.canonical(name) for name in flat} == slots.keys()
     assert description.image_token_id == IMAGE
     assert read_prompt_files(folder).end_token_ids == {2}
 

@@ -249,7 +249,10 @@ def test_float8_in_blocks(tmp_path: Path) -> None:
     check(folders, plain, "torch", None)
 
 
-def test_float8_with_one_scale_for_a_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scale_name", "input_name"), [("weight_scale", "input_scale"), ("weight_scale_inv", "activation_scale")]
+)
+def test_float8_with_one_scale_for_a_layer(tmp_path: Path, scale_name: str, input_name: str) -> None:
     plain = make_llama(tmp_path / "plain", **SHAPE)
 
     def hold(layer: str, weight: Tensor) -> Held:
@@ -257,11 +260,12 @@ def test_float8_with_one_scale_for_a_layer(tmp_path: Path) -> None:
         packed = (weight / scale).to(torch.float8_e4m3fn)
         return {
             "weight": packed,
-            "weight_scale": scale,
-            "input_scale": torch.ones(()),
+            scale_name: scale,
+            input_name: torch.ones(()),
         }, packed.double() * scale.double()
 
-    folders = publish(plain, {"quant_method": "fp8", "activation_scheme": "static"}, hold)
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    folders = publish(plain, config, hold)
     check(folders, plain, "torch", None)
     # Nothing says in which type to compute but the tensors that are not quantized.
     assert load_model(folders[0], device=CPU, dtype=None).dtype == torch.float32

@@ -135,6 +135,7 @@ class _Reader:
         """The weight of that name; None if it is plain, or not there."""
         layer = name.removesuffix("weight")
         names = self.checkpoint.names
+        lacks = ""
         for layout in self.layouts:
             if layer + layout.mark not in names:
                 continue
@@ -153,6 +154,7 @@ class _Reader:
                     raise ModelLoadError(f"{name}: {shapes} do not belong together") from error
             # A weight of more than a byte needs nothing beside it.
             if layout.mark != "weight" or self.checkpoint.read(name).dtype.itemsize == 1:
-                lacks = ", ".join(layer + part for part in missing)
-                raise MissingWeightsError(f"{self.checkpoint.folder} lacks {lacks}")
+                lacks = lacks or ", ".join(layer + part for part in missing)
+        if lacks:
+            raise MissingWeightsError(f"{self.checkpoint.folder} lacks {lacks}")
         return None

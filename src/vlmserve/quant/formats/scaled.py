@@ -2,7 +2,8 @@
 
 Of a layer ``X`` there are ``X.weight`` and its scales: one for all of it, one for each output, one for each group of an
 output's inputs, or one for each block of outputs and inputs. DeepSeek's and Qwen's checkpoints of method "fp8" call
-those of blocks ``X.weight_scale_inv`` (https://arxiv.org/abs/2412.19437), all others ``X.weight_scale``.
+those of blocks ``X.weight_scale_inv`` (https://arxiv.org/abs/2412.19437), and transformers also the one for all of a
+layer, as in Ministral 3's; all others say ``X.weight_scale``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
     check_setting(METHOD, "fmt", config.get("fmt") or "e4m3", ["e4m3", "e5m2"])
     check_setting(METHOD, "expert_dtype", config.get("expert_dtype") or "fp8", ["fp8"])
     block = tuple(config.get("weight_block_size") or ()) or None
-    name = BLOCK_SCALE if block else SCALE
-    return [Layout(WEIGHT, (name,), (), partial(from_tensors, scale=name, block=block, stated=()))]
+    names = (BLOCK_SCALE,) if block else (SCALE, BLOCK_SCALE)
+    return [Layout(WEIGHT, (name,), (), partial(from_tensors, scale=name, block=block, stated=())) for name in names]
 
 
 def from_tensors(
