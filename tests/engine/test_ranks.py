@@ -25,10 +25,12 @@ from tests.engine.test_qwen_vl import MIXED as QWEN_VL_MIXED
 from tests.engine.test_qwen_vl import make_oracle as make_qwen_vl
 from tests.engine.test_tiles import CONVERSATIONS, MAKERS
 from tests.gguf_files import write_gguf
+from tests.mmproj_files import write_pair
 from tests.models.test_families import FAMILIES, make
 from tests.models.test_gguf import BLOCKS
 from tests.moondream import Moondream
 from tests.ranks import GlooThreads, RankThreads
+from tests.test_mmproj import assert_same_answers, llm
 from vlmserve.cache.costs import CostModel
 from vlmserve.config import MediaConfig, QuantizationConfig
 from vlmserve.errors import ConfigurationError
@@ -193,6 +195,11 @@ def test_gguf_files(tmp_path: Path, types: str, dtype: str) -> None:
     folder = make_llama(tmp_path, **BLOCKS)
     case = texts(folder)
     check(Case(write_gguf(folder, tmp_path / "model.gguf", types=types), case.prompts), dtype=dtype, tight=False)
+
+
+def test_a_pair_of_gguf_files(tmp_path: Path) -> None:
+    model, mmproj = write_pair(make_llava(tmp_path / "folder"), tmp_path / "pair", "llava")
+    assert_same_answers(llm(model, mmproj, tensor_parallel_size=2), llm(model, mmproj))
 
 
 def test_groups_that_ranks_would_divide_are_refused(tmp_path: Path) -> None:
