@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import httpx
 import huggingface_hub
 import pytest
 import torch
@@ -288,3 +289,26 @@ def test_a_repository_has_both_files(files: Files, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert read_pair(resolve_model(name, "v1")) == (tmp_path / paths[0], tmp_path / paths[2])
     assert downloaded[1:] == [("owner/name", "v1", ["*.gguf"])]
+
+
+def unreachable(*arguments: Any, **options: Any) -> list[str]:
+    raise httpx.ConnectError("no route")
+
+
+def test_where_the_hub_cannot_be_reached_the_cache_does(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model-Q4_0.gguf").symlink_to(files.model)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    assert resolve_model("owner/name:Q4_0") == tmp_path / "model-Q4_0.gguf"
+
+
+def test_a_repository_of_gguf_files_says_how_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: REPOSITORY)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(CheckpointNotFoundError, match=r"like owner/name:Q4_K_M; there are Model-BF16\.gguf"):
+        resolve_model("owner/name")

@@ -135,19 +135,40 @@ def _download(name: str, revision: str | None, *, progress: bool) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=_FILES, **options))
         if not _has_any(folder, ["*.safetensors"]):
             folder = Path(snapshot_download(name, allow_patterns=_FILES + _PICKLES, **options))
+        if not _has_any(folder, ["*.safetensors", *_PICKLES]):
+            _check_format(name, revision)
         return folder
+
+
+def _check_format(name: str, revision: str | None) -> None:
+    """Raises CheckpointNotFoundError for a repository whose models are GGUF files."""
+    if found := [path for path in _list_files(name, revision) or () if path.endswith(GGUF)]:
+        raise CheckpointNotFoundError(
+            f"{name} has {GGUF} files: choose among them, like {name}:Q4_K_M; there are {', '.join(found[:8])}"
+        )
 
 
 def _download_gguf(name: str, wanted: str, revision: str | None, *, progress: bool) -> tuple[Path, str]:
     """The folder with one model of a repository, its vision tower beside it, and what chooses it there."""
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
     with _kind_errors(name, revision), _bars(shown=progress):
-        if constants.HF_HUB_OFFLINE:
+        if (paths := _list_files(name, revision)) is None:
             return Path(snapshot_download(name, revision=revision, allow_patterns=[f"*{GGUF}"])), wanted
-        choice = choose_files(HfApi().list_repo_files(name, revision=revision), wanted, name)
+        choice = choose_files(paths, wanted, name)
         files = [*choice.parts, *([choice.mmproj] if choice.mmproj else [])]
         return Path(snapshot_download(name, revision=revision, allow_patterns=files)), choice.parts[0]
+
+
+def _list_files(name: str, revision: str | None) -> list[str] | None:
+    """Of a repository; None if the hub may not or cannot be asked, so that what is in the cache has to do."""
+    import httpx
+    from huggingface_hub import HfApi, constants
+
+    try:
+        return None if constants.HF_HUB_OFFLINE else HfApi().list_repo_files(name, revision=revision)
+    except httpx.TransportError:
+        return None
 
 
 @contextmanager
