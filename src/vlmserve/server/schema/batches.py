@@ -117,7 +117,7 @@ class CachedTokens(msgspec.Struct, frozen=True):
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """Of the output; they are not told apart."""
+    """Of the output; a batch counts them among all others only."""
 
     reasoning_tokens: int = 0
 
