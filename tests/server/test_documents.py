@@ -105,6 +105,42 @@ def test_responses_answer_about_documents_and_keep_them(server, expected):
     assert usage["input_tokens"] == expected.usage.prompt_tokens - IMAGE_TOKENS
 
 
+@pytest.mark.parametrize("kind", ["TIFF", "GIF"])
+def test_files_with_several_pages_or_frames_are_documents(server, kind):
+    images = [Image.new("RGB", (90, 60), colour) for colour in ("red", "blue", "green")]
+    data = io.BytesIO()
+    images[0].save(data, kind, save_all=True, append_images=images[1:], duration=100)
+    file = server.openai.files.create(file=(f"a.{kind.lower()}", data.getvalue()), purpose="vision")
+    assert server.openai.files.content(file.id).response.headers["content-type"] == f"image/{kind.lower()}"
+    tokens = []
+    for pages in ({}, {"pages": "2-3"}, {"pages": "1"}):
+        part = {"type": "input_file", "file_id": file.id, **pages}
+        body = {"model": "tiny", "input": [{"role": "user", "content": [part, {"type": "input_text", "text": TEXT}]}]}
+        tokens.append(httpx.post(f"{server.url}/v1/responses", json=body, timeout=30).json()["usage"]["input_tokens"])
+    assert [tokens[0] - tokens[1], tokens[1] - tokens[2]] == [IMAGE_TOKENS, IMAGE_TOKENS]
+    refused = server.post(
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "image_url",
+                            "image_url": {
+                                "url": (
+                                    f"data:image/{kind.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
+                                )
+                            },
+                        }
+                    ],
+                }
+            ]
+        }
+    )
+    assert refused.status_code == 400
+    assert 'as a part of type "file"' in refused.json()["error"]["message"]
+
+
 def test_messages_answer_about_documents(server, expected):
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     source = {"type": "base64", "media_type": "application/pdf", "data": ENCODED}

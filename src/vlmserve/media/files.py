@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError
-from vlmserve.media.images import open_header
+from vlmserve.media.images import open_any
 from vlmserve.media.kinds import check_num_bytes
+from vlmserve.media.pages import has_several
 from vlmserve.media.pdf import is_pdf
 from vlmserve.media.video_files import container_of
 
@@ -13,7 +14,8 @@ _VIDEOS = {"mov": "video/mp4", "matroska": "video/webm", "avi": "video/x-msvideo
 
 
 def media_type_of(data: bytes, limits: MediaConfig) -> str:
-    """The type of an image, a video or a PDF, as ``image/png``. Nothing but headers is read.
+    """The type of an image, with any number of pages or frames, a video or a PDF, as ``image/png``. Nothing but headers
+    is read.
 
     Raises InvalidImageError if it is none of them, and the error of its kind if it is over the limits.
     """
@@ -25,8 +27,16 @@ def media_type_of(data: bytes, limits: MediaConfig) -> str:
         check_num_bytes(len(data), limits, "video")
         return _VIDEOS[container]
     try:
-        return f"image/{(open_header(data, limits).format or '').lower()}"
+        return f"image/{(open_any(data, limits).format or '').lower()}"
     except InvalidImageError as error:
         raise InvalidImageError(
             f"{error}; documents are PDF files, videos MP4, MOV, WebM, Matroska or AVI files"
         ) from error
+
+
+def is_document(data: bytes, limits: MediaConfig) -> bool:
+    """Whether a file whose type `media_type_of` has found consists of pages: a PDF, several of a TIFF, an animation.
+
+    Raises InvalidImageError for a TIFF whose pages cannot be found.
+    """
+    return is_pdf(data) or (container_of(data) is None and has_several(open_any(data, limits)))

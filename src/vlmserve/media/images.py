@@ -115,12 +115,18 @@ def decode_opened(
 
 def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     """An image of which nothing but the header is read. Raises as `decode_image` does."""
+    image = open_any(data, limits)
+    check_single(image)
+    return image
+
+
+def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
+    """The same of a file that may have several pages or frames."""
     check_num_bytes(len(data), limits)
     if not data:
         raise InvalidImageError("the image is empty (0 bytes)")
     image = open_file(LimitedFile(data, limits.decode_timeout), limits)
     check_scans(data, image, limits)
-    check_single(image)
     return image
 
 

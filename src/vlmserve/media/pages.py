@@ -1,4 +1,4 @@
-"""Refuses files with more than one image, of which only the first would reach the model."""
+"""Finds files with more than one image, and refuses them where only the first would reach the model."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def check_single(image: Image.Image) -> None:
             f"the {image.format} file is an animation{frames}; send one frame as an image, "
             'several as the frames of a video, or the file as a part of type "file"'
         )
+
+
+def has_several(image: Image.Image) -> bool:
+    """Whether an opened file has several pages or is an animation. Only headers are read.
+
+    Raises InvalidImageError for a TIFF whose pages cannot be found.
+    """
+    return len(page_frames(image, 1)) > 1 if image.format == "TIFF" else bool(getattr(image, "is_animated", False))
 
 
 def page_frames(image: Image.Image, most: int) -> list[int]:

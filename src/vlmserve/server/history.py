@@ -8,8 +8,10 @@ from typing import Any
 
 from starlette.requests import Request
 
+from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
 from vlmserve.media.budget import BUDGET_FIELDS
+from vlmserve.media.files import is_document
 from vlmserve.server.body import BodyShare
 from vlmserve.server.schema.items import InputItem, ItemReference, copy_of, parts_of
 from vlmserve.server.service import Service
@@ -88,7 +90,7 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
             return part
         if file_id not in urls:
             try:
-                urls[file_id] = await _data_url(needed_store(service), owner, file_id, share)
+                urls[file_id] = await _data_url(needed_store(service), owner, file_id, share, service.media)
             except InvalidRequestError as error:
                 error.param = place
                 raise
@@ -113,21 +115,20 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
     return shown
 
 
-async def _data_url(store: Store, owner: str, file_id: str, share: BodyShare) -> tuple[str, str]:
+async def _data_url(store: Store, owner: str, file_id: str, share: BodyShare, limits: MediaConfig) -> tuple[str, str]:
     """The type of a file's part, and its content."""
     file = await store.run(store.files.get, owner, file_id)
-    kinds = {"image": "image_url", "video": "video_url", "application/pdf": "file"}
     family = file.media_type.partition("/")[0]
-    kind = kinds.get(family) or kinds.get(file.media_type)
-    if kind is None:
+    if family not in ("image", "video") and file.media_type != "application/pdf":
         raise InvalidRequestError(f"The file {file_id} is of {file.media_type}: no image, document or video")
     share.need(file.num_bytes * 4 // 3)
 
-    def read() -> str:
-        encoded = base64.b64encode(store.files.content(owner, file_id)).decode()
-        return f"data:{file.media_type};base64,{encoded}"
+    def read() -> tuple[str, str]:
+        data = store.files.content(owner, file_id)
+        kind = "file" if is_document(data, limits) else f"{family}_url"
+        return kind, f"data:{file.media_type};base64,{base64.b64encode(data).decode()}"
 
-    return kind, await store.run(read)
+    return await store.run(read)
 
 
 def file_ids(items: Sequence[Message]) -> list[str]:
