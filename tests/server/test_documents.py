@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -53,7 +54,11 @@ def document_messages(file: dict[str, Any]) -> list[Any]:
 
 def rendering() -> bool:
     """Whether a process of this one renders a PDF."""
-    return any("pdf_worker" in " ".join(child.cmdline()) for child in psutil.Process().children())
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if "pdf_worker" in " ".join(child.cmdline()):
+                return True
+    return False
 
 
 def asked(server: LiveServer, data: bytes, **fields: Any) -> httpx.Response:
