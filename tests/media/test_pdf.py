@@ -28,6 +28,7 @@ from tests.media.documents_for_tests import (
     slow,
     square,
 )
+from tests.rendering import rendering
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, DocumentTooLargeError, InvalidDocumentError
@@ -44,10 +45,6 @@ def rendered(data: bytes, number: int = 0, **limits: Any) -> np.ndarray:
         return np.asarray(process.render(number))
     finally:
         process.close()
-
-
-def no_children() -> bool:
-    return not [child for child in psutil.Process().children() if "pdf_worker" in " ".join(child.cmdline())]
 
 
 def test_pages_are_drawn_at_the_resolution_of_the_settings() -> None:
@@ -126,7 +123,7 @@ def test_hundreds_of_broken_files_end_in_a_page_or_a_kind_error() -> None:
     # PDFium mends what it can. What it cannot is refused, and nothing of it is left.
     assert counted["shown"] >= 50, counted
     assert sum(count for said, count in counted.items() if "broken" in said) >= 50, counted
-    assert no_children()
+    assert not rendering()
     assert rendered(GOOD, page_dpi=72).shape == (792, 612, 3)
 
 
@@ -147,7 +144,7 @@ def test_hundreds_of_broken_files_end_in_a_page_or_a_kind_error() -> None:
 def test_hostile_files_are_refused_and_their_process_ends(data: bytes, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         rendered(data, document_timeout=1.5)
-    assert no_children()
+    assert not rendering()
 
 
 def test_an_image_that_swells_stays_within_the_memory() -> None:
@@ -175,7 +172,7 @@ def test_an_image_that_swells_stays_within_the_memory() -> None:
     watcher.join()
     if sys.platform == "linux":
         assert largest <= start + 128 * 1024**2
-    assert no_children()
+    assert not rendering()
 
 
 def test_ten_thousand_pages_are_counted_and_shown_one_by_one() -> None:
@@ -184,7 +181,7 @@ def test_ten_thousand_pages_are_counted_and_shown_one_by_one() -> None:
     assert process.num_pages == 10_000
     assert process.render(9_999).size == (40, 2 * (10 + 9_999 % 7))
     process.close()
-    assert no_children()
+    assert not rendering()
 
 
 def test_a_page_that_nobody_waits_for_is_not_drawn_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +194,7 @@ def test_a_page_that_nobody_waits_for_is_not_drawn_to_its_end(monkeypatch: pytes
             process.render(0)
     finally:
         cancellation._cancelled.reset(token)
-    assert no_children()
+    assert not rendering()
 
 
 def test_the_process_knows_no_secrets_and_may_do_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +213,7 @@ def test_without_pdfium_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
     with pytest.raises(InvalidDocumentError, match=r"extra \[documents\]"):
         PDFProcess(GOOD, LIMITS)
-    assert no_children()
+    assert not rendering()
 
 
 def test_what_a_captured_process_answers_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,4 +232,4 @@ def test_what_a_captured_process_answers_is_not_believed(monkeypatch: pytest.Mon
         monkeypatch.setattr(pdf_module, "_COMMAND", [sys.executable, "-c", script])
         with pytest.raises((InvalidDocumentError, DocumentTooLargeError)):
             rendered(GOOD, document_timeout=1)
-    assert no_children()
+    assert not rendering()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
 import httpx
-import psutil
 import pytest
 from PIL import Image
 
 from tests.media.documents_for_tests import encrypted, exponential, page, pdf_file, slow, square
 from tests.media.test_documents import pages_as_images
 from tests.mock_checkpoint import IMAGE_TOKENS
+from tests.rendering import rendering
 from tests.server.live import QUESTION, LiveServer, wait_until
 from tests.server.test_chat import about
 from vlmserve.config import MediaConfig
@@ -50,15 +49,6 @@ def expected(server):
 
 def document_messages(file: dict[str, Any]) -> list[Any]:
     return [{"role": "user", "content": [{"type": "file", "file": file}, {"type": "text", "text": TEXT}]}]
-
-
-def rendering() -> bool:
-    """Whether a process of this one renders a PDF."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if "pdf_worker" in " ".join(child.cmdline()):
-                return True
-    return False
 
 
 def asked(server: LiveServer, data: bytes, **fields: Any) -> httpx.Response:
