@@ -6,8 +6,10 @@ import json
 import re
 import runpy
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from PIL import Image, ImageDraw
@@ -104,6 +106,44 @@ def test_a_shared_image_is_cached(run: Run) -> None:
     lines = run("shared_image.py", SHAPES, "What colour is the circle?", "How many shapes are there?").splitlines()
     assert lines[0].startswith("red (")
     assert int(re.search(r"\((\d+) of", lines[1])[1]) > 32
+
+
+class CountWords(BaseHTTPRequestHandler):
+    """A server of embeddings: how often a text has each of some words."""
+
+    WORDS = ("red", "blue", "green", "circle", "square", "triangle", "star")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        vectors = [[float(text.count(word)) for word in self.WORDS] for text in asked["input"]]
+        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(vectors)]
+        body = json.dumps({"object": "list", "model": asked["model"], "data": data}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_photos_of_the_same_product(run: Run, tmp_path: Path) -> None:
+    for name, colour, left in (("a", "red", 20), ("b", "blue", 30), ("c", "red", 34), ("d", "green", 20)):
+        image = Image.new("RGB", (96, 96), (225, 228, 232))
+        ImageDraw.Draw(image).ellipse((left, 20, left + 44, 64), fill=colour)
+        image.save(tmp_path / f"{name}.png")
+    with HTTPServer(("127.0.0.1", 0), CountWords) as embeddings:
+        thread = Thread(target=embeddings.serve_forever)
+        thread.start()
+        try:
+            found = run(
+                "duplicates.py", str(tmp_path), "--embeddings-url", f"http://127.0.0.1:{embeddings.server_port}/v1"
+            )
+        finally:
+            embeddings.shutdown()
+            thread.join()
+    assert re.fullmatch(r"a\.png, c\.png: .*red circle.*\n", found)
 
 
 def test_a_load_test_that_fails(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,9 +244,10 @@ class LLM:
     ) -> Any:
         """Continue one prompt or many, without a chat template; results are in the same order.
 
-        A prompt is text, ``{"prompt": text, "multi_modal_data": {"image": image or list of images}}`` with the model's
-        image token in the text for every image, a list of token ids, or ``{"prompt_token_ids": [...]}``; the dicts may
-        have a "cache_salt" and "mm_processor_kwargs". For the rest see `chat`.
+        A prompt is text, ``{"prompt": text, "multi_modal_data": {"image": image or list of images, "video": …}}`` with
+        the model's image or video token in the text for each, a list of token ids, or ``{"prompt_token_ids": [...]}``;
+        the dicts may have a "cache_salt" and "mm_processor_kwargs". A video is a file or a list of frames; a list of
+        `PIL.Image.Image` or arrays is one video, any other list several. For the rest see `chat`.
         """
         call = self._prompts.text_call(sampling_params, on_error)
         adapters = partial(self._adapters_of, lora_request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -229,26 +230,27 @@ class Prompts:
             return Prepared(self._preparer.text(prompt), text=prompt)
         if are_token_ids(prompt):
             return Prepared(Prompt(list(prompt)))
-        images = self._images(prompt)
+        images, videos = self._media_of(prompt)
         assert isinstance(prompt, Mapping)
         salt = check_cache_salt(prompt.get("cache_salt"))
         if "prompt" in prompt:
             text = self._preparer.text(
                 prompt["prompt"],
                 images,
+                videos,
                 allow_local=True,
                 cache_salt=salt,
                 mm_processor_kwargs=prompt.get("mm_processor_kwargs"),
             )
             return Prepared(text, salt, prompt["prompt"])
-        if images:
-            raise InvalidRequestError('images need a text "prompt", not token ids', param="prompt")
+        if images or videos:
+            raise InvalidRequestError('images and videos need a text "prompt", not token ids', param="prompt")
         if not are_token_ids(prompt["prompt_token_ids"]):
             raise InvalidRequestError("prompt_token_ids must be a list of token ids", param="prompt")
         return Prepared(Prompt(list(prompt["prompt_token_ids"])), salt)
 
-    def _images(self, prompt: object) -> list[Any]:
-        """The images of a prompt that is a dict. Raises InvalidRequestError for what is no prompt."""
+    def _media_of(self, prompt: object) -> tuple[list[Any], list[Any]]:
+        """The images and videos of a prompt that is a dict. Raises InvalidRequestError for what is no prompt."""
         if not isinstance(prompt, Mapping):
             raise InvalidRequestError(
                 f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"
@@ -257,22 +259,35 @@ class Prompts:
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError(
                 'a prompt is a text or a dict with either "prompt" or "prompt_token_ids", and with "multi_modal_data" '
-                'and "mm_processor_kwargs" if it has images and "cache_salt" if it has one; got the keys '
+                'and "mm_processor_kwargs" if it has images or videos and "cache_salt" if it has one; got the keys '
                 f"{sorted(map(str, prompt))}",
                 param="prompt",
             )
         data = prompt.get("multi_modal_data") or {}
-        if not isinstance(data, Mapping) or set(data) - {"image"}:
+        if not isinstance(data, Mapping) or set(data) - {"image", "video"}:
             known = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-            raise InvalidRequestError(f'multi_modal_data must be a dict with "image", got {known}', param="prompt")
-        images = data.get("image", [])
-        return list(images) if isinstance(images, list | tuple) else [images]
+            raise InvalidRequestError(
+                f'multi_modal_data must be a dict with "image" or "video", got {known}', param="prompt"
+            )
+        images, videos = data.get("image", []), data.get("video", [])
+        if isinstance(videos, list | tuple) and videos and not any(isinstance(one, _FILES) for one in videos):
+            videos = [videos]  # the frames of one
+        return _listed(images), _listed(videos)
 
     def _check_prompt(self, prompt: TextPrompt) -> None:
         """As `RequestPreparer.check_files`."""
         if not isinstance(prompt, str) and not are_token_ids(prompt):
-            images = self._images(prompt)
-            self._preparer.check_sources([(f"images[{index}]", image) for index, image in enumerate(images)])
+            images, videos = self._media_of(prompt)
+            named = [(f"images[{index}]", image) for index, image in enumerate(images)]
+            self._preparer.check_sources(named + [(f"videos[{index}]", video) for index, video in enumerate(videos)])
+
+
+_FILES = (str, bytes, os.PathLike, list, tuple)
+"""What in a list of videos is one of them, and not a frame: a file, or a list of frames."""
+
+
+def _listed(one_or_many: Any) -> list[Any]:
+    return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
 
 
 def adapters_of(wanted: Adapters, items: Iterable[Any]) -> Sequence[LoRARequest | None] | None:

@@ -305,6 +305,25 @@ def test_answers_about_videos_are_those_of_transformers(
     assert [tokens(alone.chat(asked, GREEDY, use_tqdm=False))[0] for asked in conversations] == expected_of_videos
 
 
+def test_prompts_have_videos_like_conversations(oracle: Oracle, expected_of_videos: list[list[int]]) -> None:
+    image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+    asked = [
+        (f"{video}What is in it?", {"video": FRAMES[:4]}, {}),
+        (f"{image}{video}both{image}", {"video": [FRAMES[:13]], "image": IMAGES[:2]}, {}),
+        (f"{video}{video}two", {"video": [FRAMES[:3], FRAMES[2:6]]}, {"fps": 0.7}),
+    ]
+    prompts = [
+        {
+            "prompt": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n",
+            "multi_modal_data": media,
+            "mm_processor_kwargs": kwargs,
+        }
+        for text, media, kwargs in asked
+    ]
+    results = oracle.llm().generate(prompts, GREEDY, use_tqdm=False)
+    assert tokens(results) == [expected_of_videos[number] for number in (0, 2, 3)]
+
+
 def test_where_frames_are_few_generate_agrees_on_positions(oracle: Oracle, expected_of_videos: list[list[int]]) -> None:
     """The oracle for positions against transformers' own."""
     conversation, _, _, [frames], _ = VIDEOS[0]

@@ -31,7 +31,7 @@ from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
-from vlmserve.media.videos import prepare_video
+from vlmserve.media.videos import VideoSource, prepare_video
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
@@ -225,30 +225,34 @@ class RequestPreparer:
         self,
         text: str,
         images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
         *,
         allow_local: bool = False,
         cache_salt: str = "",
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt that `text` is, with the model's placeholder written out where each of `images` stands.
+        """The prompt that `text` is, with the model's placeholder written out where each image and video stands.
 
         For a model that takes one image and one text it is that text, which may be empty. allow_local, cache_salt,
         mm_processor_kwargs: as for `chat`. Raises as `chat` does, and InvalidRequestError if there are not as many
-        placeholders as images.
+        placeholders as images and videos.
         """
         if not isinstance(text, str) or not (text or self._one_image):
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
         check_unicode(text, "prompt")
         self._check_length([text])
         self._check_count(len(images), param="images")
-        media = [Medium("image", f"images[{index}]", image, is_local=allow_local) for index, image in enumerate(images)]
+        self._check_videos(len(videos), param="videos")
+        media = [Medium("image", f"images[{index}]", one, is_local=allow_local) for index, one in enumerate(images)]
+        media += [Medium("video", f"videos[{index}]", one, is_local=allow_local) for index, one in enumerate(videos)]
         media = with_kwargs(media, mm_processor_kwargs)
         if not allow_local:
             for medium in media:
                 check_remote(medium.source, medium.place)
         if self._one_image is not None:
             return self._with_one_image(text, media, cache_salt, param="images")
-        return self._expand(self.tokenizer.encode(self.tokenizer.write_media(text)), media, [], cache_salt)
+        ids, count = self.tokenizer.encode(self.tokenizer.write_media(text)), len(images)
+        return self._expand(ids, media[:count], media[count:], cache_salt)
 
     def check_files(self, messages: Sequence[Any]) -> None:
         """What can be said of a conversation of a caller in this process before anything is prepared: that it has the
@@ -361,7 +365,7 @@ class RequestPreparer:
                 f"this model takes no documents, because it takes no images{self._blind}", param="messages"
             )
         self._check_count(kinds["image"], param="messages")
-        self._check_videos(kinds["video"])
+        self._check_videos(kinds["video"], param="messages")
 
     def _check_count(self, count: int, param: str) -> None:
         if count and not self.supports_images:
@@ -372,13 +376,13 @@ class RequestPreparer:
                 param=param,
             )
 
-    def _check_videos(self, count: int) -> None:
+    def _check_videos(self, count: int, param: str) -> None:
         if count and self._video_processor is None:
-            raise TooManyImagesError("this model takes no videos; send images or text", param="messages")
+            raise TooManyImagesError("this model takes no videos; send images or text", param=param)
         if count > self._media.max_videos:
             raise TooManyImagesError(
                 f"the request has {count} videos; at most {self._media.max_videos} are allowed (--max-videos)",
-                param="messages",
+                param=param,
             )
 
     def _expand(self, ids: Sequence[int], images: Sequence[Medium], videos: Sequence[Medium], salt: str) -> Prompt:
