@@ -24,8 +24,9 @@ def confidence(answer: Any) -> Any:
     ``null``.
 
     answer: what `LLM` returned for ``SamplingParams(logprobs=0, grammar=...)``, as `RequestOutput` or
-    `CompletionOutput`. Or a server's chat completion that was asked for with ``logprobs=True``, or a choice of one, as
-    JSON or as an object of the openai client. Of several answers it is the first one.
+    `CompletionOutput`. Or a server's chat completion that was asked for with ``logprobs=True``, a choice of one, or a
+    response that was asked for with ``include=["message.output_text.logprobs"]``, as JSON or as an object of the openai
+    client. Of several answers it is the first one.
 
     The probability of a value is the product of those of the tokens that have some of its characters, in the
     model's own distribution: before temperature, and before tokens that the schema forbids are left out. The closing
@@ -79,15 +80,24 @@ def _text_and_tokens(answer: Any) -> tuple[str, list[tuple[str | bytes, float]]]
     fields = answer.model_dump() if hasattr(answer, "model_dump") else answer
     if isinstance(fields, Mapping) and fields.get("choices"):
         fields = fields["choices"][0]
-    if not isinstance(fields, Mapping) or "message" not in fields:
-        raise InvalidRequestError("an answer is a RequestOutput, a CompletionOutput, a chat completion or its choice")
-    content = (fields.get("logprobs") or {}).get("content")
+    if isinstance(fields, Mapping) and "message" in fields:
+        text, content = fields["message"]["content"] or "", (fields.get("logprobs") or {}).get("content")
+    elif isinstance(fields, Mapping) and fields.get("object") == "response":
+        texts = [part for item in fields["output"] if item["type"] == "message" for part in item["content"]]
+        text, content = (texts[0]["text"], texts[0].get("logprobs") or None) if texts else ("", [])
+    else:
+        raise InvalidRequestError(
+            "an answer is a RequestOutput, a CompletionOutput, a chat completion or its choice, or a response"
+        )
     if content is None:
-        raise InvalidRequestError("the answer has no logprobs; ask for them with logprobs=True")
+        raise InvalidRequestError(
+            "the answer has no logprobs; ask for them with logprobs=True, or in responses with "
+            'include=["message.output_text.logprobs"]'
+        )
     shown = [
         (token["token"] if token.get("bytes") is None else bytes(token["bytes"]), token["logprob"]) for token in content
     ]
-    return fields["message"]["content"] or "", shown
+    return text, shown
 
 
 def _places(text: str, tokens: Sequence[tuple[str | bytes, float]]) -> list[_Token]:

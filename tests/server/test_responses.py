@@ -262,7 +262,9 @@ def test_responses_at_once_in_one_conversation_lose_nothing(keeping):
         ({"input": 5}, 400, "input", "list"),
         ({"background": True}, 400, "background", "not supported"),
         ({"reasoning": {"effort": "enormous"}}, 400, "reasoning.effort", "none"),
-        ({"include": ["message.output_text.logprobs"]}, 400, "include[0]", "encrypted_content"),
+        ({"include": ["message.output_text.secrets"]}, 400, "include[0]", "encrypted_content"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", "include"),
+        ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, 400, "top_logprobs", "at most 20"),
         ({"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_none"}]},
          404, "input[1]", "msg_none"),
         ({"input": [{"type": "item_reference"}]}, 400, "input[0].id", "missing"),
@@ -440,7 +442,7 @@ def test_images_that_are_asked_for_by_name_are_there_and_nothing_else_can_be(kee
     assert item.content[0].image_url == data_url("red")
     assert keeping.openai.responses.retrieve(response.id, include=include) == response
     with pytest.raises(openai.BadRequestError, match="include"):
-        keeping.openai.responses.retrieve(response.id, include=["message.output_text.logprobs"])
+        keeping.openai.responses.retrieve(response.id, include=["message.output_text.secrets"])
 
 
 def test_without_a_history_responses_are_answered_and_the_rest_is_refused_kindly(folder):

@@ -197,6 +197,36 @@ def test_answers_in_json_say_how_sure_each_value_is(either):
     assert [choice.confidence for choice in cut.choices] == [None, None]
 
 
+def test_responses_have_the_logprobs_and_the_confidence_of_chat_completions(either):
+    format = {"type": "json_schema", "name": "shape", "schema": SCHEMA, "strict": True}
+    common = {"model": "tiny", "temperature": 0, "top_logprobs": 2}
+    wanted = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True}}
+    chat = either.openai.chat.completions.create(
+        messages=QUESTION, response_format=wanted, logprobs=True, max_tokens=300, **common
+    ).choices[0]
+    include = ["message.output_text.logprobs"]
+    fields = {"input": QUESTION, "text": {"format": format}, "include": include, "max_output_tokens": 300, **common}
+    response = either.openai.responses.create(**fields)
+    assert response.output_text == chat.message.content
+    [part] = response.output[0].content
+    assert [token.to_dict() for token in part.logprobs] == [token.to_dict() for token in chat.logprobs.content]
+    assert response.confidence == pytest.approx(chat.confidence)
+    assert vlmserve.confidence(response) == pytest.approx(chat.confidence)
+    assert response.top_logprobs == 2
+    pieces = []
+    for event in either.openai.responses.create(stream=True, **fields):
+        if event.type == "response.output_text.delta":
+            pieces += event.logprobs
+        elif event.type == "response.output_text.done":
+            assert [(one.token, one.logprob) for one in event.logprobs] == [(one.token, one.logprob) for one in pieces]
+        elif event.type == "response.completed":
+            assert event.response.confidence == response.confidence
+            assert event.response.output[0].content == response.output[0].content
+    assert "".join(token.token for token in pieces) == chat.message.content
+    cut = either.openai.responses.create(**{**fields, "max_output_tokens": 1})
+    assert cut.confidence is None
+
+
 @pytest.mark.parametrize(
     ("fields", "has"),
     [

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmserve.errors import InvalidRequestError, VLMServeError
+from vlmserve.errors import VLMServeError
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
 from vlmserve.server.confidence import AnswerConfidences
 from vlmserve.server.errors import error_body
@@ -28,7 +28,7 @@ from vlmserve.server.schema.chat import (
     Delta,
 )
 from vlmserve.server.schema.content import conversation
-from vlmserve.server.schema.logprobs import ChoiceLogprobs, choice_logprobs
+from vlmserve.server.schema.logprobs import ChoiceLogprobs, check_top_logprobs, choice_logprobs
 from vlmserve.server.schema.tools import AnswerToolCall, DeltaToolCall, FunctionCall
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
@@ -49,8 +49,7 @@ class ChatDialect(Dialect[ChatRequest]):
         return body.num_running
 
     async def ask(self, service: Service, body: ChatRequest) -> GenerationRequest:
-        if (body.top_logprobs or 0) > service.max_logprobs:
-            raise InvalidRequestError(f"top_logprobs must be at most {service.max_logprobs} here", param="top_logprobs")
+        check_top_logprobs(body.top_logprobs, service.max_logprobs)
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         if body.wants_confidence:
             self._confidences = AnswerConfidences(service.preparer.token_bytes)

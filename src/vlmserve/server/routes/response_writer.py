@@ -26,6 +26,10 @@ class ResponseWriter:
         """The item that is being written, as it was when it began."""
         self._written: list[str] = []
         """Its text or arguments so far."""
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the tokens of its text."""
+        self._waiting: list[dict[str, Any]] = []
+        """Those of tokens whose text has not come yet."""
 
     def begin(self, *, only_text: bool) -> bytes:
         """The events before the first token. only_text: whether the answer cannot have thoughts or tool
@@ -34,9 +38,10 @@ class ResponseWriter:
         events += self._event("response.in_progress", response=self.response)
         return events + self._open_message() if only_text else events
 
-    def write(self, news: Sequence[Event]) -> bytes:
-        """The events for what is new in the answer."""
+    def write(self, news: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
+        """The events for what is new in the answer. logprobs: of its tokens, if they are asked for."""
         events = b""
+        self._waiting += logprobs
         for new in news:
             match new:
                 case ThoughtDelta(text):
@@ -49,7 +54,9 @@ class ResponseWriter:
                     if self._item is None or self._item["type"] != "message":
                         events += self._open_message()
                     self._written.append(text)
-                    events += self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+                    shown, self._waiting = self._waiting, []
+                    self._logprobs += shown
+                    events += self._event("response.output_text.delta", **self._place, delta=text, logprobs=shown)
                 case ToolCallStart(_, call_id, name):
                     events += self._open(function_call(call_id, name, "", "in_progress"))
                 case ToolCallDelta(_, arguments):
@@ -115,16 +122,17 @@ class ResponseWriter:
             events = self._event("response.reasoning_text.done", **self._place, text=text)
             events += self._event("response.content_part.done", **self._place, part=reasoning_text(text))
         elif self._item["type"] == "message":
-            item = message("assistant", [output_text(text)], status, id_)
-            events = self._event("response.output_text.done", **self._place, text=text, logprobs=[])
-            events += self._event("response.content_part.done", **self._place, part=output_text(text))
+            part = output_text(text, self._logprobs + self._waiting)
+            item = message("assistant", [part], status, id_)
+            events = self._event("response.output_text.done", **self._place, text=text, logprobs=part["logprobs"])
+            events += self._event("response.content_part.done", **self._place, part=part)
         else:
             call_id, name = self._item["call_id"], self._item["name"]
             item = function_call(call_id, name, text, "completed" if _is_json(text) else "incomplete", id_)
             events = self._event("response.function_call_arguments.done", **self._place, name=name, arguments=text)
         events += self._event("response.output_item.done", output_index=len(self.response.output), item=item)
         self.response.output.append(item)
-        self._item, self._written = None, []
+        self._item, self._written, self._logprobs, self._waiting = None, [], [], []
         return events
 
 

@@ -14,10 +14,12 @@ from starlette.responses import Response
 from vlmserve.errors import InvalidRequestError, NotFoundError, VLMServeError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.body import BodyShare
-from vlmserve.server.generation import Generation, GenerationRequest
+from vlmserve.server.confidence import AnswerConfidences
+from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import file_ids, fitting, kept_items, needed_store, owner_of, read_items, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.response_writer import ResponseWriter
+from vlmserve.server.schema.logprobs import check_top_logprobs, choice_logprobs
 from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
@@ -44,6 +46,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         self._reader = AnswerReader()
         self._inputs: list[PackedItem] = []
         self._file_ids: list[str] = []
+        self._confidences: AnswerConfidences | None = None
 
     def num_answers(self, body: ResponsesRequest) -> int:
         return 1
@@ -51,7 +54,10 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     async def ask(self, service: Service, body: ResponsesRequest) -> GenerationRequest:
         if body.store and self._store is None:
             raise InvalidRequestError("This server stores no history; leave store out", param="store")
+        check_top_logprobs(body.top_logprobs, service.max_logprobs)
         params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
+        if body.wants_confidence:
+            self._confidences = AnswerConfidences(service.preparer.token_bytes)
         tools = body.tool_use
         self._params = self._reader.expect(service.preparer.tool_form, tools, params)
         cache_salt = body.cache_salt or ""
@@ -67,7 +73,8 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     async def complete(self, body: ResponsesRequest, generation: Generation) -> ResponseObject:
         [whole] = await generation.finished()
         writer = ResponseWriter(self._response(body, generation))
-        writer.write(self._reader.read(whole))
+        writer.write(self._reader.read(whole), _logprobs(body, whole, generation))
+        writer.response.confidence = self._confidence(whole)
         writer.finish(whole.finish_reason, generation.usage, generation.image_sizes)
         await self._keep(body, writer.response)
         return writer.response
@@ -80,7 +87,8 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             async with contextlib.aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     finish_reason = delta.finish_reason
-                    if news := writer.write(self._reader.read(delta)):
+                    writer.response.confidence = self._confidence(delta)
+                    if news := writer.write(self._reader.read(delta), _logprobs(body, delta, generation)):
                         yield news
             last = writer.finish(finish_reason, generation.usage, generation.image_sizes)
             # Stored before the event, so that a client that reads it can retrieve the response.
@@ -164,6 +172,10 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             self._file_ids,
         )
 
+    def _confidence(self, delta: TextDelta) -> Any:
+        """That of an answer that ends with this delta, if it is asked for. Each delta is read once."""
+        return msgspec.UNSET if self._confidences is None else self._confidences.read(delta)
+
     def _response(self, body: ResponsesRequest, generation: Generation) -> ResponseObject:
         return ResponseObject(
             id=generation.id,
@@ -182,9 +194,17 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             temperature=self._params.temperature,
             tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
             tools=[tool.model_dump() for tool in body.tools],
+            top_logprobs=body.top_logprobs or 0,
             top_p=self._params.top_p,
             truncation=body.truncation,
         )
+
+
+def _logprobs(body: ResponsesRequest, delta: TextDelta, generation: Generation) -> list[dict[str, Any]]:
+    if body.wanted_logprobs is None:
+        return []
+    tokens = choice_logprobs((token.logprobs for token in delta.logprobs), generation.token_bytes)
+    return [msgspec.to_builtins(token) for token in tokens.content]
 
 
 def _flat(text: str) -> str:

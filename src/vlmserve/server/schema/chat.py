@@ -96,12 +96,6 @@ class ChatRequest(PromptRequest, ChoicesRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def wants_confidence(self) -> bool:
-        """Whether answers are JSON, and how likely their tokens are is asked for."""
-        grammar = self.grammar() if self.logprobs else None
-        return grammar is not None and grammar.kind in ("json_schema", "json_object")
-
-    @property
     def token_limit(self) -> int | None:
         """The longest answer that the request allows, in tokens."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -4,6 +4,7 @@ writes them."""
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -21,6 +22,7 @@ Metadata = Annotated[
 
 Includable = Literal[
     "message.input_image.image_url",
+    "message.output_text.logprobs",
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -28,7 +30,8 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What may be included in items: images, which always are, and parts of items that no response has here."""
+"""What may be included in items: images, which always are, logprobs, which are if the request for the answer has asked
+for them, and parts that no response has here."""
 
 
 class InputText(RequestModel):
@@ -244,9 +247,9 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def output_text(text: str) -> dict[str, Any]:
-    """The part that an answer is made of."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The part that an answer is made of. logprobs: of its tokens, if they are asked for."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
 
 
 def reasoning_text(text: str) -> dict[str, Any]:

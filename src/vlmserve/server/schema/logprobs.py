@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from vlmserve.errors import InvalidRequestError
 from vlmserve.types import TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
@@ -33,6 +34,12 @@ class ChoiceLogprobs(msgspec.Struct):
 
     content: list[ContentToken]
     refusal: None = None
+
+
+def check_top_logprobs(wanted: int | None, most: int) -> None:
+    """Raises InvalidRequestError for more alternatives than the server gives."""
+    if (wanted or 0) > most:
+        raise InvalidRequestError(f"top_logprobs must be at most {most} here", param="top_logprobs")
 
 
 def choice_logprobs(logprobs: Iterable[TokenLogprobs], token_bytes: TokenBytes) -> ChoiceLogprobs:

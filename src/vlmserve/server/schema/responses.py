@@ -39,7 +39,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "image": (),
     "moderation": (),
     "prompt": (),
-    "top_logprobs": (0,),
 }
 
 
@@ -81,7 +80,14 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     store: bool | None = Field(None, description="Whether to keep the response. Default: if a history is kept.")
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     metadata: Metadata = Field(default_factory=dict)
-    include: list[Includable] = Field(default_factory=list, description="Changes nothing: all that there is is shown.")
+    include: list[Includable] = Field(
+        default_factory=list,
+        description="With message.output_text.logprobs the logprob of each token. Others change nothing: all that is "
+        "there is shown.",
+    )
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_COUNT, description="With logprobs: number of likeliest tokens to return at each position."
+    )
     text: TextConfig = TextConfig()
     tools: list[FunctionTool] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
@@ -108,6 +114,10 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
         return effort_settings(self.reasoning.effort, known) | (self.chat_template_kwargs or {})
 
     @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if "message.output_text.logprobs" in self.include else None
+
+    @property
     def tool_use(self) -> ToolUse | None:
         """How an answer may use tools; None if it may not. Raises InvalidRequestError."""
         return response_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -118,6 +128,14 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
             raise ValueError("previous_response_id and conversation cannot be given together")
         if not (self.input or self.previous_response_id or self.conversation):
             raise ValueError("input is missing or empty")
+        return self
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> ResponsesRequest:
+        if self.top_logprobs and self.wanted_logprobs is None:
+            raise InvalidRequestError(
+                "top_logprobs needs include to have message.output_text.logprobs", param="top_logprobs"
+            )
         return self
 
 
@@ -161,7 +179,9 @@ class ResponseUsage(msgspec.Struct):
 
 class ResponseObject(msgspec.Struct, kw_only=True):
     """A response. What vlmserve does not do has the value that says so. image_sizes: of the prompt's images, in order,
-    those of earlier turns included; left out until the end, and if there are none."""
+    those of earlier turns included; left out until the end, and if there are none. confidence: of an answer in JSON, if
+    its logprobs are asked for, a probability in the place of each value; null if it is no whole JSON; left out for
+    other answers."""
 
     id: str
     object: str = "response"
@@ -193,3 +213,4 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: None = None
     image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
+    confidence: Any = msgspec.UNSET

@@ -165,6 +165,12 @@ class SamplingRequest(RequestModel):
         """The same for the tokens of the prompt."""
         return None
 
+    @property
+    def wants_confidence(self) -> bool:
+        """Whether answers are JSON, and how likely their tokens are is asked for."""
+        grammar = None if self.wanted_logprobs is None else self.grammar()
+        return grammar is not None and grammar.kind in ("json_schema", "json_object")
+
     def sampling_params(self, defaults: SamplingParams, limit: int | None, default_limit: int) -> SamplingParams:
         """What to sample. limit: the longest answer, in tokens; default_limit: that of requests which set none. Raises
         InvalidRequestError, naming the field, for a value out of range."""
