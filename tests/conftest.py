@@ -43,7 +43,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests for a GPU are left out where there is none. Where they are asked for by name, they are skipped instead."""
+    """Slow files come first where several processes share the tests, so that none has a long one left at the end.
+
+    Tests for a GPU are left out where there is none. Where they are asked for by name, they are skipped instead.
+    """
+    if hasattr(config, "workerinput"):
+        here = Path(__file__).parent
+        items.sort(key=lambda item: item.path.relative_to(here).as_posix() not in SLOW)
     if torch.cuda.is_available() or "gpu" in config.option.markexpr:
         return
     kept, left_out = [], []

@@ -17,7 +17,7 @@ _SLOW = {
         static_parity static_qwen_vl static_sampling static_stress stress structured tiles transformers_backend
         transformers_images""",
     "frontend": "beams",
-    "kernels": "attention_backends cpu_attention",
+    "kernels": "attention_backends cpu_attention other_processors",
     "kernels/triton": "attention compiled products sampling",
     "loadtest": "command perform",
     "media": "pdf processor",
