@@ -48,13 +48,13 @@ class BatchAnswers(Protocol):
 
 
 class LocalAnswers:
-    """The engine in this process."""
+    """The engine in this process. llm: what it belongs to."""
 
     def __init__(self, engine: EngineConfig, media: MediaConfig) -> None:
         from vlmserve.llm import LLM
 
-        self._llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
-        self.name = self._llm.config.model
+        self.llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
+        self.name = self.llm.config.model
 
     def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
         """See `BatchAnswers.answer`."""
@@ -69,7 +69,7 @@ class LocalAnswers:
             yield from self._answer([(number, chat) for number, chat, _ in group], options)
 
     def _answer(self, asked: Sequence[tuple[int, Chat]], options: dict[str, Any]) -> Iterator[tuple[int, Result]]:
-        outcomes = self._llm.chat(
+        outcomes = self.llm.chat(
             [chat.messages for _, chat in asked],
             [chat.params for _, chat in asked],
             use_tqdm=False,
@@ -98,10 +98,10 @@ class LocalAnswers:
             raise InvalidRequestError(f"{line.url} needs a server (--url); this process answers /v1/chat/completions")
         check_body(line.body)
         body = validate(ChatRequest, line.body)
-        params = body.sampling_params(self._llm.default_sampling_params, body.token_limit, 1)
+        params = body.sampling_params(self.llm.default_sampling_params, body.token_limit, 1)
         if body.token_limit is None:
             params = msgspec.structs.replace(params, max_tokens=None)
-        settings = body.template_settings(self._llm.template_settings)
+        settings = body.template_settings(self.llm.template_settings)
         options = {
             "chat_template_kwargs": settings or None,
             "cache_salt": body.cache_salt,
