@@ -119,6 +119,13 @@ class SchedulerOutput(msgspec.Struct):
     new_requests: list[NewRequest] = []
     draft_token_ids: dict[str, list[int]] = {}
 
+    def append(self, request: CachedRequest | NewRequest) -> None:
+        """Add a request to the batch."""
+        if isinstance(request, CachedRequest):
+            self.cached_requests.append(request)
+        else:
+            self.new_requests.append(request)
+
     @property
     def requests(self) -> list[CachedRequest | NewRequest]:
         """The whole batch."""

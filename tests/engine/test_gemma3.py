@@ -143,7 +143,7 @@ def chunk_ends(llm: LLM) -> list[tuple[int, Any]]:
     def recording() -> Any:
         step = schedule()
         for scheduled in step.requests:
-            request = scheduler[scheduled.request_id]
+            request = scheduler.requests[scheduled.request_id]
             if scheduled.start < request.num_prompt_tokens:
                 ends.append((scheduled.start + scheduled.num_tokens, request.image_spans))
         return step

@@ -82,7 +82,7 @@ def sampled(scheduler: Scheduler, step: SchedulerOutput, token: int) -> ModelRun
     output = ModelRunnerOutput()
     for scheduled in step.requests:
         drafts = step.draft_token_ids.get(scheduled.request_id, [])
-        known = len(scheduler[scheduled.request_id].token_ids)
+        known = len(scheduler.requests[scheduled.request_id].token_ids)
         if scheduled.start + scheduled.num_tokens - len(drafts) == known:
             accepted = next((place for place, draft in enumerate(drafts) if draft != token), len(drafts))
             output.token_ids[scheduled.request_id] = [token] * (accepted + 1)

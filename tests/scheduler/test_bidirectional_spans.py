@@ -56,7 +56,7 @@ def test_what_is_left_of_a_known_prefix_is_computed_in_one_step():
     other_question.token_ids[11:] = [9] * 6
     s.add(other_question)
     assert plan(run(s)[0]) == [("c", 3)]
-    assert s["c"].num_cached == 8
+    assert s.requests["c"].num_cached == 8
 
 
 def test_the_key_of_a_prefixs_first_block_depends_on_all_of_it():

@@ -174,7 +174,7 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
         assert ones == sorted(ones, reverse=True)
         for scheduled in batch:
             state, start, guessed = scheduled.state, scheduled.start, scheduled.draft_token_ids
-            request, end = s[state.request_id], start + scheduled.num_tokens
+            request, end = s.requests[state.request_id], start + scheduled.num_tokens
             assert state.token_ids == request.token_ids
             assert tables_of(scheduled) == [table.blocks for table in request.tables]
             assert start == request.num_computed

@@ -22,7 +22,7 @@ def test_drafts_that_are_right_and_one_more_token_are_new(drafts, new):
     assert plan(step) == [("a", 1 + len(drafts))]
     assert step.draft_token_ids == ({"a": drafts} if drafts else {})
     assert output.token_ids == [7] * new
-    assert s["a"].num_computed == len(s["a"].token_ids) - 1 == 6 + new
+    assert s.requests["a"].num_computed == len(s.requests["a"].token_ids) - 1 == 6 + new
 
 
 def test_only_blocks_of_accepted_tokens_are_found():
@@ -30,7 +30,7 @@ def test_only_blocks_of_accepted_tokens_are_found():
     s.add(request("a", 2 * BLOCK - 2, max_tokens=50))
     run(s)
     run(s)
-    assert s["a"].token_ids == [1] * 6 + [7, 7]
+    assert s.requests["a"].token_ids == [1] * 6 + [7, 7]
     assert s.pool.num_cached == 2, "one block of the prompt, and its tail"
 
 
@@ -80,8 +80,8 @@ def test_a_request_gets_long_only_by_its_last_token():
     run(s)
     step, _ = run(s)
     assert plan(step) == [("a", 1 + 3)]
-    assert len(s["a"].token_ids) == 11
-    assert (s["a"].is_long, s["a"].num_computed, list(s.running)) == (True, 0, [])
+    assert len(s.requests["a"].token_ids) == 11
+    assert (s.requests["a"].is_long, s.requests["a"].num_computed, list(s.running)) == (True, 0, [])
     step, _ = run(s)
     assert plan(step) == [("a", 11)]
     assert step.cached_requests[0].resumed

@@ -255,7 +255,8 @@ class Engine(BaseEngine):
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
         self._record_encoder_times(output, prompt_tokens)
-        ran_requests = (self._scheduler[request_id] for request_id in output.token_ids)
+        requests = self._scheduler.requests
+        ran_requests = [requests[request_id] for request_id in output.token_ids]
         answered = {request.answer_id: request for request in ran_requests}
         outputs = self._unanswerable()
         outputs += [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
@@ -325,18 +326,21 @@ class Engine(BaseEngine):
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float, ran: float) -> int:
         """Record when requests first ran, had an image encoded and had their first token. Returns how many prompt
         tokens the step computed."""
+        requests = self._scheduler.requests
         for key in step.encoded_keys:
             for request_id in self._scheduler.images.cache.holders(key):
-                request = self._scheduler[request_id]
+                request = requests[request_id]
                 request.started = request.started or planned
                 request.vision_started = request.vision_started or planned + output.timings.transfer
                 request.vision_seconds += output.timings.vision
         prompt_tokens = 0
         for scheduled in step.requests:
-            request = self._scheduler[scheduled.request_id]
-            end = scheduled.start + scheduled.num_tokens
+            request = requests[scheduled.request_id]
             if scheduled.start < request.num_prompt_tokens:
+                end = scheduled.start + scheduled.num_tokens
                 prompt_tokens += min(end, request.num_prompt_tokens) - scheduled.start
+            elif request.answered:
+                continue
             request.started = request.started or planned
             if not request.answered and scheduled.request_id in output.token_ids:
                 request.answered = ran

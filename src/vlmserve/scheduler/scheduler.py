@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -27,7 +27,7 @@ from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.priority import enter_first, enter_last
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.searches import Search
-from vlmserve.steps import CachedRequest, ModelRunnerOutput, SchedulerOutput
+from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
@@ -82,9 +82,10 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __getitem__(self, request_id: str) -> Request:
-        """An unfinished request."""
-        return self._requests[request_id]
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """The unfinished requests, by their ids."""
+        return self._requests
 
     def needs_adapter(self, digest: bytes) -> bool:
         """Whether an unfinished request has the adapter of that digest."""
@@ -267,7 +268,8 @@ class Scheduler:
         before = request.num_computed
         if before < request.num_prompt_tokens or request.cross is not None:
             self.images.set_computed(request, before, num_computed)
-        self.blocks.register(request, num_computed)
+        if num_computed // self._block_size > before // self._block_size:
+            self.blocks.register(request, num_computed)
         request.num_computed = num_computed
         if before < request.num_prompt_tokens <= num_computed:
             self.blocks.register_tail(request, request.num_prompt_tokens - 1)
@@ -330,7 +332,11 @@ class Scheduler:
             drafts: Sequence[int] = ()
             if self.propose_drafts is not None and request.answer_id not in self._searches:
                 drafts = self._limit_drafts(request, self.propose_drafts(request), budget - (len(decoding) - index))
-            budget -= self._schedule_chunk(step, request, 1, drafts)
+            if drafts or request.num_computed < request.num_prompt_tokens or request.cross is not None:
+                budget -= self._schedule_chunk(step, request, 1, drafts)
+            else:
+                step.append(request.message(1))
+                budget -= 1
         return budget
 
     def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int) -> Sequence[int]:
@@ -413,11 +419,7 @@ class Scheduler:
         if end == start:
             return 0
         num_tokens = end - start + len(drafts)
-        message = request.message(num_tokens)
-        if isinstance(message, CachedRequest):
-            step.cached_requests.append(message)
-        else:
-            step.new_requests.append(message)
+        step.append(request.message(num_tokens))
         if drafts:
             step.draft_token_ids[request.request_id] = list(drafts)
         return num_tokens
