@@ -11,25 +11,24 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from blake3 import blake3
-from PIL import Image
 
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
+    CLIP_LEVELS,
     PixelProcessor,
     Placeholders,
     View,
     level_table,
-    per_channel,
+    normalization,
     to_pixels,
     to_rgb,
     whole_view,
 )
 from vlmserve.types import Pixels
 
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 LARGEST_ASPECT = 200
 """How many times as long as wide an image may be."""
 IMAGE_BOUNDS = (56 * 56, 28 * 28 * 1280)
@@ -193,13 +192,8 @@ def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[i
 
 def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: tuple[int, int]) -> AnySizeRecipe:
     values = {
+        **CLIP_LEVELS,
         "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "rescale_factor": 1 / 255,
-        "resample": Image.Resampling.BICUBIC,
-        "image_mean": _CLIP_MEAN,
-        "image_std": _CLIP_STD,
         "patch_size": 14,
         "merge_size": 2,
         **{key: value for key, value in settings.items() if value is not None},
@@ -212,15 +206,12 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
     least = overrides.min_pixels or min(least, most)
     if least > most:
         raise ConfigurationError(f"--mm-processor-kwargs: min_pixels, {least:,}, is more than max_pixels, {most:,}")
-    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return AnySizeRecipe(
         side=side,
         min_pixels=least,
         max_pixels=most,
         resample=int(values["resample"]),
         resize=bool(values["do_resize"]),
-        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
-        mean=mean if values["do_normalize"] else None,
-        std=std if values["do_normalize"] else None,
+        **normalization(values),
         strict=not (overrides.max_pixels is None and overrides.max_tokens is None),
     )

@@ -13,25 +13,23 @@ from functools import lru_cache
 from typing import Any, Self
 
 from blake3 import blake3
-from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
+    CLIP_LEVELS,
     PixelProcessor,
     Placeholders,
     View,
     level_table,
-    per_channel,
+    normalization,
     to_pixels,
     to_rgb,
     whole_view,
 )
 from vlmserve.media.tiles import cut_tiles, square_edge
 from vlmserve.types import Pixels
-
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
@@ -161,29 +159,21 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
 
 def _recipe(settings: dict[str, Any]) -> GridRecipe:
     values = {
-        "do_rescale": True,
-        "do_normalize": True,
-        "rescale_factor": 1 / 255,
-        "resample": Image.Resampling.BICUBIC,
+        **CLIP_LEVELS,
         "size": {"height": 384, "width": 384},
         "min_patches": 1,
         "max_patches": 12,
-        "image_mean": _CLIP_MEAN,
-        "image_std": _CLIP_STD,
         **{key: value for key, value in settings.items() if value is not None},
     }
     least, most = int(values["min_patches"]), int(values["max_patches"])
     if not 1 <= least <= most:
         raise UnsupportedModelError(f"the image processor's min_patches {least} and max_patches {most} leave no tiles")
-    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return GridRecipe(
         tile=square_edge(values["size"]),
         least=least,
         most=most,
         resample=int(values["resample"]),
-        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
-        mean=mean if values["do_normalize"] else None,
-        std=std if values["do_normalize"] else None,
+        **normalization(values),
     )
 
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,15 @@ from vlmserve.media.images import DecodedImage
 from vlmserve.types import Pixels, TowerInputs
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CLIP_LEVELS: dict[str, Any] = {
+    "do_rescale": True,
+    "do_normalize": True,
+    "rescale_factor": 1 / 255,
+    "resample": Image.Resampling.BICUBIC,
+    "image_mean": _CLIP_MEAN,
+    "image_std": _CLIP_STD,
+}
+"""What processors with CLIP's levels do where a checkpoint does not say."""
 _HALF = (0.5, 0.5, 0.5)
 _CLIP_DEFAULTS: dict[str, Any] = {
     "resample": Image.Resampling.BICUBIC,
@@ -399,7 +408,7 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
         )
     if values["do_pad"] and family != "Llava":
         raise UnsupportedModelError(f"do_pad is not supported for {name}")
-    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
+    mean = per_channel(values["image_mean"])
     return PixelRecipe(
         resize=tuple(sorted(_size(values["size"], square=family not in ("CLIP", "Llava")).items()))
         if values["do_resize"]
@@ -407,6 +416,22 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
         resample=int(values["resample"]),
         crop=_crop_size(values["crop_size"]) if values["do_center_crop"] else None,
         pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)) if values["do_pad"] else None,
+        **normalization(values),
+    )
+
+
+class Levels(TypedDict):
+    """What becomes of the levels of pixels; None: nothing."""
+
+    rescale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+
+def normalization(values: dict[str, Any]) -> Levels:
+    """That of a processor's settings, as `CLIP_LEVELS` has them."""
+    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
+    return Levels(
         rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
         mean=mean if values["do_normalize"] else None,
         std=std if values["do_normalize"] else None,

@@ -12,25 +12,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from blake3 import blake3
-from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
+    CLIP_LEVELS,
     PixelProcessor,
     Placeholders,
     View,
     level_table,
-    per_channel,
+    normalization,
     to_pixels,
     to_rgb,
     whole_view,
 )
 from vlmserve.types import Pixels
-
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
@@ -177,14 +175,9 @@ def _side(config: dict[str, Any], sizes: dict[str, Any]) -> int:
 
 def _recipe(settings: dict[str, Any], side: int) -> RowRecipe:
     values = {
+        **CLIP_LEVELS,
         "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "rescale_factor": 1 / 255,
-        "resample": Image.Resampling.BICUBIC,
         "size": {"longest_edge": 1024},
-        "image_mean": _CLIP_MEAN,
-        "image_std": _CLIP_STD,
         **{key: value for key, value in settings.items() if value is not None},
     }
     size = values["size"]
@@ -194,12 +187,9 @@ def _recipe(settings: dict[str, Any], side: int) -> RowRecipe:
             f"an image processor with size {size!r}, do_resize {values['do_resize']} and do_center_crop "
             f"{values.get('do_center_crop')} is not supported for Pixtral, only one with a longest edge"
         )
-    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return RowRecipe(
         side=side,
         longest=longest,
         resample=int(values["resample"]),
-        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
-        mean=mean if values["do_normalize"] else None,
-        std=std if values["do_normalize"] else None,
+        **normalization(values),
     )

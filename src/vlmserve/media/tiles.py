@@ -26,7 +26,7 @@ from vlmserve.media.processor import (
     Placeholders,
     View,
     level_table,
-    per_channel,
+    normalization,
     to_pixels,
     to_rgb,
     whole_view,
@@ -409,15 +409,12 @@ def _split_recipe(settings: dict[str, Any]) -> SplitRecipe:
         "image_std": 0.5,
         **{key: value for key, value in settings.items() if value is not None},
     }
-    mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
     return SplitRecipe(
         size=_first_size(values["size"]) if values["do_resize"] else None,
         tile=square_edge(values["max_image_size"]),
         split=bool(values["do_image_splitting"]),
         resample=int(values["resample"]),
-        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
-        mean=mean if values["do_normalize"] else None,
-        std=std if values["do_normalize"] else None,
+        **normalization(values),
     )
 
 

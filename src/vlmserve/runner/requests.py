@@ -104,8 +104,8 @@ class RequestState:
     def sampling_row(self, pending: int = 0) -> SamplingRow:
         """How the next token is sampled. pending: tokens before it that are not known here yet."""
         num_generated = len(self.token_ids) - self.num_prompt_tokens + pending
-        if self.forced is not None:
-            return SamplingRow(self.params, self.seed, num_generated, forced=self.forced)
+        if self.thinking is not None and (forced := self.forced) is not None:
+            return SamplingRow(self.params, self.seed, num_generated, forced=forced)
         may_end = num_generated >= self.params.min_tokens
         banned, allowed = _NOTHING_BANNED, None
         if self.matcher is not None and not self.is_thinking:

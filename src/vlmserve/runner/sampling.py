@@ -74,7 +74,10 @@ def _sample_once(
     raw = logits[asking] if asking else None  # sampling overwrites them
     rows = [state.sampling_row() for state in states]
     drawn = sample(logits, rows, draw)
-    tokens = [None if token is None else state.settle(token) for token, state in zip(drawn, states, strict=True)]
+    tokens = [
+        token if token is None or state.matcher is None else state.settle(token)
+        for token, state in zip(drawn, states, strict=True)
+    ]
     if raw is not None:
         chosen = [tokens[index] or 0 for index in asking]
         num_top = [states[index].params.logprobs or 0 for index in asking]
