@@ -14,7 +14,7 @@ from tests.web.browser import ARGUMENTS, find_chromium
 from vlmserve.models.hub import resolve_model
 
 PATIENCE_MS = 30_000
-"""More than a browser takes on a busy machine: Chromium alone puts off the encoding of a canvas by up to 11 s."""
+"""More than a browser takes on a busy machine."""
 
 
 @pytest.fixture(scope="module")
