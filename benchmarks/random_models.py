@@ -163,6 +163,35 @@ def _pixtral_processor(folder: Path, tokenizer: Any) -> Any:
     return module.PixtralProcessor(images, tokenizer, chat_template=tokenizer.chat_template, **sizes)
 
 
+def _glm_ocr(folder: Path, ids: Mapping[str, int]) -> None:
+    """Of GLM-OCR."""
+    from transformers import GlmOcrConfig
+
+    config = GlmOcrConfig(
+        text_config={
+            "hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": LAYERS, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 59392, "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]},
+        },
+        vision_config={"depth": VISION_LAYERS},
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        image_start_token_id=ids["<|begin_of_image|>"],
+        image_end_token_id=ids["<|end_of_image|>"],
+        video_start_token_id=ids["<|begin_of_video|>"],
+        video_end_token_id=ids["<|end_of_video|>"],
+    )  # fmt: skip
+    _save("GlmOcrForConditionalGeneration", config, folder)
+
+
+def _glm_ocr_processor(folder: Path, tokenizer: Any) -> Any:
+    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+    from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
+
+    images = Glm46VImageProcessorPil.from_pretrained(folder)
+    return _without_videos(Glm46VProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
+
+
 RANDOM_MODELS = {
     "qwen3-vl": RandomModel(
         _qwen3_vl,
@@ -206,5 +235,19 @@ RANDOM_MODELS = {
             "processor_config.json": {"patch_size": 14, "spatial_merge_size": 2},
         },
         _pixtral_processor,
+    ),
+    "glm-ocr": RandomModel(
+        _glm_ocr,
+        (
+            "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>", "<|video|>"
+        ),
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "Glm46VImageProcessor", "patch_size": 14, "merge_size": 2,
+                "temporal_patch_size": 2, "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+            }
+        },
+        _glm_ocr_processor,
     ),
 }  # fmt: skip

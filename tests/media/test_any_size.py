@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.models.test_qwen_vision import QWEN2, patches
@@ -24,6 +25,23 @@ SETTINGS: dict[str, Any] = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
 }
+GLM_SETTINGS: dict[str, Any] = {
+    **SETTINGS,
+    "image_processor_type": "Glm46VImageProcessor",
+    "size": {name: 2 * pixels for name, pixels in SETTINGS["size"].items()},
+}
+"""Of which each image counts twice."""
+KINDS: dict[str, tuple[dict[str, Any], type[Any]]] = {
+    "Qwen2-VL": (SETTINGS, Qwen2VLImageProcessorPil),
+    "GLM-OCR": (GLM_SETTINGS, Glm46VImageProcessorPil),
+}
+"""Settings, and transformers' processor of them."""
+
+
+def of_transformers(kind: str, **settings: Any) -> Any:
+    """transformers' processor of a kind; settings: instead of its own."""
+    own, processor_class = KINDS[kind]
+    return processor_class(**{k: v for k, v in {**own, **settings}.items() if k != "image_processor_type"})
 
 
 def noise(width: int, height: int) -> Image.Image:
@@ -31,17 +49,16 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(levels)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "size",
     [(24, 24), (25, 39), (63, 65), (200, 90), (5, 3), (7, 300), (1000, 8), (20, 4), (12, 20), (64, 64), (36, 44)],
     ids=str,
 )
-def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int]) -> None:
+def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int], kind: str) -> None:
     image = noise(*size)
-    theirs = Qwen2VLImageProcessorPil(**{k: v for k, v in SETTINGS.items() if k != "image_processor_type"})(
-        images=image, return_tensors="pt"
-    )
-    processor = AnySizeProcessor.from_settings(SETTINGS)
+    theirs = of_transformers(kind)(images=image, return_tensors="pt")
+    processor = AnySizeProcessor.from_settings(KINDS[kind][0])
     pixels = processor.process(DecodedImage.whole(image))
     rows, grid = patches(torch.from_numpy(pixels), QWEN2)
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
@@ -49,6 +66,16 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int]) -> N
     count, layout, _, _ = processor.placeholders(pixels, size)
     assert layout == (1, grid[0, 1] // 2, grid[0, 2] // 2)
     assert count == grid.prod() // 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds_that_settings_leave_out_are_those_of_transformers(kind: str) -> None:
+    settings = {"image_processor_type": KINDS[kind][0]["image_processor_type"], "patch_size": 4}
+    theirs = of_transformers(kind, size=KINDS[kind][1].size)
+    processor = AnySizeProcessor.from_settings(settings)
+    for side in (40, 4000):
+        edge = side / processor.reduction((side, side))
+        assert edge**2 / 4**2 == pytest.approx(theirs.get_number_of_image_patches(side, side))
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from tests.engine.test_transformers_images import make_aya_vision, make_paddleocr, make_paligemma, make_vip_llava
 from tests.media.images_for_tests import encoded, noise, photo
+from tests.media.test_any_size import KINDS as ANY_SIZE_KINDS
 from tests.media.test_any_size import SETTINGS as ANY_SIZE
+from tests.media.test_any_size import of_transformers as any_size_of_transformers
 from tests.media.test_grids import grid_processor
 from tests.media.test_rows import row_processor
 from tests.media.test_tiles import (
@@ -67,10 +68,11 @@ def seen(image: ImageInput) -> ImageSize:
 # Models that take any size
 
 
-def any_size() -> AnySizeProcessor:
-    return AnySizeProcessor.from_settings(ANY_SIZE)
+def any_size(kind: str = "Qwen2-VL") -> AnySizeProcessor:
+    return AnySizeProcessor.from_settings(ANY_SIZE_KINDS[kind][0])
 
 
+@pytest.mark.parametrize("kind", ANY_SIZE_KINDS)
 @pytest.mark.parametrize(
     ("budget", "least", "most"),
     [
@@ -82,21 +84,20 @@ def any_size() -> AnySizeProcessor:
     ],
     ids=str,
 )
-def test_images_of_any_size_are_those_of_transformers(budget: ImageBudget, least: int, most: int) -> None:
-    settings = {name: value for name, value in ANY_SIZE.items() if name != "image_processor_type"}
-    size = {"shortest_edge": least, "longest_edge": most}
-    theirs = Qwen2VLImageProcessorPil(**{**settings, "size": size})
+def test_images_of_any_size_are_those_of_transformers(kind: str, budget: ImageBudget, least: int, most: int) -> None:
+    theirs, count = any_size_of_transformers(kind), 2 if kind == "GLM-OCR" else 1
 
     def by_transformers(image: Image.Image) -> Any:
         """With the largest lower bound with which it keeps the upper one."""
         for shortest in range(least, 0, -1):
-            inputs = theirs(images=image, size={**size, "shortest_edge": shortest}, return_tensors="pt")
+            size = {"shortest_edge": count * shortest, "longest_edge": count * most}
+            inputs = theirs(images=image, size=size, return_tensors="pt")
             if inputs["image_grid_thw"].prod() * 16 <= most:
                 break
         return inputs
 
     for width, height in [(24, 24), (63, 65), (200, 90), (90, 200), (60, 40), (17, 16), (5, 3), (90, 40)]:
-        image = prepared(any_size(), (width, height), budget)
+        image = prepared(any_size(kind), (width, height), budget)
         expected = by_transformers(noise(width, height))
         rows, grid = patches(torch.from_numpy(image.pixels), QWEN2)
         assert grid.tolist() == expected["image_grid_thw"].tolist()

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from transformers import (
     CLIPVisionConfig,
+    GlmOcrConfig,
+    GlmOcrTextConfig,
+    GlmOcrVisionConfig,
     Idefics3Config,
     InternVLConfig,
     LlamaConfig,
@@ -27,12 +30,15 @@ from vlmserve.models.llava import IMAGE_TOKEN_ID, VISION_DEFAULTS
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.intern import InternSpec
 from vlmserve.models.vision.pixtral import PixtralSpec
+from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
 from vlmserve.models.vision_families import VISION_FAMILIES
 from vlmserve.prompt.checkpoint import DEFAULT_IMAGE_TOKEN_IDS
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Ministral3Config, Qwen2Config, Qwen3VLTextConfig])
+@pytest.mark.parametrize(
+    "config_class", [LlamaConfig, MistralConfig, Ministral3Config, Qwen2Config, Qwen3VLTextConfig, GlmOcrTextConfig]
+)
 def test_an_empty_config_means_what_transformers_presumes(config_class: type[Any]) -> None:
     config = config_class()
     complete = config.to_dict()
@@ -72,8 +78,17 @@ def test_an_empty_config_of_pixtral_means_what_transformers_presumes() -> None:
     assert VISION_FAMILIES["mistral3"].tied == Mistral3Config().tie_word_embeddings
 
 
+def test_an_empty_config_of_an_ocr_model_means_what_transformers_presumes() -> None:
+    config = GlmOcrVisionConfig()
+    assert QwenVisionSpec.from_config({"model_type": config.model_type}, 1536) == QwenVisionSpec.from_config(
+        config.to_dict(), 1536
+    )
+    assert VISION_FAMILIES["glm_ocr"].tied == GlmOcrConfig().tie_word_embeddings
+
+
 @pytest.mark.parametrize(
-    "config_class", [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig, InternVLConfig, Mistral3Config]
+    "config_class",
+    [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig, InternVLConfig, Mistral3Config, GlmOcrConfig],
 )
 def test_placeholders_that_configs_do_not_name_are_those_of_transformers(config_class: type[Any]) -> None:
     config = config_class()

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, UnsupportedModelError
-from vlmserve.media.any_size import AnySizeProcessor
+from vlmserve.media.any_size import AnySizeProcessor, kind_of
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.frame_times import FrameTimes
@@ -66,7 +66,7 @@ def _own_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> Im
     if not settings:
         raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
     kind, exact = str(settings.get("image_processor_type")), media.exact_pixels
-    if kind.startswith("Qwen2"):
+    if kind_of(settings) is not None:
         return AnySizeProcessor.from_settings(settings, exact_pixels=exact, overrides=media.mm_processor_kwargs)
     if kind.startswith("LlavaNextImageProcessor"):
         return AnyResolutionProcessor(config, settings, exact_pixels=exact)

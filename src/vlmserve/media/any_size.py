@@ -1,14 +1,16 @@
 """Images to pixels for towers that take any size: each keeps its shape, within bounds, in whole squares.
 
-Equal to transformers' own (PIL) processors of Qwen2-VL and Qwen2.5-VL but for large JPEGs, as in `media.processor`.
+Equal to transformers' own (PIL) processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-OCR but for large JPEGs, as in
+`media.processor`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from blake3 import blake3
 
@@ -33,6 +35,25 @@ LARGEST_ASPECT = 200
 """How many times as long as wide an image may be."""
 IMAGE_BOUNDS = (56 * 56, 28 * 28 * 1280)
 """Pixels that an image has at least and at most where a checkpoint does not say."""
+Widening = Literal["down"]
+"""What becomes of an image with a side shorter than a square, which grows until it is one: how its other side is
+rounded."""
+
+
+@dataclass(frozen=True)
+class AnySizeKind:
+    """What image processors do differently, beside what their settings say. bounds: as `IMAGE_BOUNDS`, of this one.
+    widening: None: images with a short side do not grow. counts_frames: whether its bounds count an image as often as
+    frames share a patch."""
+
+    bounds: tuple[int, int] = IMAGE_BOUNDS
+    widening: Widening | None = None
+    counts_frames: bool = False
+
+
+_GLM = AnySizeKind(bounds=(112 * 112, 28 * 28 * 15000), widening="down", counts_frames=True)
+KINDS: Mapping[str, AnySizeKind] = {"Qwen2": AnySizeKind(), "Glm4": _GLM, "GlmOcr": _GLM}
+"""By what the names of image processors begin with."""
 LOW_DETAIL_PIXELS = 512 * 512
 """Pixels that an image has at most where little detail is wanted and a request sets no bound of its own."""
 
@@ -42,7 +63,7 @@ class AnySizeRecipe:
     """Every setting that changes pixels. side: pixels along each side of what becomes an embedding. frames: that have
     the pixels together, one after another. depth: frames of a video that share embeddings; None: it is an image.
     strict: whether `max_pixels` holds where `min_pixels`, in whole squares, would be more, which transformers lets
-    happen."""
+    happen. widening: as of `AnySizeKind`."""
 
     side: int
     min_pixels: int
@@ -55,6 +76,7 @@ class AnySizeRecipe:
     frames: int = 1
     depth: int | None = None
     strict: bool = False
+    widening: Widening | None = None
 
 
 class AnySizeProcessor(PixelProcessor):
@@ -74,10 +96,11 @@ class AnySizeProcessor(PixelProcessor):
         *,
         exact_pixels: bool = False,
         overrides: ProcessorOverrides | None = None,
-        bounds: tuple[int, int] = IMAGE_BOUNDS,
+        bounds: tuple[int, int] | None = None,
     ) -> Self:
         """settings: of preprocessor_config.json. overrides: what counts instead of them. bounds: pixels at least and
-        at most where nothing says. Raises ConfigurationError for overrides that leave no size."""
+        at most where nothing says; None: those of the kind of processor that the settings name. Raises
+        ConfigurationError for overrides that leave no size."""
         return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
@@ -111,7 +134,9 @@ class AnySizeProcessor(PixelProcessor):
         least = max(bounds[0], num_frames * self._recipe.min_pixels)
         counted = _counted(num_frames, depth) if self._recipe.strict else num_frames
         most = min(bounds[1], min(num_frames, counted) * self._recipe.max_pixels)
-        recipe = replace(self._recipe, min_pixels=min(least, most), max_pixels=most, frames=num_frames, depth=depth)
+        recipe = replace(
+            self._recipe, min_pixels=min(least, most), max_pixels=most, frames=num_frames, depth=depth, widening="down"
+        )
         return type(self)(recipe, exact_pixels=self._exact_pixels)
 
     def reduction(self, size: tuple[int, int]) -> float:
@@ -152,12 +177,11 @@ class AnySizeProcessor(PixelProcessor):
                 "the other"
             )
         side, least, most = self._recipe.side, self._recipe.min_pixels, self._recipe.max_pixels
-        counted = 1
-        if (depth := self._recipe.depth) is not None:
-            counted = _counted(self._recipe.frames, depth)
-            if min(size) < side:
-                enlarged = max(side / height, side / width)
-                width, height = int(width * enlarged), int(height * enlarged)
+        depth = self._recipe.depth
+        counted = 1 if depth is None else _counted(self._recipe.frames, depth)
+        if self._recipe.widening == "down" and min(size) < side:
+            enlarged = max(side / height, side / width)
+            width, height = int(width * enlarged), int(height * enlarged)
         down, across = round(height / side), round(width / side)
         area = self._recipe.frames * width * height
         if counted * down * across * side**2 > most:
@@ -190,16 +214,27 @@ def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[i
     return int(least), int(most)
 
 
-def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: tuple[int, int]) -> AnySizeRecipe:
+def kind_of(settings: dict[str, Any]) -> AnySizeKind | None:
+    """Of the processor that settings name; None: it is not one of these."""
+    name = str(settings.get("image_processor_type"))
+    return next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
+
+
+def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: tuple[int, int] | None) -> AnySizeRecipe:
+    kind = kind_of(settings) or AnySizeKind()
     values = {
         **CLIP_LEVELS,
         "do_resize": True,
         "patch_size": 14,
         "merge_size": 2,
+        "temporal_patch_size": 2,
         **{key: value for key, value in settings.items() if value is not None},
     }
     side = int(values["patch_size"]) * int(values["merge_size"])
-    least, most = pixel_bounds(values, defaults)
+    least, most = pixel_bounds(values, defaults or kind.bounds)
+    if kind.counts_frames:
+        frames = int(values["temporal_patch_size"])
+        least, most = -(-least // frames), most // frames
     most = overrides.max_pixels or most
     if overrides.max_tokens is not None:
         most = min(most, overrides.max_tokens * side**2)
@@ -214,4 +249,5 @@ def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: t
         resize=bool(values["do_resize"]),
         **normalization(values),
         strict=not (overrides.max_pixels is None and overrides.max_tokens is None),
+        widening=kind.widening,
     )

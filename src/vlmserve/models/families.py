@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.models import family_specs as specs
+from vlmserve.models.family_defaults import GEMMA, GEMMA2, GLM, GLM_OCR, LLAMA, QWEN, QWEN2_VL
 from vlmserve.models.spec import ArchSpec, Config
 
 Names = Sequence[tuple[str, str]]
@@ -72,84 +73,6 @@ def decoder_spec(config: Config) -> ArchSpec:
     return family.build(config.get("model_type", DEFAULT_FAMILY), {**family.defaults, **config})
 
 
-_LLAMA: Config = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "eos_token_id": 2,
-}
-_QWEN: Config = {
-    **_LLAMA,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "eos_token_id": None,
-}
-_QWEN2_VL: Config = {
-    **_QWEN,
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "max_window_layers": 80,
-}
-_GLM: Config = {
-    **_LLAMA,
-    "vocab_size": 151552,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-7,
-    "attention_bias": True,
-    "eos_token_id": [151329, 151336, 151338],
-}
-_GEMMA: Config = {
-    **_LLAMA,
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "hidden_act": None,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
-_GEMMA2: Config = {
-    **_GEMMA,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
 _PHI_MLP: Names = ((r"\.mlp\.fc1\.", ".mlp.up_proj."), (r"\.mlp\.fc2\.", ".mlp.down_proj."))
 _GPT_MLP: Names = ((r"\.mlp\.c_fc\.", ".mlp.up_proj."), (r"\.mlp\.c_proj\.", ".mlp.down_proj."))
 _GPT: Names = (
@@ -170,13 +93,17 @@ _SANDWICH_NORMS: Names = (
     (r"\.pre_feedforward_layernorm\.", ".mlp_norm."),
     (r"\.post_feedforward_layernorm\.", ".mlp_output_norm."),
 )
+_GLM4_NORMS: Names = (
+    (r"\.post_self_attn_layernorm\.", ".attention_output_norm."),
+    (r"\.post_mlp_layernorm\.", ".mlp_output_norm."),
+)
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _LLAMA, specs.llama, models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2"),
+    "llama": Family("LlamaForCausalLM", LLAMA, specs.llama, models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2"),
     "mistral": Family(
         "MistralForCausalLM",
         {
-            **_LLAMA,
+            **LLAMA,
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
             "max_position_embeddings": 4096 * 32,
@@ -188,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     "ministral3": Family(
         "Ministral3ForCausalLM",
         {
-            **_LLAMA,
+            **LLAMA,
             "vocab_size": 131072,
             "intermediate_size": 14336,
             "num_hidden_layers": 34,
@@ -212,14 +139,14 @@ FAMILIES: dict[str, Family] = {
         specs.ministral3,
         models="Ministral 3, language model only",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, specs.qwen2, models="Qwen 2 and 2.5"),
-    "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", _QWEN2_VL, specs.qwen2),
-    "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL, specs.qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, specs.qwen3, models="Qwen 3"),
+    "qwen2": Family("Qwen2ForCausalLM", QWEN, specs.qwen2, models="Qwen 2 and 2.5"),
+    "qwen2_vl_text": Family("Qwen2VLForConditionalGeneration", QWEN2_VL, specs.qwen2),
+    "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", QWEN2_VL, specs.qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", {**QWEN, "head_dim": 128}, specs.qwen3, models="Qwen 3"),
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration",
         {
-            **_QWEN,
+            **QWEN,
             "head_dim": 128,
             "max_position_embeddings": 128000,
             "rope_theta": 5e5,
@@ -230,7 +157,7 @@ FAMILIES: dict[str, Family] = {
     "phi": Family(
         "PhiForCausalLM",
         {
-            **_LLAMA,
+            **LLAMA,
             "vocab_size": 51200,
             "hidden_size": 2048,
             "intermediate_size": 8192,
@@ -246,7 +173,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         "Phi3ForCausalLM",
         {
-            **_LLAMA,
+            **LLAMA,
             "vocab_size": 32064,
             "hidden_size": 3072,
             "intermediate_size": 8192,
@@ -262,7 +189,7 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family(
         "StableLmForCausalLM",
         {
-            **_LLAMA,
+            **LLAMA,
             "vocab_size": 50304,
             "hidden_size": 2560,
             "intermediate_size": 6912,
@@ -281,7 +208,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         {
-            **_LLAMA,
+            **LLAMA,
             "vocab_size": 49152,
             "hidden_size": 3072,
             "intermediate_size": 12288,
@@ -323,7 +250,7 @@ FAMILIES: dict[str, Family] = {
     "qwen": Family(
         "QWenLMHeadModel",
         {
-            **_LLAMA,
+            **LLAMA,
             "vocab_size": 151936,
             "intermediate_size": 22016,
             "kv_channels": 128,
@@ -344,17 +271,9 @@ FAMILIES: dict[str, Family] = {
         ends=lambda config: () if config["vocab_size"] < 151646 else (151644, 151645),
         models="Qwen 1",
     ),
-    "glm": Family("GlmForCausalLM", _GLM, specs.glm, models="GLM-4 9B (-hf)"),
-    "glm4": Family(
-        "Glm4ForCausalLM",
-        _GLM,
-        specs.glm,
-        (
-            (r"\.post_self_attn_layernorm\.", ".attention_output_norm."),
-            (r"\.post_mlp_layernorm\.", ".mlp_output_norm."),
-        ),
-        models="GLM-4-0414",
-    ),
+    "glm": Family("GlmForCausalLM", GLM, specs.glm, models="GLM-4 9B (-hf)"),
+    "glm4": Family("Glm4ForCausalLM", GLM, specs.glm, _GLM4_NORMS, models="GLM-4-0414"),
+    "glm_ocr_text": Family("GlmOcrForConditionalGeneration", GLM_OCR, specs.glm_ocr, _GLM4_NORMS),
     "chatglm": Family(
         "ChatGLMForConditionalGeneration",
         {
@@ -394,12 +313,12 @@ FAMILIES: dict[str, Family] = {
         ends=lambda config: (64795, 64797) if config["padded_vocab_size"] == 65024 else (),
         models="ChatGLM 2 and 3, GLM-4 9B",
     ),
-    "gemma": Family("GemmaForCausalLM", _GEMMA, specs.gemma, models="Gemma"),
-    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2, specs.gemma2, _SANDWICH_NORMS, models="Gemma 2"),
+    "gemma": Family("GemmaForCausalLM", GEMMA, specs.gemma, models="Gemma"),
+    "gemma2": Family("Gemma2ForCausalLM", GEMMA2, specs.gemma2, _SANDWICH_NORMS, models="Gemma 2"),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {
-            **_GEMMA2,
+            **GEMMA2,
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
             "final_logit_softcapping": None,
@@ -416,7 +335,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         {
-            **_LLAMA,
+            **LLAMA,
             "vocab_size": 128256,
             "hidden_size": 2048,
             "num_hidden_layers": 36,
@@ -435,7 +354,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
-        {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        {**LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
         specs.olmo2,
         (
             (r"\.post_attention_layernorm\.", ".attention_output_norm."),
@@ -446,7 +365,7 @@ FAMILIES: dict[str, Family] = {
     "moondream_text": Family(
         "HfMoondream",
         {
-            **_LLAMA,
+            **LLAMA,
             "vocab_size": 51200,
             "hidden_size": 2048,
             "intermediate_size": 8192,

@@ -210,6 +210,13 @@ def glm(family: str, config: Config) -> ArchSpec:
     )
 
 
+def glm_ocr(family: str, config: Config) -> ArchSpec:
+    """The text model of GLM-OCR: GLM-4's layers, of which positions in three axes rotate whole heads."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    sections = {"mrope_section": [8, 12, 12], **rope}
+    return _decoder(family, {**config, "rope_scaling": sections}, interleaved=True, norms="sandwich")
+
+
 def chatglm(family: str, config: Config) -> ArchSpec:
     """ChatGLM2, ChatGLM3 and GLM-4 as they were first published (https://arxiv.org/abs/2406.12793)."""
     needed = {

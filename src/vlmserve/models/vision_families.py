@@ -23,7 +23,8 @@ from vlmserve.models.pixtral import PixtralVision
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.vision.blip import BlipTower, blip_vision_spec
 from vlmserve.models.vision.moondream import MoondreamSpec, MoondreamTower
-from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower, deepstack_layers
+from vlmserve.models.vision.qwen import QwenVisionTower
+from vlmserve.models.vision.qwen_spec import QwenVisionSpec, deepstack_layers
 from vlmserve.models.vision.resampled import ResampledSpec, ResampledVision
 from vlmserve.types import Bidirectional
 
@@ -128,6 +129,10 @@ _QWEN3_NAMES: Names = (
     (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.linear_fc1\.", r"\1.mlp.0."),
     (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.linear_fc2\.", r"\1.mlp.2."),
 )
+
+
+# What follows the tower's layers belongs to its merger here.
+_GLM_OCR_NAMES: Names = ((r"visual\.(downsample|post_layernorm)\.", r"visual.merger.\1."),)
 
 
 def _internvl(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
@@ -252,6 +257,9 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         _qwen3_text,
         models="Qwen3-VL 2B to 32B",
         videos=True,
+    ),
+    "glm_ocr": VisionFamily(
+        "GlmOcrForConditionalGeneration", "glm_ocr_text", _qwen, 59280, _GLM_OCR_NAMES, models="GLM-OCR"
     ),
     "internvl": VisionFamily(
         "InternVLForConditionalGeneration",

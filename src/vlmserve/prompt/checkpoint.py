@@ -19,6 +19,7 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "qwen2_vl": 151655,
     "qwen2_5_vl": 151655,
     "qwen3_vl": 151655,
+    "glm_ocr": 59280,
     "gemma3": 262144,
     "internvl": 151667,
     "mistral3": 10,

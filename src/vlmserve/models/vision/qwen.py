@@ -1,115 +1,27 @@
 """The vision transformers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL
-(https://arxiv.org/abs/2502.13923) and Qwen3-VL (https://arxiv.org/abs/2511.21631): images of any size, patches that
-are rotated by row and column, merged four to one."""
+(https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631) and GLM-OCR: images of any size, patches
+that are rotated by row and column, merged four to one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.errors import InvalidImageError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
+from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
+from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.rotation import patch_angles, rotate_heads
 from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
-
-ROPE_THETA = 10000.0
-NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QwenVisionSpec:
-    """The shape of a tower. patch_size: pixels; merge: patches along each side that become one embedding; frames: that
-    a patch is deep. window: pixels along each side within which patches attend to each other; None: all of the image.
-    full_layers: those without windows all the same. gated: an MLP with gates and norms without means, only in 2.5.
-    num_positions: of a square of learned embeddings that is resized to the image; 0: none. patch_bias: whether the
-    projection of patches has one. deepstack: the layers whose outputs are merged too, each for one of the decoder's
-    first layers (https://arxiv.org/abs/2406.04334).
-    """
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_channels: int
-    patch_size: int
-    merge: int
-    frames: int
-    output_size: int
-    activation: str
-    gated: bool
-    window: int | None = None
-    full_layers: tuple[int, ...] = ()
-    num_positions: int = 0
-    patch_bias: bool = False
-    deepstack: tuple[int, ...] = ()
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], output_size: int) -> QwenVisionSpec:
-        """From a ``vision_config``; output_size: of the decoder. Raises UnsupportedModelError for other towers."""
-        kind = config.get("model_type", "qwen2_vl")
-        common = {
-            "num_layers": config.get("depth", 32),
-            "num_heads": config.get("num_heads", 16),
-            "num_channels": config.get("in_channels", config.get("in_chans", 3)),
-            "patch_size": config.get("patch_size", 14),
-            "merge": config.get("spatial_merge_size", 2),
-            "frames": config.get("temporal_patch_size", 2),
-        }
-        if kind.startswith("qwen2_5_vl"):
-            return cls(
-                **common,
-                hidden_size=config.get("hidden_size", 3584),
-                intermediate_size=config.get("intermediate_size", 3420),
-                output_size=config.get("out_hidden_size", output_size),
-                activation=config.get("hidden_act", "silu"),
-                gated=True,
-                window=config.get("window_size", 112),
-                full_layers=tuple(config.get("fullatt_block_indexes", (7, 15, 23, 31))),
-            )
-        if kind.startswith("qwen2_vl"):
-            # Here `hidden_size` is the decoder's.
-            hidden_size = config.get("embed_dim", 1280)
-            return cls(
-                **common,
-                hidden_size=hidden_size,
-                intermediate_size=int(hidden_size * config.get("mlp_ratio", 4)),
-                output_size=config.get("hidden_size", output_size),
-                activation=config.get("hidden_act", "quick_gelu"),
-                gated=False,
-            )
-        if kind.startswith("qwen3_vl"):
-            return cls(
-                **{**common, "num_layers": config.get("depth", 27), "patch_size": config.get("patch_size", 16)},
-                hidden_size=config.get("hidden_size", 1152),
-                intermediate_size=config.get("intermediate_size", 4304),
-                output_size=config.get("out_hidden_size", 3584),
-                activation=config.get("hidden_act", "gelu_pytorch_tanh"),
-                gated=False,
-                num_positions=config.get("num_position_embeddings", 2304),
-                patch_bias=True,
-                deepstack=deepstack_layers(config),
-            )
-        raise UnsupportedModelError(
-            f"vision tower {kind!r} is not supported; supported are qwen2_vl, qwen2_5_vl and qwen3_vl"
-        )
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-
-def deepstack_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of Qwen3-VL's ``vision_config``: see `QwenVisionSpec.deepstack`."""
-    return tuple(config.get("deepstack_visual_indexes", (8, 16, 24)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +82,24 @@ class VisionAttention(nn.Module):
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.qkv = Linear(size, 3 * size, bias=True, dtype=dtype, device=device)
-        self.proj = Linear(size, size, bias=True, dtype=dtype, device=device)
+        self.qkv = Linear(size, 3 * size, bias=spec.bias, dtype=dtype, device=device)
+        self.proj = Linear(size, size, bias=spec.bias, dtype=dtype, device=device)
         self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.head_norms:
+            self.q_norm = RMSNorm(spec.head_size, spec.norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(spec.head_size, spec.norm_eps, dtype=dtype, device=device)
         self._num_heads = spec.num_heads
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[patches, hidden_size]`` to queries, keys and values side by side."""
-        return rotate_heads(self.qkv(x), self._num_heads, cos, sin)
+        qkv: Tensor = self.qkv(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            heads = qkv.view(len(qkv), 3, self._num_heads, -1)
+            for part, norm in enumerate((self.q_norm, self.k_norm)):
+                heads[:, part] = norm(heads[:, part].contiguous())
+        return rotate_heads(qkv, self._num_heads, cos, sin)
 
     def attended(self, qkv: Tensor, lengths: list[int], budget: StageBudget) -> Stages[Tensor]:
         """lengths: how many patches see each other, one group behind the other."""
@@ -205,7 +127,7 @@ class VisionMLP(nn.Module):
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size, inner = spec.hidden_size, spec.intermediate_size
-        kind: dict[str, Any] = {"bias": True, "dtype": dtype, "device": device}
+        kind: dict[str, Any] = {"bias": spec.bias, "dtype": dtype, "device": device}
         self._gated = spec.gated
         if spec.gated:
             self.gate_up_proj = GatedLinear(size, {"gate_proj": inner, "up_proj": inner}, spec.activation, **kind)
@@ -227,16 +149,11 @@ class VisionMLP(nn.Module):
         return output
 
 
-def _norm(spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
-    kind = RMSNorm if spec.gated else LayerNorm
-    return kind(spec.hidden_size, NORM_EPS, dtype=dtype, device=device)
-
-
 class VisionLayer(nn.Module):
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.norm1 = _norm(spec, dtype=dtype, device=device)
-        self.norm2 = _norm(spec, dtype=dtype, device=device)
+        self.norm1 = tower_norm(spec, dtype=dtype, device=device)
+        self.norm2 = tower_norm(spec, dtype=dtype, device=device)
         self.attn = VisionAttention(spec, dtype=dtype, device=device)
         self.mlp = VisionMLP(spec, dtype=dtype, device=device)
 
@@ -266,34 +183,6 @@ class VisionLayer(nn.Module):
         return output
 
 
-class PatchMerger(nn.Module):
-    """Squares of patches to embeddings. products: multiplications for each. Modules are named as checkpoints do it."""
-
-    def __init__(
-        self, spec: QwenVisionSpec, *, norms_squares: bool = False, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """norms_squares: the patches of a square are normed together, not each by itself."""
-        super().__init__()
-        size = spec.hidden_size * spec.merge**2
-        self.ln_q = (
-            LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
-            if norms_squares
-            else _norm(spec, dtype=dtype, device=device)
-        )
-        self._norms_squares = norms_squares
-        first = Linear(size, size, bias=True, dtype=dtype, device=device, act="gelu")
-        second = Linear(size, spec.output_size, bias=True, dtype=dtype, device=device)
-        self.mlp = nn.ModuleDict({"0": first, "2": second})
-        self._size = size
-        self.products = first.products + second.products
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
-        x = x.flatten(1) if self._norms_squares else x
-        output: Tensor = self.mlp["2"](self.mlp["0"](self.ln_q(x).view(-1, self._size)))
-        return output
-
-
 class QwenVisionTower(StagedVision):
     """Images of any size, or videos, to embeddings. Modules are named as checkpoints name them."""
 
@@ -304,7 +193,8 @@ class QwenVisionTower(StagedVision):
         # A dict puts the weight where checkpoints have it, under "patch_embed.proj".
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, dtype=dtype, device=device)})
         self.blocks = nn.ModuleList(VisionLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers))
-        self.merger = PatchMerger(spec, dtype=dtype, device=device)
+        merger = ConvolvingMerger if spec.convolves else PatchMerger
+        self.merger = merger(spec, dtype=dtype, device=device)
         self.pos_embed = PositionGrid(spec, dtype=dtype, device=device) if spec.num_positions else None
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(spec, norms_squares=True, dtype=dtype, device=device) for _ in spec.deepstack
@@ -391,7 +281,7 @@ class QwenVisionTower(StagedVision):
         merged = yield from self._merged(x, self.merger, budget)
         return torch.cat((merged, *of_layers), 1)[layout.back]
 
-    def _merged(self, x: Tensor, merger: PatchMerger, budget: StageBudget) -> Stages[Tensor]:
+    def _merged(self, x: Tensor, merger: PatchMerger | ConvolvingMerger, budget: StageBudget) -> Stages[Tensor]:
         return by_rows(merger, merger.products, budget, x.view(-1, self.spec.merge**2, x.shape[-1]))
 
     def _patches(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
@@ -412,7 +302,7 @@ class QwenVisionTower(StagedVision):
         merged = torch.cat(windows)
         order = (merged[:, None] * unit + torch.arange(unit)).flatten()
         row, column = (axis.repeat(deep)[order] for axis in self._rows_and_columns(down, across))
-        frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, spec.head_size // 2, 2).float() / (spec.head_size // 2))
+        frequencies = 1.0 / spec.theta ** (torch.arange(0, spec.head_size // 2, 2).float() / (spec.head_size // 2))
         cos, sin = patch_angles(row, column, frequencies, frequencies, device)
         return Layout(
             cos=cos,

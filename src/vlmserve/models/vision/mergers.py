@@ -1,0 +1,87 @@
+"""From squares of patches of a vision tower to embeddings. Modules are named as checkpoints name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
+from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.models.vision.qwen_spec import QwenVisionSpec
+
+_CONVOLVED_NORM_EPS = 1e-5
+
+
+def tower_norm(spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
+    """The kind of norm that a tower has for its patches."""
+    kind = RMSNorm if spec.gated else LayerNorm
+    return kind(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+
+
+class PatchMerger(nn.Module):
+    """Squares of patches to embeddings. products: multiplications for each."""
+
+    def __init__(
+        self, spec: QwenVisionSpec, *, norms_squares: bool = False, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """norms_squares: the patches of a square are normed together, not each by itself."""
+        super().__init__()
+        size = spec.hidden_size * spec.merge**2
+        self.ln_q = (
+            LayerNorm(size, spec.norm_eps, dtype=dtype, device=device)
+            if norms_squares
+            else tower_norm(spec, dtype=dtype, device=device)
+        )
+        self._norms_squares = norms_squares
+        first = Linear(size, size, bias=True, dtype=dtype, device=device, act="gelu")
+        second = Linear(size, spec.output_size, bias=True, dtype=dtype, device=device)
+        self.mlp = nn.ModuleDict({"0": first, "2": second})
+        self._size = size
+        self.products = first.products + second.products
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
+        x = x.flatten(1) if self._norms_squares else x
+        output: Tensor = self.mlp["2"](self.mlp["0"](self.ln_q(x).view(-1, self._size)))
+        return output
+
+
+class SquareConvolution(Linear):
+    """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``, by a convolution whose windows are the
+    squares."""
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        size = spec.hidden_size
+        super().__init__(size * spec.merge**2, spec.output_size, bias=True, dtype=dtype, device=device)
+        self.weight = empty_parameter(spec.output_size, size, spec.merge, spec.merge, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        # Element by element of all patches, as a convolution sees them.
+        return super().forward(x.transpose(1, 2).flatten(1), residual)
+
+
+class ConvolvingMerger(nn.Module):
+    """`PatchMerger` of GLM-4.1V (https://arxiv.org/abs/2507.01006) and GLM-OCR: a convolution, and a gated MLP behind
+    another projection."""
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size = spec.output_size
+        inner = size * spec.num_channels
+        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
+        self.post_layernorm = tower_norm(spec, dtype=dtype, device=device)
+        self.downsample = SquareConvolution(spec, dtype=dtype, device=device)
+        self.proj = Linear(size, size, **kind)
+        self.post_projection_norm = LayerNorm(size, _CONVOLVED_NORM_EPS, dtype=dtype, device=device)
+        self.gate_up_proj = GatedLinear(size, {"gate_proj": inner, "up_proj": inner}, spec.activation, **kind)
+        self.down_proj = Linear(inner, size, **kind)
+        self.products = sum(layer.products for layer in (self.downsample, self.proj, self.gate_up_proj, self.down_proj))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `PatchMerger.forward`."""
+        convolved = self.downsample(self.post_layernorm(x))
+        output: Tensor = self.down_proj(self.gate_up_proj(F.gelu(self.post_projection_norm(self.proj(convolved)))))
+        return output

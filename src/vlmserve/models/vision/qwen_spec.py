@@ -1,0 +1,156 @@
+"""The shapes of Qwen2-VL's vision tower and of those like it, as configs say them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenVisionSpec:
+    """The shape of a tower. patch_size: pixels; merge: patches along each side that become one embedding; frames: that
+    a patch is deep. window: pixels along each side within which patches attend to each other; None: all of the image.
+    full_layers: those without windows all the same. gated: an MLP with gates and norms without means. norm_eps: of
+    layers. bias: whether layers have biases. head_norms: whether queries and keys are normed, head by head. theta: the
+    base of the wavelengths. num_positions: of a square of learned embeddings that is resized to the image; 0: none.
+    patch_bias: whether the projection of patches has one. deepstack: the layers whose outputs are merged too, each for
+    one of the decoder's first layers (https://arxiv.org/abs/2406.04334). convolves: patches are merged by a convolution
+    with a gated MLP behind it.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_channels: int
+    patch_size: int
+    merge: int
+    frames: int
+    output_size: int
+    activation: str
+    gated: bool
+    norm_eps: float = 1e-6
+    bias: bool = True
+    head_norms: bool = False
+    theta: float = 10000.0
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    num_positions: int = 0
+    patch_bias: bool = False
+    deepstack: tuple[int, ...] = ()
+    convolves: bool = False
+
+    @classmethod
+    def from_config(cls, config: Config, output_size: int) -> QwenVisionSpec:
+        """From a ``vision_config``; output_size: of the decoder. Raises UnsupportedModelError for other towers,
+        ModelLoadError for impossible sizes."""
+        kind = config.get("model_type", "qwen2_vl")
+        read = next((read for prefix, read in KINDS.items() if kind.startswith(prefix)), None)
+        if read is None:
+            *others, last = KINDS
+            raise UnsupportedModelError(
+                f"vision tower {kind!r} is not supported; supported are {', '.join(others)} and {last}"
+            )
+        spec = cls(**read(config, output_size))
+        if spec.hidden_size % spec.num_heads or spec.head_size % 4:
+            raise ModelLoadError(
+                f"config.json: {spec.num_heads} heads do not divide the vision tower's width {spec.hidden_size} into "
+                "multiples of 4"
+            )
+        return spec
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+def deepstack_layers(config: Config) -> tuple[int, ...]:
+    """Of Qwen3-VL's ``vision_config``: see `QwenVisionSpec.deepstack`."""
+    return tuple(config.get("deepstack_visual_indexes", (8, 16, 24)))
+
+
+def _common(config: Config, *, layers: int = 32, patch_size: int = 14) -> dict[str, Any]:
+    """What all configs call by the same names; layers, patch_size: where they do not say."""
+    return {
+        "num_layers": config.get("depth", layers),
+        "num_heads": config.get("num_heads", 16),
+        "num_channels": config.get("in_channels", config.get("in_chans", 3)),
+        "patch_size": config.get("patch_size", patch_size),
+        "merge": config.get("spatial_merge_size", 2),
+        "frames": config.get("temporal_patch_size", 2),
+    }
+
+
+def _qwen2(config: Config, output_size: int) -> dict[str, Any]:
+    # Here `hidden_size` is the decoder's.
+    hidden_size = config.get("embed_dim", 1280)
+    return {
+        **_common(config),
+        "hidden_size": hidden_size,
+        "intermediate_size": int(hidden_size * config.get("mlp_ratio", 4)),
+        "output_size": config.get("hidden_size", output_size),
+        "activation": config.get("hidden_act", "quick_gelu"),
+        "gated": False,
+    }
+
+
+def _qwen25(config: Config, output_size: int) -> dict[str, Any]:
+    return {
+        **_common(config),
+        "hidden_size": config.get("hidden_size", 3584),
+        "intermediate_size": config.get("intermediate_size", 3420),
+        "output_size": config.get("out_hidden_size", output_size),
+        "activation": config.get("hidden_act", "silu"),
+        "gated": True,
+        "window": config.get("window_size", 112),
+        "full_layers": tuple(config.get("fullatt_block_indexes", (7, 15, 23, 31))),
+    }
+
+
+def _qwen3(config: Config, output_size: int) -> dict[str, Any]:
+    return {
+        **_common(config, layers=27, patch_size=16),
+        "hidden_size": config.get("hidden_size", 1152),
+        "intermediate_size": config.get("intermediate_size", 4304),
+        "output_size": config.get("out_hidden_size", 3584),
+        "activation": config.get("hidden_act", "gelu_pytorch_tanh"),
+        "gated": False,
+        "num_positions": config.get("num_position_embeddings", 2304),
+        "patch_bias": True,
+        "deepstack": deepstack_layers(config),
+    }
+
+
+def _glm_ocr(config: Config, output_size: int) -> dict[str, Any]:
+    return {
+        **_common(config, layers=24),
+        "hidden_size": config.get("hidden_size", 1024),
+        "intermediate_size": config.get("intermediate_size", 4096),
+        "output_size": config.get("out_hidden_size", 1536),
+        "activation": config.get("hidden_act", "silu"),
+        "gated": True,
+        "norm_eps": config.get("rms_norm_eps", 1e-5),
+        "bias": config.get("attention_bias", True),
+        "head_norms": True,
+        "theta": _theta(config),
+        "patch_bias": True,
+        "convolves": True,
+    }
+
+
+def _theta(config: Config) -> float:
+    return float((config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0)
+
+
+KINDS: Mapping[str, Callable[[Config, int], dict[str, Any]]] = {
+    "qwen2_vl": _qwen2,
+    "qwen2_5_vl": _qwen25,
+    "qwen3_vl": _qwen3,
+    "glm_ocr": _glm_ocr,
+}
+"""By what the model types of towers begin with: the fields of a spec from a config and the decoder's width."""

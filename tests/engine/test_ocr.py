@@ -1,0 +1,148 @@
+"""GLM-OCR against transformers, from the files of a checkpoint: the same token ids and pixels for conversations with
+images of any shape, and the same answers whatever else goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests.engine.test_parity import NEW_TOKENS, assert_no_further, engine_for, first_logits, generate, tight_cache
+from tests.engine.test_tiles import CONVERSATIONS, Oracle, user
+from tests.models.test_qwen_vision import patches
+from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr
+from vlmserve import LLM, SamplingParams
+from vlmserve.config import MediaConfig
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.types import Prompt
+
+pytestmark = [
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+
+MAKERS: dict[str, Callable[[Path], Path]] = {"GLM-OCR": make_glm_ocr}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = MAKERS[request.param](tmp_path_factory.mktemp("ocr"))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return Oracle(folder, model, RequestPreparer(folder, MediaConfig()), load_processor(folder))
+
+
+@pytest.fixture(scope="module")
+def prompts(oracle: Oracle) -> list[Prompt]:
+    return [oracle.prompt(message) for message in CONVERSATIONS]
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle) -> list[list[int]]:
+    return [oracle.greedy(message) for message in CONVERSATIONS]
+
+
+def test_prompts_pixels_and_grids_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
+    for message, prompt in zip(CONVERSATIONS, prompts, strict=True):
+        theirs = oracle.inputs(message)
+        assert prompt.token_ids == theirs["input_ids"][0].tolist()
+        if not prompt.images:
+            continue
+        rows = [patches(torch.tensor(span.image.pixels), oracle.model.config.vision_config) for span in prompt.images]
+        assert [span.image.grid for span in prompt.images] == [
+            (frames, down // 2, across // 2) for frames, down, across in theirs["image_grid_thw"].tolist()
+        ]
+        torch.testing.assert_close(torch.cat([own for own, _ in rows]), theirs["pixel_values"], atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
+    expected = torch.stack([oracle.model(**oracle.inputs(message)).logits[0, -1] for message in CONVERSATIONS])
+    assert expected.std(0).mean() > 0.1, "prompts differ"
+    actual = first_logits(engine_for(oracle, block_size=4), prompts)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [5, 2048])
+def test_tokens_are_those_of_transformers(
+    oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], budget: int
+) -> None:
+    assert len({tuple(answer) for answer in expected}) > 6, "answers that are alike would prove little"
+    engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
+    assert [generate(engine, [prompt])[0] for prompt in prompts] == expected
+    assert generate(engine, prompts) == expected
+    assert generate(engine_for(oracle, block_size=4), prompts[::-1]) == expected[::-1]
+
+
+def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    assert generate(tight, prompts) == expected
+    assert tight.stats().preemptions > 0
+
+
+def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle, prompts: list[Prompt]) -> None:
+    first = prompts[0]
+    [span] = first.images
+    other = oracle.prompt(user((40, 30), "Read it."))
+    assert other.images[0].image.key == span.image.key
+    # The token behind the image is the same, too.
+    end, size = next(
+        (end, size) for size in (4, 8, 16) if span.start < (end := (span.end + 1) // size * size) < span.end
+    )
+    engine = engine_for(oracle, block_size=size)
+    generate(engine, [first])
+    before = engine.stats().prefix_cached_tokens
+    assert generate(engine, [other]) == [oracle.greedy(user((40, 30), "Read it."))]
+    assert engine.stats().prefix_cached_tokens - before == end
+
+
+def test_a_further_turn_finds_the_images_of_the_first(oracle: Oracle) -> None:
+    turns = [user((40, 30), "What is this?"), {"role": "assistant", "content": [{"type": "text", "text": "a red"}]}]
+    turns.append(user("And", (64, 20), "?"))
+    engine = engine_for(oracle, block_size=4)
+    generate(engine, [oracle.prompt(turns[0])])
+    prompt = oracle.prompt(*turns)
+    assert prompt.token_ids == oracle.inputs(*turns)["input_ids"][0].tolist()
+    assert generate(engine, [prompt]) == [oracle.greedy(*turns)]
+    assert engine.stats().prefix_cached_tokens >= prompt.images[0].end - 4
+    assert engine.stats().images_encoded == 2
+
+
+@torch.inference_mode()
+def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
+    """As far from float32 as transformers' own bfloat16 is, and no further."""
+    inputs = [oracle.inputs(message) for message in CONVERSATIONS]
+    exact = torch.stack([oracle.model(**own).logits[0, -1] for own in inputs])
+    rounded = AutoModelForImageTextToText.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
+    theirs = torch.stack([rounded(**own).logits[0, -1].float() for own in inputs])
+    assert_no_further(first_logits(engine_for(oracle, dtype="bfloat16"), prompts), theirs, exact)
+
+
+def test_budgets_of_requests_and_of_the_server_are_those_of_the_processor(oracle: Oracle) -> None:
+    message = user((90, 50), "What?")
+    count = oracle.model.config.vision_config.to_dict().get("temporal_patch_size", 1)
+
+    def limited(**limits: Any) -> dict[str, Any]:
+        return {**message, "content": [{**message["content"][0], **limits}, *message["content"][1:]]}
+
+    def greedy(least: int, most: int) -> list[int]:
+        processor = load_processor(oracle.folder)
+        processor.image_processor.size = {"shortest_edge": count * least, "longest_edge": count * most}
+        return Oracle(oracle.folder, oracle.model, oracle.preparer, processor).greedy(message)
+
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB"}
+    asked = [[message], [limited(max_pixels=600)], [limited(max_tokens=20)], [limited(max_pixels=1500, max_tokens=9)]]
+    results = LLM(str(oracle.folder), **settings).chat(asked, params, use_tqdm=False)
+    expected = [greedy(BOUNDS[0], most) for most in (BOUNDS[1], 600, 20 * 64, 9 * 64)]
+    assert [result.outputs[0].token_ids for result in results] == expected
+    lengths = [len(result.prompt_token_ids) for result in results]
+    assert lengths[0] > lengths[2] > lengths[1] > lengths[3] - 1
+    bounded = LLM(str(oracle.folder), mm_processor_kwargs={"max_pixels": 600}, **settings)
+    [result] = bounded.chat([message], params, use_tqdm=False)
+    assert result.outputs[0].token_ids == expected[1]

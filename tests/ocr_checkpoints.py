@@ -1,0 +1,85 @@
+"""Small random checkpoints of GLM-OCR with all the files that a server needs, and transformers' processor for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import GlmOcrConfig, GlmOcrForConditionalGeneration, PreTrainedTokenizerFast
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
+
+from tests.checkpoints import TEXT, save_model, write_tokenizer
+
+BOUNDS = (16 * 16, 48 * 48)
+"""Pixels of an image at least and at most."""
+GLM_TEMPLATE = (
+    "[gMASK]<sop>{% for message in messages %}<|{{ message.role }}|>\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|begin_of_image|><|image|><|end_of_image|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+_GLM_TOKENS = (
+    "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+    "<|end_of_video|>", "<|image|>", "<|video|>",
+)  # fmt: skip
+
+
+def make_glm_ocr(folder: Path, *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None) -> Path:
+    """GLM-OCR in `folder`, whose embeddings are 8 pixels wide, with tensors of a layer that predicts further tokens;
+    text, vision: fields of its configs."""
+    tokenizer = _with_tokens(folder, _GLM_TOKENS)
+    (folder / "chat_template.jinja").write_text(GLM_TEMPLATE)
+    tokens = {
+        "image": "image", "video": "video", "image_start": "begin_of_image", "image_end": "end_of_image",
+        "video_start": "begin_of_video", "video_end": "end_of_video",
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0}
+    own = {**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, "head_dim": 16, "rope_parameters": rope}
+    tower = {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": TEXT["hidden_size"], "initializer_range": 0.15,
+    }  # fmt: skip
+    config = GlmOcrConfig(
+        text_config={**own, **(text or {})},
+        vision_config={**tower, **(vision or {})},
+        **{f"{name}_token_id": tokenizer.token_to_id(f"<|{token}|>") for name, token in tokens.items()},
+    )
+    save_model(folder, GlmOcrForConditionalGeneration, config)
+    path = folder / "model.safetensors"
+    further = f"model.language_model.layers.{TEXT['num_hidden_layers']}."
+    unused = {f"{further}eh_proj.weight": torch.randn(48, 96), f"{further}input_layernorm.weight": torch.ones(48)}
+    save_file({**load_file(path), **unused}, path, metadata={"format": "pt"})
+    settings = {
+        "image_processor_type": "Glm46VImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+        "size": {"shortest_edge": 2 * BOUNDS[0], "longest_edge": 2 * BOUNDS[1]},
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "processor_class": "Glm46VProcessor"}))
+    return folder
+
+
+def _with_tokens(folder: Path, tokens: tuple[str, ...]) -> Tokenizer:
+    tokenizer = write_tokenizer(folder, takes_images=False)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+class GlmImages(Glm46VProcessor):
+    """Without its part for videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        return argument and super().check_argument_for_proper_class(argument_name, argument)
+
+
+def load_processor(folder: Path) -> Any:
+    """transformers' processor."""
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    del settings["image_processor_type"], settings["processor_class"]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return GlmImages(Glm46VImageProcessorPil(**settings), tokenizer, chat_template=GLM_TEMPLATE)
