@@ -16,6 +16,7 @@ from vlmserve.devices.choice import open_device
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import Description, vision_family
+from vlmserve.quant.memory import weight_bytes
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.steps import NewRequest, SchedulerOutput
 from vlmserve.types import ImageInput, ImagePlacement, SamplingParams
@@ -125,7 +126,8 @@ def _random_model(device: torch.device, sizes: Sizes, config: Config) -> LoadedM
     random_weights(modules, on)
     return LoadedModel(
         architecture=architecture, language_model=decoder, vision=vision, image_token_id=5, end_token_ids=frozenset(),
-        max_position=spec.max_position, dtype=dtype, device=on, backend=backend, num_parameters=0, identity=b"",
+        max_position=spec.max_position, dtype=dtype, device=on, backend=backend, num_parameters=0,
+        weight_bytes=weight_bytes(modules), identity=b"",
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from vlmserve.layers.operations import Epilogue, arrange_layers
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.quant.memory import weight_bytes
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
 from vlmserve.runner.runner import ModelRunner, RunningStep
@@ -242,7 +243,8 @@ def random_model(device: torch.device, sizes: Sizes, scheme: str, *, eager: bool
     random_weights(modules, on, None if scheme == "none" else few)
     return LoadedModel(
         architecture="random", language_model=decoder, vision=None, image_token_id=None, end_token_ids=frozenset(),
-        max_position=spec.max_position, dtype=dtype, device=on, backend=backend, num_parameters=0, identity=b"",
+        max_position=spec.max_position, dtype=dtype, device=on, backend=backend, num_parameters=0,
+        weight_bytes=weight_bytes(modules), identity=b"",
     )  # fmt: skip
 
 

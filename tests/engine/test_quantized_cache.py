@@ -107,7 +107,7 @@ def test_it_takes_less_memory_and_the_log_says_how_much(
     # Whole tiles of 16 columns, where native kernels compute.
     columns = -(-spec.attention[0].head_size // 16) * 16 if kernels == "native" else spec.attention[0].head_size
     bytes_per_token = sum(layer.num_kv_heads * (layer.head_size + columns + 2 * 4) for layer in spec.attention)
-    assert lines[1] == f"KV cache: {blocks[1]} blocks of 16 tokens, int8, {bytes_per_token} bytes a token"
+    assert lines[1].startswith(f"KV cache: {blocks[1]} blocks of 16 tokens, int8, {bytes_per_token} bytes a token; ")
     assert "float32" in lines[0]
     assert blocks[1] == 2**20 // (16 * bytes_per_token) > 2 * blocks[0]
 

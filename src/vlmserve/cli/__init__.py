@@ -318,13 +318,21 @@ def quantize(
     engine: EngineConfig,
     how: QuantizeConfig,
     model: Annotated[str, typer.Argument(help="Local folder or Hugging Face repository id.")],
-    out: Annotated[Path, typer.Argument(help="A new folder, or an unfinished one to go on with.")],
+    out: Annotated[Path | None, typer.Argument(help="A new folder, or an unfinished one to go on with.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much memory the model would take.")] = False,
 ) -> None:
     """Write a checkpoint with its weights in 8 or 4 bits.
 
     For example: vlmserve quantize MODEL OUT --method gptq --bits 4. All commands load the folder like any other. With 8
     bits, or with --symmetric, it is in the compressed-tensors format, which other servers read as well.
     """
+    if dry_run:
+        from vlmserve.cli.estimate import show_estimate
+
+        show_estimate(engine, how)
+        return
+    if out is None:
+        raise ConfigurationError("say where to write: vlmserve quantize MODEL OUT")
     from vlmserve.cli.quantize import run_quantize
 
     run_quantize(engine, how, out)

@@ -80,7 +80,11 @@ class CpuDevice(TorchDevice):
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
         """See `Device.cache_budget`. A share of what is free, whatever `fraction` says; pages that are never written
         take no memory, so nothing is reserved."""
-        return int(psutil.virtual_memory().available * CACHE_SHARE)
+        return self.expected_cache(fraction, 0)
+
+    def expected_cache(self, fraction: float, weights: int) -> int:
+        """See `Device.expected_cache`."""
+        return int((psutil.virtual_memory().available - weights) * CACHE_SHARE)
 
 
 def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:

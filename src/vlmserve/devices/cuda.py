@@ -147,6 +147,11 @@ class CudaDevice(TorchDevice):
             )  # fmt: skip
         return min(wanted, self._free_before) - peak - beside_torch - reserved
 
+    def expected_cache(self, fraction: float, weights: int) -> int:
+        """See `Device.expected_cache`."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return min(int(total * fraction), free) - weights
+
 
 class TritonDevice(CudaDevice):
     """A GPU by kernels in Triton, where these can do what a layer does, and graphs of whole steps of decodes."""

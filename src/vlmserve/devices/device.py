@@ -129,6 +129,10 @@ class Device(Operations, Protocol):
         """
         ...
 
+    def expected_cache(self, fraction: float, weights: int) -> int:
+        """As `cache_budget`, before so many bytes of weights are loaded; what a step takes is not counted."""
+        ...
+
 
 class EagerExecutor:
     """Runs layers one by one. A `LayerExecutor`."""

@@ -113,6 +113,10 @@ class TorchDevice:
         """See `Device.cache_budget`."""
         raise NotImplementedError
 
+    def expected_cache(self, fraction: float, weights: int) -> int:
+        """See `Device.expected_cache`."""
+        raise NotImplementedError
+
 
 class MpsDevice(TorchDevice):
     """Apple GPUs."""
@@ -124,3 +128,7 @@ class MpsDevice(TorchDevice):
         torch.mps.synchronize()
         held = torch.mps.driver_allocated_memory()
         return int(torch.mps.recommended_max_memory() * fraction) - held - reserved
+
+    def expected_cache(self, fraction: float, weights: int) -> int:
+        """See `Device.expected_cache`."""
+        return int(torch.mps.recommended_max_memory() * fraction) - weights

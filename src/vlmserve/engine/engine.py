@@ -55,6 +55,8 @@ from vlmserve.types import (
 
 logger = logging.getLogger(__name__)
 
+USUAL_TOKENS = 2048
+"""Of the requests that the log counts, prompt and answer together."""
 _LOAD_WAIT = 0.05
 """Seconds that an engine without other work waits for an adapter, before it looks whether it got other work."""
 
@@ -105,9 +107,11 @@ class Engine(BaseEngine):
         """followers: all other ranks; None: there are none."""
         language_model = model.language_model
         block_bytes, num_blocks, num_host_blocks, max_model_len = cache_sizes(config, model)
+        length = min(USUAL_TOKENS, max_model_len)
         logger.info(
-            "KV cache: %d blocks of %d tokens, %s, %d bytes a token",
+            "KV cache: %d blocks of %d tokens, %s, %d bytes a token; %.1f MB for 1,000, room for %d requests of %d",
             num_blocks, config.block_size, _cache_type(config, model), block_bytes // config.block_size,
+            block_bytes / config.block_size / 1e3, num_blocks // -(-length // config.block_size), length,
         )  # fmt: skip
         self._config = config
         self._grammars = grammar_compiler(config, folder, language_model.vocab_size)

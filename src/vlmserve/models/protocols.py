@@ -151,9 +151,9 @@ class LoadedModel:
 
     end_token_ids: token ids that end an answer, from generation_config.json or config.json.
     image_token_id: the placeholder, if the model takes images. max_position: the longest context its positions allow.
-    identity: the digest of `model_identity`. cross: of a decoder that attends to images by cross-attention, so that
-    their embeddings stand in no prompt. adaptable: for adapters; None: its implementation takes none. ranks: that share
-    the decoder; None: all of it is here.
+    weight_bytes: memory of the weights. identity: the digest of `model_identity`. cross: of a decoder that attends to
+    images by cross-attention, so that their embeddings stand in no prompt. adaptable: for adapters; None: its
+    implementation takes none. ranks: that share the decoder; None: all of it is here.
     """
 
     architecture: str
@@ -166,6 +166,7 @@ class LoadedModel:
     device: Device
     backend: AttentionBackend
     num_parameters: int
+    weight_bytes: int
     identity: bytes
     cross: CrossEncoder | None = None
     adaptable: AdaptableModel | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
@@ -132,6 +132,16 @@ def save_quantized(
     return writer.finish()
 
 
+def check_groups(model: nn.Module, config: QuantizationConfig) -> None:
+    """Raises ConfigurationError for a layer whose inputs are not whole groups, and what `choose_layers` raises."""
+    for path, module, width in choose_layers(model, config):
+        if width == 4 and module.in_features % config.group_size:
+            raise ConfigurationError(
+                f"{path} has {module.in_features} inputs, which groups of {config.group_size} do not divide: choose "
+                "another group size, or 8 bits or none for this layer"
+            )
+
+
 def _plan(
     description: Description, checkpoint: Checkpoint, config: QuantizationConfig
 ) -> tuple[dict[str, int], list[str], bool]:
@@ -140,13 +150,9 @@ def _plan(
         spec = description.spec(checkpoint)
         model = description.build(spec, TorchReference(), dtype=torch.float32, device=torch.device("meta")).modules
     merge_as_stored(model, checkpoint.names)
+    check_groups(model, config)
     bits: dict[str, int] = {}
     for path, module, width in choose_layers(model, config):
-        if width == 4 and module.in_features % config.group_size:
-            raise ConfigurationError(
-                f"{path} has {module.in_features} inputs, which groups of {config.group_size} do not divide: choose "
-                "another group size, or 8 bits or none for this layer"
-            )
         bits |= dict.fromkeys(weight_names(path, module), width)
     if not bits:
         raise ConfigurationError("no layer is left to quantize; give some of them int8 or int4")

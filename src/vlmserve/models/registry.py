@@ -41,7 +41,8 @@ from vlmserve.models.transformers_backend import TransformersCheckpoint, Transfo
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.quant.formats.stored import OLD_FILES, stored_layouts
-from vlmserve.quant.model import quantize
+from vlmserve.quant.memory import weight_bytes
+from vlmserve.quant.model import log_expected_memory, quantize
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def _load(
     with description.errors():
         spec = description.spec(checkpoint)
         layouts = stored_layouts(packed) if packed else []
-        stated = dtype or _stated_dtype(config, text_config) or checkpoint.dtype()
+        stated = dtype or description.dtype(checkpoint)
         on, wanted = open_device(device, kernels, stated, automatic=dtype is None)
         own = spec if ranks is None else share_of(spec, ranks)
         bidirectional = spec.bidirectional is not None
@@ -134,6 +135,9 @@ def _load(
         whole = model if ranks is None else description.build(spec, backend, dtype=wanted, device=META).modules
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     del whole
+    as_files_say = packed or language_model(folder) is not None
+    logs = logger.isEnabledFor(logging.INFO)
+    expected = log_expected_memory(model, on, quantization) if logs and not as_files_say else None
     filled = load_packed(checkpoint, model, layouts) if packed else set()
     if language_model(folder) is not None and on.keeps_packed and dtype != torch.float32 and quantization is None:
         load_blocks(checkpoint, model, on, unsettled=decoder.interleaved())
@@ -143,6 +147,9 @@ def _load(
         quantize(model, quantization)
     arrange_layers(model, on)
     return_free_memory()
+    size = weight_bytes(model)
+    said = "" if expected is None else f"; {expected / 1e6:.1f} MB were expected"
+    logger.info("weights: %.1f MB in memory%s", size / 1e6, said)
     return LoadedModel(
         architecture=description.architecture,
         language_model=decoder,
@@ -154,6 +161,7 @@ def _load(
         device=on,
         backend=backend,
         num_parameters=num_parameters,
+        weight_bytes=size,
         identity=model_identity(folder, implementation="vlmserve", dtype=wanted, quantization=quantization),
         cross=cross,
         adaptable=AdaptableModel(model, checkpoint, layouts, quantization, wanted, device)
@@ -221,6 +229,14 @@ class Description:
             if (self.folder / name).is_file():
                 return {"quant_method": method, **read_json(self.folder / name)}
         return None
+
+    def dtype(self, checkpoint: Checkpoint) -> torch.dtype:
+        """The type in which the weights are meant to be computed with."""
+        for source in (self.config, self.text_config):
+            for key in ("dtype", "torch_dtype"):
+                if (name := str(source.get(key)).removeprefix("torch.")) in DTYPES:
+                    return DTYPES[name]
+        return checkpoint.dtype()
 
     def rename(self, name: str) -> str:
         """From a tensor's name in the files to its canonical one."""
@@ -312,6 +328,7 @@ def _load_with_transformers(
         device=on,
         backend=model.backend,
         num_parameters=theirs.num_parameters(),
+        weight_bytes=sum(parameter.nbytes for parameter in theirs.parameters()),
         identity=model_identity(folder, implementation="transformers", dtype=wanted, quantization=None),
     )
 
@@ -362,14 +379,6 @@ def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: C
     if spec.tied_embeddings and embeddings in checkpoint.names:
         return replace(spec, tied_embeddings=torch.equal(checkpoint.read(head), checkpoint.read(embeddings)))
     return spec
-
-
-def _stated_dtype(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> torch.dtype | None:
-    for source in (config, text_config):
-        for key in ("dtype", "torch_dtype"):
-            if (name := str(source.get(key)).removeprefix("torch.")) in DTYPES:
-                return DTYPES[name]
-    return None
 
 
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import get_args
 
 from torch import nn
 
-from vlmserve.config import QuantizationConfig
+from vlmserve.config import QuantizationConfig, Scheme
+from vlmserve.devices.device import Device
 from vlmserve.errors import ConfigurationError
-from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
+from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.parallel import RowParallelLinear
+from vlmserve.quant.memory import expected_bytes, own_bytes
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 logger = logging.getLogger(__name__)
@@ -26,10 +29,10 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
     Raises ConfigurationError for an override that fits no layer, and for groups that are divided among ranks.
     """
     chosen = {name: (module, bits) for name, module, bits in choose_layers(model, config)}
-    rest = sum(_num_bytes(module) for name, module in model.named_modules() if name not in chosen)
+    rest = sum(own_bytes(module) for name, module in model.named_modules() if name not in chosen)
     before = after = 0
     for name, (module, bits) in chosen.items():
-        before += _num_bytes(module)
+        before += own_bytes(module)
         # A patch embedding has the shape of a convolution.
         weight = module.weight.data.flatten(1)
         split = module if isinstance(module, RowParallelLinear) else None
@@ -43,7 +46,7 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
             largest=None if split is None else split.ranks.largest,
         )
         module.quantize(rounded)
-        after += _num_bytes(module)
+        after += own_bytes(module)
     widths = {name: bits for name, (_, bits) in chosen.items()}
     logger.info(
         "weights: %.1f MB before quantization, %.1f MB after; %d layers have 8 bits, %d have 4",
@@ -53,6 +56,31 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
         sum(width == 4 for width in widths.values()),
     )
     return widths
+
+
+def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
+    """Bytes that a model's weights will take on a device; config: None if they stay plain.
+
+    model: its weights need not be loaded. Raises what `choose_layers` raises.
+    """
+    bits = {} if config is None else {name: width for name, _, width in choose_layers(model, config)}
+    return expected_bytes(model, device, bits, QuantizationConfig().group_size if config is None else config.group_size)
+
+
+def log_expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
+    """Say how much memory a model's weights will take, beside what they would by each scheme. Returns bytes."""
+    usual = config or QuantizationConfig()
+    expected = expected_memory(model, device, config)
+    others = {
+        scheme: expected_memory(model, device, usual.model_copy(update={"scheme": scheme, "overrides": {}}))
+        for scheme in get_args(Scheme)
+    }
+    logger.info(
+        "weights: %.1f MB are expected; %s",
+        expected / 1e6,
+        ", ".join(f"--quantize {scheme}: {size / 1e6:.1f} MB" for scheme, size in others.items()),
+    )
+    return expected
 
 
 def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, int]]:
@@ -82,10 +110,3 @@ def _check_groups(name: str, module: RowParallelLinear, group_size: int) -> None
             f"--tensor-parallel-size {module.ranks.size}: each rank has {module.in_features} inputs of {name}, which "
             f"groups of {group_size} do not divide: choose a smaller --quantize-group-size, or int8 for this layer"
         )
-
-
-def _num_bytes(module: nn.Module) -> int:
-    """Memory of a module's own parameters, without those of modules inside it."""
-    if isinstance(module, Weight):
-        return module.num_bytes
-    return sum(parameter.nbytes for parameter in module.parameters(recurse=False))

@@ -1,0 +1,62 @@
+"""How much memory a checkpoint will take, from its configuration and the shapes of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vlmserve.config import QuantizationConfig
+from vlmserve.devices.choice import open_device
+from vlmserve.errors import ConfigurationError
+from vlmserve.models.gguf.pair import language_model
+from vlmserve.models.registry import META, Description
+from vlmserve.models.weights import Checkpoint
+from vlmserve.quant.model import expected_memory
+
+BLOCK_SIZE = 16
+"""Tokens of the block of keys and values that is measured."""
+
+
+class MemoryEstimate:
+    """The memory of a checkpoint that is not loaded, on a device by its kernels (see `check_kernels`).
+
+    folder: in Hugging Face layout, not quantized. quantized_cache: keys and values are stored in 8 bits.
+    dtype: in which the model would run. max_position: the longest context.
+    Raises what `load_model` raises, and ConfigurationError for a checkpoint whose files say how it is quantized.
+    """
+
+    def __init__(
+        self, folder: Path, device: torch.device, kernels: str = "auto", *, quantized_cache: bool = False
+    ) -> None:
+        if language_model(folder) is not None:
+            raise ConfigurationError(f"{folder} is a GGUF file, whose weights are quantized already")
+        description = Description.read(folder)
+        if description.quantization:
+            raise ConfigurationError(f"{folder} is quantized already")
+        checkpoint = Checkpoint(folder, description.rename)
+        with description.errors():
+            spec = description.spec(checkpoint)
+            self.device, self.dtype = open_device(device, kernels, description.dtype(checkpoint), automatic=True)
+            backend = self.device.attention(
+                spec.attention,
+                self.dtype,
+                bidirectional=spec.bidirectional is not None,
+                quantized_cache=quantized_cache,
+            )
+            parts = description.build(spec, backend, dtype=self.dtype, device=META)
+        self.model, self._decoder = parts.modules, parts.language_model
+        self.max_position = spec.max_position
+
+    @property
+    def token_bytes(self) -> float:
+        """Of the keys and values of a token."""
+        return self._decoder.cache_bytes_per_block(BLOCK_SIZE) / BLOCK_SIZE
+
+    def weights(self, config: QuantizationConfig | None) -> int:
+        """Bytes of the weights; config: how they are quantized; None: they are not."""
+        return expected_memory(self.model, self.device, config)
+
+    def cache(self, weights: int, fraction: float) -> int:
+        """Bytes that the KV cache can take beside so many bytes of weights; fraction: `memory_fraction`."""
+        return max(0, self.device.expected_cache(fraction, weights))

@@ -1,0 +1,84 @@
+"""How much memory weights take: before they are loaded, and once they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from vlmserve.devices.device import Device
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
+
+OUTPUTS = 256
+"""Outputs of a layer that a device is asked about. Kernels take tiles of fewer, so that all of it takes a multiple."""
+
+
+def own_bytes(module: nn.Module) -> int:
+    """Memory of a module's own parameters, in whatever form they are, without those of modules inside it."""
+    sizes = {name: parameter.nbytes for name, parameter in module.named_parameters(recurse=False)}
+    if isinstance(module, Weight):
+        sizes["weight"] = module.num_bytes
+    return sum(sizes.values())
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory that a model's weights take."""
+    return sum(own_bytes(module) for module in model.modules())
+
+
+def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], group_size: int) -> int:
+    """Memory that a model's weights will take on a device, which is asked how it stores some outputs of each kind.
+
+    model: its weights need not be loaded. bits: of the layers that will be quantized, by name. group_size: of 4 bits.
+    """
+    sizes = _Sizes(device, group_size)
+    total = 0
+    for name, module in model.named_modules():
+        total += own_bytes(module)
+        if isinstance(module, Weight):
+            total += sizes.of(module, bits.get(name)) - module.num_bytes
+    return total
+
+
+class _Sizes:
+    """Bytes of weights as a device stores them."""
+
+    def __init__(self, device: Device, group_size: int) -> None:
+        self._device, self._group_size = device, group_size
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def of(self, module: Weight, bits: int | None) -> int:
+        """Bytes of a layer's weight. bits: None if it stays plain."""
+        pieces, rest = divmod(module.out_features, OUTPUTS)
+        return pieces * self._stored(module, OUTPUTS, bits) + self._stored(module, rest, bits)
+
+    def _stored(self, module: Weight, outputs: int, bits: int | None) -> int:
+        """As `of`, if the layer had so many outputs."""
+        if not outputs:
+            return 0
+        bias = module.bias is not None if isinstance(module, Linear) else False
+        epilogue = module.epilogue if isinstance(module, Linear) else None
+        key = (epilogue, bias, module.in_features, outputs, bits, module.dtype)
+        if key not in self._known:
+            on = self._device.torch_device
+            weight = self._example(outputs, module.in_features, bits, module.dtype)
+            if isinstance(module, TiedEmbedding):
+                self._known[key] = self._device.table(weight, module.dtype).num_bytes
+            else:
+                assert isinstance(module, Linear)
+                zeros = torch.zeros(outputs, dtype=module.dtype, device=on) if bias else None
+                self._known[key] = self._device.linear(weight, zeros, module.epilogue, module.dtype).num_bytes
+        return self._known[key]
+
+    def _example(
+        self, outputs: int, inputs: int, bits: int | None, dtype: torch.dtype
+    ) -> torch.Tensor | QuantizedWeight:
+        on = self._device.torch_device
+        if bits is None:
+            return torch.zeros(outputs, inputs, dtype=dtype, device=on)
+        group_size = inputs if bits == 8 else self._group_size
+        scales = torch.zeros(outputs, -(-inputs // group_size), device=on)
+        values = torch.zeros(outputs, inputs, dtype=torch.uint8, device=on)
+        return QuantizedWeight(bits, group_size, values, scales, scales)
