@@ -232,6 +232,11 @@ class QuantizationConfig(Settings):
         """Whether anything is to be quantized."""
         return any(scheme != "none" for scheme in (self.scheme, *self.overrides.values()))
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether that takes data."""
+        return self.wanted and self.method != "rtn"
+
 
 class EngineConfig(Settings):
     """The model and its memory."""
@@ -258,6 +263,16 @@ class EngineConfig(Settings):
     quantize_group_size: Literal[32, 64, 128] = Field(32, description="int4: size of the groups that share a scale.")
     quantize_symmetric: bool = Field(False, description="int4: symmetric quantization, without zero points.")
     quantize_vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
+    quantize_method: QuantizeMethod = Field(
+        "rtn",
+        description="rtn rounds to nearest; the others calibrate with data at the first start, and keep the result.",
+    )
+    quantize_calibration: str | None = Field(
+        None, description="Prompts to calibrate with: a file (JSONL) or a folder of images; default: what comes along."
+    )
+    quantize_calibration_tokens: int = Field(
+        16384, ge=1, description="Tokens to calibrate with, those of images included."
+    )
     quantize_overrides: tuple[str, ...] = Field(
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
     )
@@ -349,6 +364,7 @@ class EngineConfig(Settings):
             "group_size": self.quantize_group_size,
             "symmetric": self.quantize_symmetric,
             "vision": self.quantize_vision,
+            "method": self.quantize_method,
             "overrides": overrides,
         }
         return read_settings(QuantizationConfig, values, lambda name: f"--quantize-{name}")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from vlmserve.calibration.prompts import calibration_prompts
-from vlmserve.calibration.run import Calibration
+from vlmserve.calibration.quantizing import quantize_checkpoint
 from vlmserve.calibration.settings import QuantizeConfig
-from vlmserve.config import EngineConfig, MediaConfig, read_settings
+from vlmserve.config import EngineConfig
 from vlmserve.engine.loading import set_threads
-from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
-from vlmserve.models.quantized import Saving, save_quantized
 
 NOTES_SHOWN = 8
 
@@ -33,7 +29,7 @@ def run_quantize(engine: EngineConfig, how: QuantizeConfig, out: Path) -> None:
         def show(done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total)
 
-        saving, notes = _quantize(folder, engine, how, out, show)
+        saving, notes = quantize_checkpoint(folder, out, how, engine.kernels, show)
     for note in notes[:NOTES_SHOWN]:
         console.print(note, highlight=False, soft_wrap=True)
     if len(notes) > NOTES_SHOWN:
@@ -44,15 +40,3 @@ def run_quantize(engine: EngineConfig, how: QuantizeConfig, out: Path) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _quantize(
-    folder: Path, engine: EngineConfig, how: QuantizeConfig, out: Path, show: Callable[[int, int], None]
-) -> tuple[Saving, list[str]]:
-    if how.method == "rtn":
-        return save_quantized(folder, out, how.quantization, show), []
-    preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
-    prompts = calibration_prompts(how.calibration, preparer, how.calibration_tokens)
-    run = Calibration(folder, out, how.quantization, prompts, image_weight=how.image_weight, kernels=engine.kernels)
-    result = run.run(show)
-    return result.saving, result.notes

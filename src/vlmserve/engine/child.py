@@ -21,11 +21,14 @@ them, as does torch in a cache above it, so that memory grows by 700 MB over tho
 200 MB, and products are as fast."""
 
 
-def exit_with_parent(directory: Path) -> None:
-    """Block until the parent's end of standard input closes, then remove what it left and leave without further ado."""
+def exit_with_parent(directory: Path | None = None) -> None:
+    """Block until the parent's end of standard input closes, then remove what it left and leave without further ado.
+
+    directory: what it left; None: nothing."""
     while os.read(sys.stdin.fileno(), 1024):
         pass
-    shutil.rmtree(directory, ignore_errors=True)
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 

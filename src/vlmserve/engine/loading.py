@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from vlmserve.config import EngineConfig
+from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
 from vlmserve.devices.choice import find_device
 from vlmserve.devices.ranks import device_of_rank
 from vlmserve.engine.base import context_length
+from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.hub import resolve_model
@@ -33,12 +34,16 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
     if ranks is None and config.tensor_parallel_size > 1:
         raise ConfigurationError("--tensor-parallel-size is for engines: this runs a model on one device")
     set_threads(config.num_threads, config.tensor_parallel_size)
+    folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
+    quantization: QuantizationConfig | None = config.quantization
+    if config.quantization.calibrates:
+        folder, quantization = calibrated_copy(config, folder), None
     return load_model(
-        resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder,
+        folder,
         device=find_device(config.device) if ranks is None else rank_device(config, ranks.rank),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         kernels=config.kernels,
-        quantization=config.quantization,
+        quantization=quantization,
         implementation=config.model_impl,
         quantized_cache=config.kv_cache_dtype == "int8",
         ranks=ranks,

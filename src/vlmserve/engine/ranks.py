@@ -19,6 +19,7 @@ import torch
 
 from vlmserve.config import EngineConfig
 from vlmserve.devices.ranks import join, meeting_place
+from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.engine.child import child_environment, socket_directory
 from vlmserve.engine.loading import rank_device, set_threads
 from vlmserve.engine.messages import Failure
@@ -50,6 +51,8 @@ class RankProcesses:
                 raise ConfigurationError(f"{flag} is for models on one device: leave --tensor-parallel-size out")
         size, device = config.tensor_parallel_size, rank_device(config, 0)
         folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
+        if config.quantization.calibrates:
+            calibrated_copy(config, folder)  # before ranks wait for each other
         directory = socket_directory()
         self._processes = [_Process(config, folder, directory, rank) for rank in range(1, size)]
         self._close = weakref.finalize(self, _end, self._processes, directory)

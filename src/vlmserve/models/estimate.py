@@ -8,8 +8,6 @@ import torch
 
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
-from vlmserve.errors import ConfigurationError
-from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.registry import META, Description
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.model import expected_memory
@@ -23,17 +21,13 @@ class MemoryEstimate:
 
     folder: in Hugging Face layout, not quantized. quantized_cache: keys and values are stored in 8 bits.
     dtype: in which the model would run. max_position: the longest context.
-    Raises what `load_model` raises, and ConfigurationError for a checkpoint whose files say how it is quantized.
+    Raises what `load_model` raises, and ConfigurationError for a checkpoint that is quantized already.
     """
 
     def __init__(
         self, folder: Path, device: torch.device, kernels: str = "auto", *, quantized_cache: bool = False
     ) -> None:
-        if language_model(folder) is not None:
-            raise ConfigurationError(f"{folder} is a GGUF file, whose weights are quantized already")
-        description = Description.read(folder)
-        if description.quantization:
-            raise ConfigurationError(f"{folder} is quantized already")
+        description = Description.read_plain(folder)
         checkpoint = Checkpoint(folder, description.rename)
         with description.errors():
             spec = description.spec(checkpoint)

@@ -20,6 +20,8 @@ from vlmserve.models.gguf.tensors import GGUFFile
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 INDEX_NAMES = (SAFETENSORS_INDEX, "pytorch_model.bin.index.json")
 PICKLES = (".bin", ".pth", ".pt")
+WEIGHT_FILES = {".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", *PICKLES}
+"""How the names of files with weights end, whichever library reads them."""
 
 
 class Slice(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,8 +19,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.linear import Linear
-from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX
-from vlmserve.models.gguf.pair import language_model
+from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX, WEIGHT_FILES
 from vlmserve.models.identity import stored_tensors
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
@@ -28,7 +28,6 @@ from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
 
 HEAD, TABLE = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
-WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,7 @@ class QuantizedFolder:
     """
 
     def __init__(self, folder: Path, out: Path, config: QuantizationConfig) -> None:
-        if (file := language_model(folder)) is not None:
-            raise ConfigurationError(f"{file} is a GGUF file: quantize the checkpoint that it was made of")
-        self.description = Description.read(folder)
-        if self.description.quantization:
-            raise ConfigurationError(f"{folder} is quantized already")
+        self.description = Description.read_plain(folder)
         self.checkpoint = Checkpoint(folder, self.description.rename)
         self.out = out
         self.bits, self._plain, self._tied = _plan(self.description, self.checkpoint, config)
@@ -79,9 +74,21 @@ class QuantizedFolder:
         return {self.names[name].removesuffix("weight") + part: tensor for part, tensor in parts.items()}
 
     def write(self, file_name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-        """Write a file, which is there whole or not at all. about: what else it says."""
+        """Write a file, which is there whole or not at all. about: what else it says.
+
+        Raises ConfigurationError for a disk that is full.
+        """
         partial = self.out / f"{file_name}.partial"
-        save_file(dict(tensors), partial, metadata={"format": "pt", **(about or {})})
+        try:
+            save_file(dict(tensors), partial, metadata={"format": "pt", **(about or {})})
+        except (OSError, SafetensorError) as error:
+            if "No space left" not in str(error):
+                raise
+            partial.unlink(missing_ok=True)
+            raise ConfigurationError(
+                f"the disk with {self.out} is full: free some of it and try again; a run that calibrates goes on where "
+                "it was"
+            ) from error
         os.replace(partial, self.out / file_name)
 
     def finish(self) -> Saving:

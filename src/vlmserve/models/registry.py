@@ -197,6 +197,16 @@ class Description:
         vision = vision_family(architecture, config)
         return cls(folder, config, config if vision is None else vision.text_config(config), architecture)
 
+    @classmethod
+    def read_plain(cls, folder: Path) -> Description:
+        """As `read`. Raises ConfigurationError for a checkpoint that is quantized already."""
+        if (file := language_model(folder)) is not None:
+            raise ConfigurationError(f"{file} is a GGUF file: quantize the checkpoint that it was made of")
+        description = cls.read(folder)
+        if description.quantization:
+            raise ConfigurationError(f"{folder} is quantized already")
+        return description
+
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Raises ModelLoadError for errors in this block, which are those of the configuration."""

@@ -33,7 +33,7 @@ def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], gr
 
     model: its weights need not be loaded. bits: of the layers that will be quantized, by name. group_size: of 4 bits.
     """
-    sizes = _Sizes(device, group_size)
+    sizes = StoredSizes(device, group_size)
     total = 0
     for name, module in model.named_modules():
         total += own_bytes(module)
@@ -42,7 +42,7 @@ def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], gr
     return total
 
 
-class _Sizes:
+class StoredSizes:
     """Bytes of weights as a device stores them."""
 
     def __init__(self, device: Device, group_size: int) -> None:

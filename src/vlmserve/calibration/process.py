@@ -1,0 +1,111 @@
+"""A process that puts a calibrated copy of a checkpoint into the cache, for the engine that has started it.
+
+Its standard input has the settings, and is kept open: when it closes, the engine is gone and this process ends. Why
+it failed is the only thing on its standard output. Of several processes with the same copy to make, one makes it and
+the others wait; one that was ended leaves what the next one goes on with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from vlmserve.calibration.quantizing import quantize_checkpoint
+from vlmserve.calibration.settings import QuantizeConfig
+from vlmserve.config import read_settings
+from vlmserve.engine.calibrated import Job
+from vlmserve.engine.child import exit_with_parent
+from vlmserve.engine.loading import set_threads
+from vlmserve.engine.messages import Failure
+from vlmserve.errors import ConfigurationError, VLMServeError
+from vlmserve.logs import set_up_logging
+
+logger = logging.getLogger(__name__)
+
+LOGGED_SHARE = 0.1
+"""How much more is done when the log says so again, where there is no terminal."""
+
+
+def make_copy(job: Job, progress: Callable[[int, int], None]) -> None:
+    """Quantize a checkpoint into its place in the cache, unless it is there. See `quantize_checkpoint`."""
+    place = Path(job.place)
+    unfinished = place.with_name(f"{place.name}.unfinished")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(place.with_name(f"{place.name}.lock")):
+            if place.is_dir():
+                return
+            how = read_settings(QuantizeConfig, job.settings, lambda name: f"--quantize-{name}")
+            _, notes = quantize_checkpoint(Path(job.folder), unfinished, how, job.kernels, progress)
+            for note in notes:
+                logger.warning("%s", note)
+            os.rename(unfinished, place)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the calibrated weights cannot be written: {error.filename or place.parent}: {error.strerror}; "
+            "HF_HOME names another folder for them"
+        ) from error
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes out of this block."""
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("Another process calibrates the same weights; this one waits for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[int, int], None]]:
+    """Progress, on a terminal as a bar, elsewhere in the log."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with Progress(console=console) as bars:
+            bar = bars.add_task("Calibrating", total=None)
+            yield lambda done, total: bars.update(bar, completed=done, total=total)
+        return
+    said = 0.0
+
+    def say(done: int, total: int) -> None:
+        nonlocal said
+        if done / total >= said + LOGGED_SHARE:
+            said = done / total
+            logger.info("Calibrated: %.0f%%", 100 * said)
+
+    yield say
+
+
+def main() -> int:
+    """The process."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    set_up_logging(job.log_format, "calibration", job.log_level)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    set_threads(job.num_threads)
+    try:
+        with _shown() as progress:
+            make_copy(job, progress)
+    except VLMServeError as error:
+        sys.stdout.buffer.write(msgspec.json.encode(Failure.of(error)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

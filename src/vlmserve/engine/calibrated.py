@@ -1,0 +1,148 @@
+"""Calibrated copies of checkpoints, in a cache: whoever needs one that is not there has it made.
+
+A copy is made by the package `calibration`, which is above this one and runs in a process of its own: what it takes
+of memory is gone when the model is loaded. It is `vlmserve quantize` with another place to write to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from vlmserve.config import EngineConfig
+from vlmserve.engine.child import child_environment
+from vlmserve.engine.messages import Failure
+from vlmserve.errors import ConfigurationError, ModelLoadError
+from vlmserve.logs import LogFormat, log_format_in_use
+from vlmserve.models.files import WEIGHT_FILES
+from vlmserve.models.identity import weights_digest
+from vlmserve.models.registry import Description
+from vlmserve.quant.calibration import ALGORITHM
+
+logger = logging.getLogger(__name__)
+
+DIGEST_BYTES = 16
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the process is told, one line of JSON. folder: the checkpoint. place: the copy. settings: of the command
+    `vlmserve quantize`, by their names."""
+
+    folder: str
+    place: str
+    settings: dict[str, Any]
+    kernels: str
+    num_threads: int | None
+    log_level: int
+    log_format: LogFormat
+
+
+def calibrated_copy(config: EngineConfig, folder: Path) -> Path:
+    """The checkpoint in a folder, quantized as the settings say; made now if it is not in the cache.
+
+    Raises ConfigurationError for settings that do not fit, a full disk, and a cache that cannot be written to.
+    """
+    Description.read_plain(folder)
+    settings = _settings(config)
+    place = cache_folder() / _digest(folder, settings)
+    if place.is_dir():
+        logger.info("Calibrated weights are read from %s", place)
+        return place
+    logger.info("Weights are calibrated, which takes minutes, and kept in %s", place)
+    job = Job(
+        str(folder), str(place), settings, config.kernels, config.num_threads,
+        logging.getLogger().getEffectiveLevel(), log_format_in_use(),
+    )  # fmt: skip
+    _run(job)
+    return place
+
+
+def cache_folder() -> Path:
+    """Where copies are: beside the downloads from the Hugging Face hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE).parent / "vlmserve" / "quantized"
+
+
+def _run(job: Job) -> None:
+    """Have the copy made, and raise why it was not. The process ends with this one."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "vlmserve.calibration.process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+        process_group=0,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process, process.stdin, process.stdout:
+        try:
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.read()
+        except BrokenPipeError:
+            answer = b""
+        except BaseException:
+            process.kill()
+            raise
+    if answer:
+        raise msgspec.json.decode(answer, type=Failure).error()
+    if process.returncode:
+        raise ModelLoadError(f"the process that calibrates ended with status {process.returncode}")
+
+
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    """Of the command, as its `QuantizeConfig` names them."""
+    layers = config.quantize_overrides if config.quantize != "none" else ("*=none", *config.quantize_overrides)
+    return {
+        "method": config.quantize_method,
+        "bits": 8 if config.quantize == "int8" else 4,
+        "group_size": config.quantize_group_size,
+        "symmetric": config.quantize_symmetric,
+        "vision": config.quantize_vision,
+        "layers": list(layers),
+        "calibration": config.quantize_calibration,
+        "calibration_tokens": config.quantize_calibration_tokens,
+    }
+
+
+def _digest(folder: Path, settings: dict[str, Any]) -> str:
+    """A name for all that a copy depends on."""
+    named = settings["calibration"]
+    data = None if named is None else Path(named).expanduser()
+    # What comes along is drawn by this package, and Python's manual.
+    origin = platform.python_version() if data is None else _data_digest(data).hex()
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in WEIGHT_FILES]
+    parts = [
+        ALGORITHM, version("vlmserve"), weights_digest(folder).hex(), {**settings, "calibration": origin},
+        {path.name: _file_digest(path) for path in files},
+    ]  # fmt: skip
+    return blake3(json.dumps(parts, sort_keys=True).encode()).hexdigest(length=DIGEST_BYTES)
+
+
+def _data_digest(data: Path) -> bytes:
+    """Of a file, or of the names and contents of all files in a folder."""
+    if not data.exists():
+        raise ConfigurationError(f"--quantize-calibration {data}: there is no such file or folder")
+    if data.is_file():
+        return bytes.fromhex(_file_digest(data))
+    files = sorted(path for path in data.rglob("*") if path.is_file())
+    named = [[path.relative_to(data).as_posix(), _file_digest(path)] for path in files]
+    return blake3(json.dumps(named).encode()).digest()
+
+
+def _file_digest(path: Path) -> str:
+    hasher = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            hasher.update(piece)
+    return hasher.hexdigest()
