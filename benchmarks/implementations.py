@@ -2,10 +2,11 @@
 
     python -m benchmarks.implementations --family internvl
 
-The models have the shapes of Qwen3-VL-2B, InternVL3.5-2B (images of at most 6 tiles), Ministral 3 3B and GLM-OCR, with
-4 layers of their decoders, 6 of their vision towers, and random weights. Engine, cache and the decoder's attention are
-vlmserve's both times; `--model-impl` says whose code the rest is. Questions are about new images of 640 x 480, two at
-once, with answers of 16 tokens; texts are prompts of 256 random tokens, two at once, with answers of 32.
+The models have the shapes of Qwen3-VL-2B, InternVL3.5-2B (images of at most 6 tiles), Ministral 3 3B, GLM-OCR and
+PaddleOCR-VL, with 4 layers of their decoders, 6 of their vision towers, and random weights. Engine, cache and the
+decoder's attention are vlmserve's both times; `--model-impl` says whose code the rest is. Questions are about new
+images of 640 x 480, two at once, with answers of 16 tokens; texts are prompts of 256 random tokens, two at once, with
+answers of 32.
 """
 
 from __future__ import annotations

@@ -192,6 +192,32 @@ def _glm_ocr_processor(folder: Path, tokenizer: Any) -> Any:
     return _without_videos(Glm46VProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
+def _paddleocr(folder: Path, ids: Mapping[str, int]) -> None:
+    """Of PaddleOCR-VL."""
+    from transformers import PaddleOCRVLConfig
+
+    config = PaddleOCRVLConfig(
+        text_config={
+            "num_hidden_layers": LAYERS, "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [16, 24, 24]},
+        },
+        vision_config={"num_hidden_layers": VISION_LAYERS},
+        tie_word_embeddings=False,
+        image_token_id=ids["<|IMAGE_PLACEHOLDER|>"],
+        vision_start_token_id=ids["<|IMAGE_START|>"],
+        vision_end_token_id=ids["<|IMAGE_END|>"],
+    )  # fmt: skip
+    _save("PaddleOCRVLForConditionalGeneration", config, folder)
+
+
+def _paddleocr_processor(folder: Path, tokenizer: Any) -> Any:
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+    from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVLProcessor
+
+    images = PaddleOCRVLImageProcessorPil.from_pretrained(folder)
+    return PaddleOCRVLProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+
+
 RANDOM_MODELS = {
     "qwen3-vl": RandomModel(
         _qwen3_vl,
@@ -249,5 +275,19 @@ RANDOM_MODELS = {
             }
         },
         _glm_ocr_processor,
+    ),
+    "paddleocr-vl": RandomModel(
+        _paddleocr,
+        ("<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>"),
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "PaddleOCRVLImageProcessor", "patch_size": 14, "merge_size": 2,
+                "temporal_patch_size": 1, "min_pixels": 147384, "max_pixels": 2822400, "image_mean": [0.5] * 3,
+                "image_std": [0.5] * 3,
+            }
+        },
+        _paddleocr_processor,
+        {"image_token": "<|IMAGE_PLACEHOLDER|>"},
     ),
 }  # fmt: skip

@@ -1,5 +1,5 @@
-"""GLM-OCR against transformers, from the files of a checkpoint: the same token ids and pixels for conversations with
-images of any shape, and the same answers whatever else goes on."""
+"""GLM-OCR and PaddleOCR-VL against transformers, from the files of a checkpoint: the same token ids and pixels for
+conversations with images of any shape, and the same answers whatever else goes on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.engine.test_parity import NEW_TOKENS, assert_no_further, engine_for, first_logits, generate, tight_cache
 from tests.engine.test_tiles import CONVERSATIONS, Oracle, user
-from tests.models.test_qwen_vision import patches
-from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr
+from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr, make_paddleocr, rows_of
 from vlmserve import LLM, SamplingParams
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
@@ -25,7 +24,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
-MAKERS: dict[str, Callable[[Path], Path]] = {"GLM-OCR": make_glm_ocr}
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "GLM-OCR": make_glm_ocr,
+    "PaddleOCR-VL": lambda folder: make_paddleocr(folder, published_names=True),
+}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -53,7 +55,7 @@ def test_prompts_pixels_and_grids_are_those_of_transformers(oracle: Oracle, prom
         assert prompt.token_ids == theirs["input_ids"][0].tolist()
         if not prompt.images:
             continue
-        rows = [patches(torch.tensor(span.image.pixels), oracle.model.config.vision_config) for span in prompt.images]
+        rows = [rows_of(torch.tensor(span.image.pixels), oracle.model.config.vision_config) for span in prompt.images]
         assert [span.image.grid for span in prompt.images] == [
             (frames, down // 2, across // 2) for frames, down, across in theirs["image_grid_thw"].tolist()
         ]

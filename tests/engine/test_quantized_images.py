@@ -13,7 +13,7 @@ from tests.checkpoints import make_internvl, make_mistral3
 from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
 from tests.engine.test_qwen_vl import MIXED, make_oracle
 from tests.engine.test_tiles import CONVERSATIONS
-from tests.ocr_checkpoints import make_glm_ocr
+from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.types import Prompt
@@ -41,6 +41,10 @@ def glm_ocr(folder: Path) -> Case:
     return from_files(make_glm_ocr(folder))
 
 
+def paddleocr(folder: Path) -> Case:
+    return from_files(make_paddleocr(folder))
+
+
 def from_files(folder: Path) -> Case:
     preparer = RequestPreparer(folder, MediaConfig())
     prompts = [preparer.chat([message], allow_local=True) for message in (*CONVERSATIONS[:3], CONVERSATIONS[5])]
@@ -48,7 +52,7 @@ def from_files(folder: Path) -> Case:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("make", [qwen3_vl, internvl, mistral3, glm_ocr])
+@pytest.mark.parametrize("make", [qwen3_vl, internvl, mistral3, glm_ocr, paddleocr])
 def test_tokens_are_the_same_alone_in_batches_in_chunks_and_preempted(
     tmp_path: Path, make: Callable[[Path], Case], scheme: str
 ) -> None:

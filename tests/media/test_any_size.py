@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.models.test_qwen_vision import QWEN2, patches
+from tests.models.test_qwen_vision import QWEN2, flat_patches, patches
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS, AnySizeProcessor
@@ -31,11 +32,24 @@ GLM_SETTINGS: dict[str, Any] = {
     "size": {name: 2 * pixels for name, pixels in SETTINGS["size"].items()},
 }
 """Of which each image counts twice."""
+PADDLE_SETTINGS: dict[str, Any] = {
+    **SETTINGS,
+    "image_processor_type": "PaddleOCRVLImageProcessor",
+    "temporal_patch_size": 1,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.4] * 3,
+}
 KINDS: dict[str, tuple[dict[str, Any], type[Any]]] = {
     "Qwen2-VL": (SETTINGS, Qwen2VLImageProcessorPil),
     "GLM-OCR": (GLM_SETTINGS, Glm46VImageProcessorPil),
+    "PaddleOCR-VL": (PADDLE_SETTINGS, PaddleOCRVLImageProcessorPil),
 }
 """Settings, and transformers' processor of them."""
+
+
+def rows_of(kind: str, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels as transformers' processor of a kind arranges them, and their grid."""
+    return flat_patches(pixels, 4) if kind == "PaddleOCR-VL" else patches(pixels, QWEN2)
 
 
 def of_transformers(kind: str, **settings: Any) -> Any:
@@ -60,7 +74,7 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int], kind
     theirs = of_transformers(kind)(images=image, return_tensors="pt")
     processor = AnySizeProcessor.from_settings(KINDS[kind][0])
     pixels = processor.process(DecodedImage.whole(image))
-    rows, grid = patches(torch.from_numpy(pixels), QWEN2)
+    rows, grid = rows_of(kind, torch.from_numpy(pixels))
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
     torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
     count, layout, _, _ = processor.placeholders(pixels, size)

@@ -24,6 +24,7 @@ from tests.media.images_for_tests import encoded, noise, photo
 from tests.media.test_any_size import KINDS as ANY_SIZE_KINDS
 from tests.media.test_any_size import SETTINGS as ANY_SIZE
 from tests.media.test_any_size import of_transformers as any_size_of_transformers
+from tests.media.test_any_size import rows_of
 from tests.media.test_grids import grid_processor
 from tests.media.test_rows import row_processor
 from tests.media.test_tiles import (
@@ -36,7 +37,6 @@ from tests.media.test_tiles import (
     split_processor,
     written,
 )  # fmt: skip
-from tests.models.test_qwen_vision import QWEN2, patches
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.any_size import AnySizeProcessor
@@ -99,7 +99,7 @@ def test_images_of_any_size_are_those_of_transformers(kind: str, budget: ImageBu
     for width, height in [(24, 24), (63, 65), (200, 90), (90, 200), (60, 40), (17, 16), (5, 3), (90, 40)]:
         image = prepared(any_size(kind), (width, height), budget)
         expected = by_transformers(noise(width, height))
-        rows, grid = patches(torch.from_numpy(image.pixels), QWEN2)
+        rows, grid = rows_of(kind, torch.from_numpy(image.pixels))
         assert grid.tolist() == expected["image_grid_thw"].tolist()
         torch.testing.assert_close(rows, expected["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
         assert image.num_tokens == expected["image_grid_thw"].prod().item() // 4

@@ -1,4 +1,4 @@
-"""The vision tower and merger of GLM-OCR against transformers, in float32."""
+"""The vision towers and mergers of GLM-OCR and PaddleOCR-VL against transformers, in float32."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.checkpoints import change_config
 from tests.models.test_llava import load
-from tests.models.test_qwen_vision import patches
-from tests.ocr_checkpoints import make_glm_ocr
+from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr, rows_of
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.quantized import save_quantized
@@ -29,6 +28,15 @@ VARIANTS: dict[str, Make] = {
             "attention_bias": False, "spatial_merge_size": 3, "hidden_act": "gelu", "rms_norm_eps": 1e-3,
             "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         },
+    ),
+    "PaddleOCR-VL": make_paddleocr,
+    "PaddleOCR-VL, published names, of another base, merged by three": lambda folder: make_paddleocr(
+        folder,
+        vision={
+            "spatial_merge_size": 3, "hidden_act": "gelu", "layer_norm_eps": 1e-3, "image_size": 40,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+        },
+        published_names=True,
     ),
 }  # fmt: skip
 
@@ -47,7 +55,7 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, make: Make) -> N
         torch.randn(1, 3, down * side, across * side, generator=generator) for down, across in ((1, 2), (5, 2), (3, 8))
     ]
     for pixels, ours in zip(images, vision.encode(images), strict=True):
-        rows, grid = patches(pixels, config)
+        rows, grid = rows_of(pixels, config)
         [features] = theirs.model.get_image_features(rows, image_grid_thw=grid).pooler_output
         assert features.abs().max() > 0.1
         assert features.std(0).mean() > 0.02, "places differ"
@@ -57,7 +65,8 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, make: Make) -> N
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"GLM-OCR": make_glm_ocr(tmp_path_factory.mktemp("glm"))}
+    made = {"GLM-OCR": make_glm_ocr, "PaddleOCR-VL": make_paddleocr}
+    return {kind: make(tmp_path_factory.mktemp("model")) for kind, make in made.items()}
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 12, 16), (1, 4, 16, 16), (3, 16, 16), (1, 3, 0, 8)], ids=str)

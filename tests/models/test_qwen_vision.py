@@ -79,6 +79,12 @@ def patches(pixels: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tens
     return torch.stack(rows), torch.tensor([grid])
 
 
+def flat_patches(pixels: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels of an image as transformers' processor of PaddleOCR-VL arranges them, row by row, and their grid."""
+    rows = pixels[0].unfold(1, size, size).unfold(2, size, size).permute(1, 2, 0, 3, 4)
+    return rows.flatten(0, 1), torch.tensor([(1, *rows.shape[:2])])
+
+
 @pytest.mark.parametrize("shape", [(1, 24, 24), (1, 8, 8), (1, 40, 16), (1, 16, 56), (3, 24, 40), (4, 8, 32)], ids=str)
 @torch.inference_mode()
 def test_embeddings_equal_those_of_transformers(

@@ -9,7 +9,6 @@ from transformers import (
     CLIPVisionConfig,
     GlmOcrConfig,
     GlmOcrTextConfig,
-    GlmOcrVisionConfig,
     Idefics3Config,
     InternVLConfig,
     LlamaConfig,
@@ -18,6 +17,7 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    PaddleOCRVLConfig,
     PixtralVisionConfig,
     Qwen2Config,
     Qwen3VLTextConfig,
@@ -78,18 +78,22 @@ def test_an_empty_config_of_pixtral_means_what_transformers_presumes() -> None:
     assert VISION_FAMILIES["mistral3"].tied == Mistral3Config().tie_word_embeddings
 
 
-def test_an_empty_config_of_an_ocr_model_means_what_transformers_presumes() -> None:
-    config = GlmOcrVisionConfig()
-    assert QwenVisionSpec.from_config({"model_type": config.model_type}, 1536) == QwenVisionSpec.from_config(
-        config.to_dict(), 1536
-    )
-    assert VISION_FAMILIES["glm_ocr"].tied == GlmOcrConfig().tie_word_embeddings
+@pytest.mark.parametrize("config_class", [GlmOcrConfig, PaddleOCRVLConfig])
+def test_an_empty_config_of_an_ocr_model_means_what_transformers_presumes(config_class: type[Any]) -> None:
+    config = config_class()
+    complete = config.vision_config.to_dict()
+    kind = {"model_type": complete["model_type"]}
+    assert QwenVisionSpec.from_config(kind, 1536) == QwenVisionSpec.from_config(complete, 1536)
+    family = VISION_FAMILIES[config.model_type]
+    assert decoder_spec(family.text_config({})) == decoder_spec(config.text_config.to_dict())
+    assert family.tied == config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(
     "config_class",
-    [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig, InternVLConfig, Mistral3Config, GlmOcrConfig],
-)
+    [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig, InternVLConfig, Mistral3Config, GlmOcrConfig,
+     PaddleOCRVLConfig],
+)  # fmt: skip
 def test_placeholders_that_configs_do_not_name_are_those_of_transformers(config_class: type[Any]) -> None:
     config = config_class()
     assert VISION_FAMILIES[config.model_type].placeholder({}) == config.image_token_id

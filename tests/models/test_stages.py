@@ -22,7 +22,7 @@ from tests.checkpoints import (
 )
 from tests.models.test_decoder import load
 from tests.moondream import make_moondream
-from tests.ocr_checkpoints import make_glm_ocr
+from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from tests.original_checkpoints import make_qwen_vl as make_resampled
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.stages import StageBudget, Stages, T, by_rows
@@ -42,6 +42,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "qwen2.5-vl": lambda folder: make_qwen_vl(folder, "qwen2_5_vl"),
     "qwen3-vl": lambda folder: make_qwen_vl(folder, "qwen3_vl"),
     "glm-ocr": make_glm_ocr,
+    "paddleocr-vl": make_paddleocr,
     "first qwen-vl": make_resampled,
     "blip": make_blip,
     "moondream": make_moondream,
@@ -59,7 +60,7 @@ def sample_images(name: str, vision: VisionEncoder) -> list[tuple[Tensor, TowerI
         shapes.append(((19, channels, height, width), None))
     elif name == "mistral3":
         shapes.append(((1, channels, height // 2, width), None))
-    elif name.startswith(("qwen", "glm")):
+    elif name.startswith(("qwen", "glm", "paddle")):
         shapes.append(((5, channels, height // 2, width), None))
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(shape, generator=generator), tiling) for shape, tiling in shapes]

@@ -56,6 +56,23 @@ def test_our_llava_format_is_that_of_published_llava_checkpoints() -> None:
     assert ours.render(CONVERSATION) == theirs.render(CONVERSATION)
 
 
+def test_a_template_with_a_default_for_images_has_its_own() -> None:
+    source = (
+        "{% if not image_token is defined %}{% set image_token = '<look><image></look>' %}{% endif %}"
+        "{% for message in messages %}{% for part in message.content %}"
+        "{{ image_token if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+    )
+    messages = [Message("user", (ImagePart(), "What is this?"))]
+    template = ChatTemplate(source, SPECIAL, "<image>")
+    theirs, _ = render_jinja_template(
+        conversations=[[_as_parts(message) for message in messages]], chat_template=source, **SPECIAL
+    )
+    assert template.takes_images
+    assert template.render(messages) == theirs[0] == "<look><image></look>What is this?"
+    named = ChatTemplate(source, {**SPECIAL, "image_token": "<image>"}, "<image>")
+    assert named.render(messages) == "<image>What is this?", "what the tokenizer names counts, as in transformers"
+
+
 @pytest.mark.parametrize(
     ("source", "strings", "parts", "images"),
     [

@@ -1,7 +1,7 @@
 """Images to pixels for towers that take any size: each keeps its shape, within bounds, in whole squares.
 
-Equal to transformers' own (PIL) processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-OCR but for large JPEGs, as in
-`media.processor`.
+Equal to transformers' own (PIL) processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-OCR and PaddleOCR-VL but for large
+JPEGs, as in `media.processor`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ LARGEST_ASPECT = 200
 """How many times as long as wide an image may be."""
 IMAGE_BOUNDS = (56 * 56, 28 * 28 * 1280)
 """Pixels that an image has at least and at most where a checkpoint does not say."""
-Widening = Literal["down"]
-"""What becomes of an image with a side shorter than a square, which grows until it is one: how its other side is
-rounded."""
+Widening = Literal["down", "nearest"]
+"""How the other side of an image is rounded that has one shorter than a square, and grows until that is one."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,12 @@ class AnySizeKind:
 
 
 _GLM = AnySizeKind(bounds=(112 * 112, 28 * 28 * 15000), widening="down", counts_frames=True)
-KINDS: Mapping[str, AnySizeKind] = {"Qwen2": AnySizeKind(), "Glm4": _GLM, "GlmOcr": _GLM}
+KINDS: Mapping[str, AnySizeKind] = {
+    "Qwen2": AnySizeKind(),
+    "Glm4": _GLM,
+    "GlmOcr": _GLM,
+    "PaddleOCRVL": AnySizeKind(bounds=(384 * 384, 1536 * 1536), widening="nearest"),
+}
 """By what the names of image processors begin with."""
 LOW_DETAIL_PIXELS = 512 * 512
 """Pixels that an image has at most where little detail is wanted and a request sets no bound of its own."""
@@ -179,9 +183,7 @@ class AnySizeProcessor(PixelProcessor):
         side, least, most = self._recipe.side, self._recipe.min_pixels, self._recipe.max_pixels
         depth = self._recipe.depth
         counted = 1 if depth is None else _counted(self._recipe.frames, depth)
-        if self._recipe.widening == "down" and min(size) < side:
-            enlarged = max(side / height, side / width)
-            width, height = int(width * enlarged), int(height * enlarged)
+        width, height = _widened(size, side, self._recipe.widening)
         down, across = round(height / side), round(width / side)
         area = self._recipe.frames * width * height
         if counted * down * across * side**2 > most:
@@ -197,6 +199,19 @@ class AnySizeProcessor(PixelProcessor):
                 else:
                     across -= 1
         return across * side, down * side
+
+
+def _widened(size: tuple[int, int], side: int, widening: Widening | None) -> tuple[int, int]:
+    """The width and height of an image of which each side is at least so many pixels."""
+    width, height = size
+    if widening == "down" and min(size) < side:
+        enlarged = max(side / height, side / width)
+        return int(width * enlarged), int(height * enlarged)
+    if widening == "nearest" and height < side:
+        width, height = round(width * side / height), side
+    if widening == "nearest" and width < side:
+        width, height = side, round(height * side / width)
+    return width, height
 
 
 def _counted(num_frames: int, depth: int) -> int:

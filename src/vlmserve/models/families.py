@@ -154,6 +154,25 @@ FAMILIES: dict[str, Family] = {
         },
         specs.qwen3_vl,
     ),
+    "paddleocr_vl_text": Family(
+        "PaddleOCRVLForConditionalGeneration",
+        {
+            **LLAMA,
+            "vocab_size": 103424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+        },
+        specs.paddleocr_vl,
+    ),
     "phi": Family(
         "PhiForCausalLM",
         {

@@ -217,6 +217,19 @@ def glm_ocr(family: str, config: Config) -> ArchSpec:
     return _decoder(family, {**config, "rope_scaling": sections}, interleaved=True, norms="sandwich")
 
 
+def paddleocr_vl(family: str, config: Config) -> ArchSpec:
+    """The text model of PaddleOCR-VL, that of ERNIE 4.5 with positions in three axes."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    bias = config["use_bias"]
+    return _decoder(
+        family,
+        {**config, "rope_scaling": {"mrope_section": [16, 24, 24], **rope}},
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+    )
+
+
 def chatglm(family: str, config: Config) -> ArchSpec:
     """ChatGLM2, ChatGLM3 and GLM-4 as they were first published (https://arxiv.org/abs/2406.12793)."""
     needed = {

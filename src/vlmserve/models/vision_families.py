@@ -135,6 +135,23 @@ _QWEN3_NAMES: Names = (
 _GLM_OCR_NAMES: Names = ((r"visual\.(downsample|post_layernorm)\.", r"visual.merger.\1."),)
 
 
+# As Qwen's towers call them. PaddleOCR-VL's has a head and another table of positions that nothing uses.
+_PADDLEOCR_NAMES: Names = (
+    (r"^(mlp_AR|model\.projector)\.", "visual.merger."),
+    (r"^visual\.merger\.pre_norm\.", "visual.merger.ln_q."),
+    (r"^visual\.merger\.linear_1\.", "visual.merger.mlp.0."),
+    (r"^visual\.merger\.linear_2\.", "visual.merger.mlp.2."),
+    (r"^(model\.)?visual\.vision_model\.", "visual."),
+    (r"^visual\.embeddings\.patch_embedding\.", "visual.patch_embed.proj."),
+    (r"^visual\.embeddings\.position_embedding\.", "visual.pos_embed."),
+    (r"^visual\.post_layernorm\.", "visual.merger.post_layernorm."),
+    (r"^visual\.encoder\.layers\.(\d+)\.layer_norm", r"visual.blocks.\1.norm"),
+    (r"^visual\.encoder\.layers\.(\d+)\.self_attn\.out_proj\.", r"visual.blocks.\1.attn.proj."),
+    (r"^visual\.encoder\.layers\.(\d+)\.self_attn\.", r"visual.blocks.\1.attn."),
+    (r"^visual\.encoder\.layers\.", "visual.blocks."),
+)
+
+
 def _internvl(config: Config, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Vision:
     vision = InternVision(config, hidden_size, dtype=dtype, device=device)
     return Vision(vision, dict(vision.named_children()))
@@ -260,6 +277,15 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     ),
     "glm_ocr": VisionFamily(
         "GlmOcrForConditionalGeneration", "glm_ocr_text", _qwen, 59280, _GLM_OCR_NAMES, models="GLM-OCR"
+    ),
+    "paddleocr_vl": VisionFamily(
+        "PaddleOCRVLForConditionalGeneration",
+        "paddleocr_vl_text",
+        _qwen,
+        100295,
+        _PADDLEOCR_NAMES,
+        tied=True,
+        models="PaddleOCR-VL",
     ),
     "internvl": VisionFamily(
         "InternVLForConditionalGeneration",

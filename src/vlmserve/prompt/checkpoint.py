@@ -20,6 +20,7 @@ DEFAULT_IMAGE_TOKEN_IDS = {
     "qwen2_5_vl": 151655,
     "qwen3_vl": 151655,
     "glm_ocr": 59280,
+    "paddleocr_vl": 100295,
     "gemma3": 262144,
     "internvl": 151667,
     "mistral3": 10,

@@ -100,7 +100,12 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            known = meta.find_undeclared_variables(environment.parse(source))
+            parsed = environment.parse(source)
+            known = meta.find_undeclared_variables(parsed)
+            # A template may have a default of its own, such as the placeholder with tokens around it.
+            sets_image_token = any(
+                name.name == "image_token" and name.ctx == "store" for name in parsed.find_all(nodes.Name)
+            )
             self.knows_tools = "tools" in known
             # Each rendering copies them, and jinja keeps them in layers that are slow to copy.
             self._template.globals = dict(self._template.globals)
@@ -113,7 +118,7 @@ class ChatTemplate:
         """Names of what a request may set, such as ``enable_thinking``."""
         self._image_token = image_token
         self._video_token = video_token
-        if image_token is not None:
+        if image_token is not None and not sets_image_token:
             self._variables.setdefault("image_token", image_token)
         self.takes_strings = self._probe(_PROBE) is not None
         self.takes_parts = self._probe([{"type": "text", "text": _PROBE}]) is not None

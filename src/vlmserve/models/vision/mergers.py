@@ -15,10 +15,12 @@ from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 _CONVOLVED_NORM_EPS = 1e-5
 
 
-def tower_norm(spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
-    """The kind of norm that a tower has for its patches."""
+def tower_norm(
+    spec: QwenVisionSpec, eps: float | None = None, *, dtype: torch.dtype, device: torch.device
+) -> RMSNorm | LayerNorm:
+    """The kind of norm that a tower has for its patches. eps: None: that of its layers."""
     kind = RMSNorm if spec.gated else LayerNorm
-    return kind(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+    return kind(spec.hidden_size, spec.norm_eps if eps is None else eps, dtype=dtype, device=device)
 
 
 class PatchMerger(nn.Module):
@@ -30,10 +32,11 @@ class PatchMerger(nn.Module):
         """norms_squares: the patches of a square are normed together, not each by itself."""
         super().__init__()
         size = spec.hidden_size * spec.merge**2
+        self.post_layernorm = tower_norm(spec, dtype=dtype, device=device) if spec.last_norm else None
         self.ln_q = (
-            LayerNorm(size, spec.norm_eps, dtype=dtype, device=device)
+            LayerNorm(size, spec.merger_eps, dtype=dtype, device=device)
             if norms_squares
-            else tower_norm(spec, dtype=dtype, device=device)
+            else tower_norm(spec, spec.merger_eps, dtype=dtype, device=device)
         )
         self._norms_squares = norms_squares
         first = Linear(size, size, bias=True, dtype=dtype, device=device, act="gelu")
@@ -44,6 +47,8 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
+        if self.post_layernorm is not None:
+            x = self.post_layernorm(x)
         x = x.flatten(1) if self._norms_squares else x
         output: Tensor = self.mlp["2"](self.mlp["0"](self.ln_q(x).view(-1, self._size)))
         return output

@@ -1,6 +1,7 @@
 """The vision transformers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL
-(https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631) and GLM-OCR: images of any size, patches
-that are rotated by row and column, merged four to one."""
+(https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631), GLM-OCR and PaddleOCR-VL
+(https://arxiv.org/abs/2510.14528): images of any size, patches that are rotated by row and column, merged four to
+one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
+from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
@@ -45,18 +46,21 @@ class PatchEmbedding(Linear):
     """``[patches, channels * frames * patch * patch]`` to ``[patches, hidden_size]``; a convolution in checkpoints."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (spec.num_channels, spec.frames, spec.patch_size, spec.patch_size)
+        depth = () if spec.flat_patches else (spec.frames,)
+        shape = (spec.num_channels, *depth, spec.patch_size, spec.patch_size)
         super().__init__(math.prod(shape), spec.hidden_size, bias=spec.patch_bias, dtype=dtype, device=device)
         self.weight = empty_parameter(spec.hidden_size, *shape, dtype=dtype, device=device)
 
 
 class PositionGrid(nn.Module):
-    """Learned embeddings of places in a square, resized to images by bilinear interpolation, corners to corners."""
+    """Learned embeddings of places in a square, resized to images by bilinear interpolation: corners to corners, or
+    edges to edges."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = empty_parameter(spec.num_positions, spec.hidden_size, dtype=dtype, device=device)
         self._side = math.isqrt(spec.num_positions)
+        self._corners = spec.corners
 
     def forward(self, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
         """``[patches, hidden_size]`` of the patches at those rows and columns, int64 ``[patches]``, of an image of
@@ -70,10 +74,15 @@ class PositionGrid(nn.Module):
 
     def _taps(self, places: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         """The two places in the square that lie around each, and their weights."""
-        exact = places.to(self.weight.device).float() * (self._side - 1) / max(length - 1, 1)
-        first = exact.floor().long()
-        second = (first + 1).clamp(max=self._side - 1)
-        return [(first, 1 - (exact - first)), (second, exact - first)]
+        exact = places.to(self.weight.device).float()
+        if self._corners:
+            exact = exact * (self._side - 1) / max(length - 1, 1)
+        else:
+            exact = (exact + 0.5) * self._side / length - 0.5
+        first = exact.floor()
+        share = exact - first
+        near, far = (place.long().clamp(0, self._side - 1) for place in (first, first + 1))
+        return [(near, 1 - share), (far, share)]
 
 
 class VisionAttention(nn.Module):
@@ -82,7 +91,8 @@ class VisionAttention(nn.Module):
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.qkv = Linear(size, 3 * size, bias=spec.bias, dtype=dtype, device=device)
+        parts = dict.fromkeys(spec.projections, 3 * size // len(spec.projections))
+        self.qkv = MergedLinear(size, parts, bias=spec.bias, dtype=dtype, device=device)
         self.proj = Linear(size, size, bias=spec.bias, dtype=dtype, device=device)
         self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
         self.q_norm: RMSNorm | None = None

@@ -18,9 +18,11 @@ class QwenVisionSpec:
     full_layers: those without windows all the same. gated: an MLP with gates and norms without means. norm_eps: of
     layers. bias: whether layers have biases. head_norms: whether queries and keys are normed, head by head. theta: the
     base of the wavelengths. num_positions: of a square of learned embeddings that is resized to the image; 0: none.
-    patch_bias: whether the projection of patches has one. deepstack: the layers whose outputs are merged too, each for
-    one of the decoder's first layers (https://arxiv.org/abs/2406.04334). convolves: patches are merged by a convolution
-    with a gated MLP behind it.
+    corners: its corners are those of the image, not its edges. flat_patches: their projection has no axis for frames.
+    patch_bias: whether it has a bias. projections: of queries, keys and values as checkpoints name them. deepstack: the
+    layers whose outputs are merged too, each for one of the decoder's first layers (https://arxiv.org/abs/2406.04334).
+    convolves: patches are merged by a convolution with a gated MLP behind it. last_norm: whether one follows the layers
+    beside the merger's own. merger_eps: of the merger's norm.
     """
 
     num_layers: int
@@ -41,9 +43,14 @@ class QwenVisionSpec:
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     num_positions: int = 0
+    corners: bool = True
+    flat_patches: bool = False
     patch_bias: bool = False
+    projections: tuple[str, ...] = ("qkv",)
     deepstack: tuple[int, ...] = ()
     convolves: bool = False
+    last_norm: bool = False
+    merger_eps: float = 1e-6
 
     @classmethod
     def from_config(cls, config: Config, output_size: int) -> QwenVisionSpec:
@@ -143,6 +150,32 @@ def _glm_ocr(config: Config, output_size: int) -> dict[str, Any]:
     }
 
 
+def _paddleocr(config: Config, output_size: int) -> dict[str, Any]:
+    size, patch_size = config.get("image_size", 384), config.get("patch_size", 14)
+    return {
+        "num_layers": config.get("num_hidden_layers", 27),
+        "hidden_size": config.get("hidden_size", 1152),
+        "intermediate_size": config.get("intermediate_size", 4304),
+        "num_heads": config.get("num_attention_heads", 16),
+        "num_channels": config.get("num_channels", 3),
+        "patch_size": patch_size,
+        "merge": config.get("spatial_merge_size", 2),
+        "frames": 1,
+        "output_size": output_size,
+        "activation": config.get("hidden_act", "gelu_pytorch_tanh"),
+        "gated": False,
+        "norm_eps": config.get("layer_norm_eps", 1e-6),
+        "theta": _theta(config),
+        "num_positions": (size // patch_size) ** 2,
+        "corners": False,
+        "flat_patches": True,
+        "patch_bias": True,
+        "projections": ("q_proj", "k_proj", "v_proj"),
+        "last_norm": True,
+        "merger_eps": 1e-5,
+    }
+
+
 def _theta(config: Config) -> float:
     return float((config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0)
 
@@ -152,5 +185,6 @@ KINDS: Mapping[str, Callable[[Config, int], dict[str, Any]]] = {
     "qwen2_5_vl": _qwen25,
     "qwen3_vl": _qwen3,
     "glm_ocr": _glm_ocr,
+    "paddleocr_vl": _paddleocr,
 }
 """By what the model types of towers begin with: the fields of a spec from a config and the decoder's width."""
