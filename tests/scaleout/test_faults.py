@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.scaleout.processes import Cluster
+from vlmserve.scaleout.fleet import TAG_LENGTH, tag_of
 
 SLOW = {"mock_ttft": 0.3, "mock_tpot": 0.02}
 TOKENS = 60
@@ -157,9 +158,11 @@ def test_a_full_worker_refuses_with_a_time_to_wait(folder):
         assert len(cluster.up()) == 2
 
 
-async def test_a_failed_response_ends_with_its_event(folder):
-    with Cluster(folder, 1, engine=SLOW, server={"storage_url": "memory"}) as cluster:
+async def test_a_response_whose_worker_dies_has_failed_and_is_stored_so(folder, tmp_path):
+    history = {"storage_url": None, "storage_path": str(tmp_path / "history.db")}
+    with Cluster(folder, 2, engine=SLOW, server=history) as cluster:
         body = {"model": "tiny", "input": "x", "stream": True, "max_output_tokens": TOKENS}
+        workers = {tag_of(name): process for name, (process, _) in cluster.workers.items()}
         events = []
         async with (
             httpx.AsyncClient(timeout=60) as client,
@@ -169,7 +172,14 @@ async def test_a_failed_response_ends_with_its_event(folder):
                 if line.startswith("data: "):
                     events.append(json.loads(line.removeprefix("data: ")))
                     if len(events) == 6:
-                        os.kill(cluster.workers["worker-0"][0].pid, signal.SIGKILL)
-        assert events[-1]["type"] == "response.failed"
-        assert events[-1]["response"]["id"] == events[0]["response"]["id"]
-        assert events[-1]["response"]["status"] == "failed"
+                        id = events[0]["response"]["id"]
+                        os.kill(workers[id.removeprefix("resp_")[:TAG_LENGTH]].pid, signal.SIGKILL)
+        last = events[-1]["response"]
+        assert (events[-1]["type"], last["id"], last["status"]) == ("response.failed", id, "failed")
+        deadline = time.monotonic() + 60  # it is stored before the event, unless that takes long
+        while (kept := httpx.get(f"{cluster.url}/v1/responses/{id}")).status_code != 200:
+            assert time.monotonic() < deadline, kept.text
+            await asyncio.sleep(0.1)
+        assert kept.json() == last
+        [item] = httpx.get(f"{cluster.url}/v1/responses/{id}/input_items").json()["data"]
+        assert item["content"][0]["text"] == "x"

@@ -410,15 +410,20 @@ def test_a_conversation_that_is_deleted_meanwhile_ends_the_response(slow_keeping
         client.responses.retrieve(created)
 
 
-def test_a_stream_that_fails_ends_with_an_event_that_says_why_and_is_not_kept(slow_keeping):
-    events = slow_keeping.openai.responses.create(model="tiny", input="What is this?", stream=True)
+def test_a_stream_that_fails_ends_with_an_event_that_says_why_and_is_kept_as_failed(slow_keeping):
+    client = slow_keeping.openai
+    conversation = client.conversations.create()
+    events = client.responses.create(model="tiny", input="What is this?", conversation=conversation.id, stream=True)
     created = next(iter(events)).response.id
     fail = functools.partial(slow_keeping.client.fail_all, lambda: EngineDeadError("It is dead"))
     slow_keeping._loop.call_soon_threadsafe(fail)
     *_, last = events
     assert (last.type, last.response.status, last.response.error.message) == ("response.failed", "failed", "It is dead")
-    with pytest.raises(openai.NotFoundError):
-        slow_keeping.openai.responses.retrieve(created)
+    kept = client.responses.retrieve(created)
+    assert (kept.status, kept.error.message) == ("failed", "It is dead")
+    [item] = client.responses.input_items.list(created).data
+    assert item.content[0].text == "What is this?"
+    assert client.conversations.items.list(conversation.id).data == []
 
 
 def test_a_response_that_cannot_be_kept_is_not_acknowledged(keeping, monkeypatch):

@@ -57,6 +57,20 @@ def history(store: Store, name: str, owner: str = "") -> list[str]:
     return texts(store.responses.unpack(store.responses.history(owner, name)))
 
 
+def test_a_failed_response_is_kept_beside_its_conversation_and_replaces_none(store):
+    store.conversations.create("", "c", {}, [])
+    answer(store, "a", conversation="c")
+    for name in ("a", "b"):
+        failed = {"id": name, "status": "failed"}
+        store.responses.save("", failed, [item(f"question {name}", image("red"))], [], "c")
+    assert store.responses.get("", "a")["status"] == "completed"
+    assert store.responses.get("", "b") == {"id": "b", "status": "failed", "output": []}
+    assert texts(store.responses.inputs("", "b", ALL, MANY)[0]) == ["question b"]
+    assert texts(store.conversations.items("", "c", ALL, MANY)[0]) == ["question a", "answer a"]
+    store.conversations.delete("", "c")
+    assert count(store, items) == count(store, blobs) == 0
+
+
 def test_a_conversation_keeps_its_items_in_order_and_pages_through_them(store):
     new = [item(f"item {number}") for number in range(7)]
     made = store.conversations.create("", "conv", {"topic": "shapes"}, new[:3])

@@ -11,13 +11,17 @@ from http import HTTPStatus
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vlmserve.errors import VLMServeError
 from vlmserve.scaleout.fleet import tag_of
+from vlmserve.scaleout.lost import store_lost
 from vlmserve.scaleout.messages import (
     FEED_PATH,
     LOAD_PATH,
+    LOST_PATH,
     OWNER_HEADER,
     ROUTE_HEADER,
     SEED_HEADER,
@@ -87,6 +91,12 @@ class Door:
             await StreamingResponse(feed, media_type="application/x-ndjson")(scope, receive, send)
         elif scope["path"] == LOAD_PATH:
             await json_response(self.load())(scope, receive, send)
+        elif scope["path"] == LOST_PATH:
+            try:
+                response = await store_lost(self._service, Request(scope, receive), headers.get(OWNER_HEADER, ""))
+            except VLMServeError as error:
+                response = error_response(error, scope["path"])
+            await response(scope, receive, send)
         else:
             await self._pass(scope, receive, send, headers)
 

@@ -17,6 +17,7 @@ import msgspec
 from vlmserve.config import ServerConfig
 from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.scaleout.keys import RequestKey
+from vlmserve.scaleout.lost import LostResponses
 from vlmserve.scaleout.messages import (
     FEED_PATH,
     ROUTE_HEADER,
@@ -96,6 +97,7 @@ class Gateway:
         self._token = token
         self._numbers = itertools.count(1)
         self._sent: OrderedDict[int, Sent] = OrderedDict()
+        self.lost = LostResponses(lambda: self.heard, self.admit)
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -56,11 +58,20 @@ FEED_PATH = "/cluster/feed"
 """Where a gateway listens to a worker: an answer that never ends, with a message on each line."""
 LOAD_PATH = "/cluster/load"
 """How busy a worker is, for whoever decides how many there should be."""
+LOST_PATH = "/cluster/lost"
+"""Where a worker is told of a response that another one has begun and cannot end."""
 TOKEN_HEADER = "x-vlmserve-cluster"
 """What the members of a cluster know each other by."""
 ROUTE_HEADER = "x-vlmserve-route"
 """The gateway's id and its number of a request, with a dot between."""
 OWNER_HEADER, TENANT_HEADER, SEED_HEADER = "x-vlmserve-owner", "x-vlmserve-tenant", "x-vlmserve-seed"
+
+
+class LostResponse(msgspec.Struct, frozen=True):
+    """request: the body, as the client sent it. response: of its first event, with status and error as they are now."""
+
+    request: msgspec.Raw
+    response: dict[str, Any]
 
 
 class ModelFacts(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ _OTHER_KEY = RequestKey((), (), 0, (), b"")
 _MOST_WHOLE = 4 * 1024**2
 """Bytes of an answer that is no stream of events, and is held until it is whole, so that another worker may give it."""
 _EVENTS = b"text/event-stream"
+_EVENT_END = b"\n\n"
 
 
 class _Failed(Exception):
@@ -71,6 +72,8 @@ class Proxy:
         self._body = bytearray()
         self._router: Router
         self._key = _OTHER_KEY
+        self.is_kept = False
+        """Whether the answer may be stored, so that it is to be stored as failed if its worker dies."""
 
     async def read(self, share: Any) -> None:
         """Read the body and find the model. Raises VLMServeError."""
@@ -91,6 +94,7 @@ class Proxy:
             salt = f"{tenant} {fields.get('cache_salt') or ''}"
             adapter = str(fields.get("model"))
             self._key = request_key(fields, model=name, salt=salt, adapter=adapter)
+            self.is_kept = self._path == "/v1/responses" and fields.get("store") is not False
         gateway.metrics.routing.observe(time.perf_counter() - began)
 
     async def _fields(self) -> dict[str, Any] | None:
@@ -179,15 +183,24 @@ class Proxy:
             headers.append((TENANT_HEADER, tenant.hex()))
         return headers
 
-    def broken(self, first: bytes, reason: str) -> bytes:
-        """The last event of a stream whose worker has ended it."""
+    def drop_body(self) -> None:
+        """The request is not sent again."""
+        self._body = bytearray()
+
+    async def broken(self, first: bytes, reason: str) -> bytes:
+        """The last event of a stream whose worker has ended it. first: at least the first event."""
         self.gateway.metrics.broken.inc()
         error = UnavailableError(f"The worker that was answering is gone ({reason}); send the request again")
         note_error(self._request.scope, "worker_lost")
         if self._path == "/v1/messages":
             return named_event(messages_error_body(error))
         if self._path == "/v1/responses":
-            return _failed_response(first, str(error))
+            response = _response_of(first) | {
+                "status": "failed", "error": {"code": "server_error", "message": str(error)}
+            }  # fmt: skip
+            if response.get("store"):
+                await self.gateway.lost.keep(owner_of(self._request), self._body, response)
+            return named_event({"type": "response.failed", "sequence_number": 2**31 - 1, "response": response})
         return event(error_body(error))
 
 
@@ -232,10 +245,12 @@ class _Stream(Response):
             while data:
                 yield data
                 data = await self._answer.read()
+                if self._proxy.is_kept and _EVENT_END not in self._first:
+                    self._first += data
         except UpstreamError as error:
             self._proxy.gateway.forget(self._number)
             self._route.fail(connection=True)
-            last = self._proxy.broken(self._first, str(error))
+            last = await self._proxy.broken(self._first, str(error))
             if _is_events(self._answer):
                 yield last
             else:
@@ -252,9 +267,12 @@ async def forward(request: Request) -> Response:
     with contextlib.ExitStack() as stack:
         stack.enter_context(gateway.admit())
         proxy = Proxy(gateway, request)
-        with gateway.bodies.share() as share:
-            await proxy.read(share)
-            response = await _unless_disconnected(request, proxy)
+        share = stack.enter_context(gateway.bodies.share())
+        await proxy.read(share)
+        response = await _unless_disconnected(request, proxy)
+        if not (proxy.is_kept and isinstance(response, _Stream)):
+            proxy.drop_body()
+            share.give_back()
         return _Held(response, stack.pop_all())
 
 
@@ -316,11 +334,9 @@ def _response(whole: _Whole) -> Response:
     return response
 
 
-def _failed_response(first: bytes, reason: str) -> bytes:
-    """The event ``response.failed`` for a response whose stream began with `first`."""
-    response: dict[str, Any] = {}
+def _response_of(first: bytes) -> dict[str, Any]:
+    """The response whose stream began with `first`, without what came later."""
     line = first.partition(b"data: ")[2].partition(b"\n")[0]
     with contextlib.suppress(msgspec.DecodeError):
-        response = dict(msgspec.json.decode(line).get("response") or {})
-    response |= {"status": "failed", "error": {"code": "server_error", "message": reason}}
-    return named_event({"type": "response.failed", "sequence_number": 2**31 - 1, "response": response})
+        return dict(msgspec.json.decode(line).get("response") or {})
+    return {}

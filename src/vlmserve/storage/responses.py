@@ -56,13 +56,18 @@ class Responses:
     ) -> None:
         """Keep a response, and append what was asked and answered to a conversation, if one is named: all or nothing.
 
+        One that failed leaves its conversation as it is, and a response of its id that is kept already, too.
         response: a JSON object with an ``id`` and without its output; None keeps only what goes to the conversation.
         file_ids: the files that it shows, which count as used now. Raises StorageFullError, and NotFoundError for a
         conversation that is gone.
         """
 
+        has_failed = response is not None and response.get("status") == "failed"
+
         def work(connection: Connection) -> None:
             if response is not None:
+                if has_failed and _exists(connection, response["id"]):
+                    return
                 self._insert(connection, owner, response, conversation_id, previous_id)
             new = [*inputs, *outputs]
             rows = [
@@ -76,7 +81,7 @@ class Responses:
                 }
                 for index in range(len(new))
             ]
-            if conversation_id is None:
+            if conversation_id is None or has_failed:
                 insert_items(connection, new, rows, self._max_blob_bytes)
             else:
                 self._conversations.append(connection, owner, conversation_id, new, rows)
@@ -197,6 +202,10 @@ def delete_thread(connection: Connection, thread: str) -> int:
     deleted = delete_items(connection, items.c.response_id.in_(mine))
     sizes = delete(responses).where(responses.c.thread == thread).returning(responses.c.num_bytes)
     return deleted + sizes_of(connection, sizes)
+
+
+def _exists(connection: Connection, id: str) -> bool:
+    return connection.execute(select(responses.c.id).where(responses.c.id == id)).one_or_none() is not None
 
 
 def _find(connection: Connection, owner: str, id: str) -> Row[Any]:

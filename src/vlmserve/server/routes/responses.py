@@ -96,7 +96,16 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             yield last + writer.end()
         except VLMServeError as error:
             generation.failure = error
-            yield writer.fail(str(error))
+            last = writer.fail(str(error))
+            with contextlib.suppress(VLMServeError):  # the history may be what failed
+                await self._keep(body, writer.response)
+            yield last
+
+    async def keep_failed(self, service: Service, body: ResponsesRequest, response: ResponseObject) -> None:
+        """Keep a response that another server has begun and cannot end. Raises VLMServeError."""
+        with service.bodies.share() as share:
+            await self._pack(needed_store(service), await kept_items(service, self._owner, body.input, share))
+            await self._keep(body, response)
 
     def reword(self, error: InvalidRequestError) -> None:
         error.args = (_flat(str(error)),)
@@ -157,7 +166,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 
     async def _keep(self, body: ResponsesRequest, response: ResponseObject) -> None:
         conversation = None if body.conversation is None else body.conversation.id
-        if self._store is None or not (response.store or conversation):
+        if self._store is None or not (response.store or (conversation and response.status != "failed")):
             return
         record = msgspec.to_builtins(response) if response.store else None
         outputs = [] if record is None else record.pop("output")
