@@ -10,9 +10,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.runner.adapters import RunnerAdapters
+from vlmserve.runner.image_shares import divide, exchange
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import CrossStates, SchedulerOutput
 from vlmserve.types import ImageInput, TowerInputs
@@ -36,7 +38,8 @@ class ImageEncoder:
         self._unfinished: dict[bytes, _Encoding] = {}
 
     def run(self, step: SchedulerOutput) -> int:
-        """Evict and encode what a step says. Returns how many multiplications the tower made."""
+        """Evict and encode what a step says. Returns how many multiplications the tower made; of several ranks' towers,
+        the one that made most."""
         for key in step.embeddings_to_evict:
             if self._unfinished.pop(key, None) is None:
                 self.embeddings.pop(key, None)  # Nothing is there if there was too little memory for it.
@@ -101,9 +104,11 @@ class ImageEncoder:
         return self._model.device.upload_pixels(image.pixels, self._model.dtype)
 
     def _encode(self, images: list[ImageInput]) -> int:
-        """All of them that have the same adapter in one call."""
+        """All of them that have the same adapter in one call, or divided among ranks, which have no adapters."""
         if not images:
             return 0
+        if self._model.ranks is not None and len(images) > 1:
+            return self._encode_divided(images, self._model.ranks)
         for adapter in {image.adapter: None for image in images}:
             some = [image for image in images if image.adapter == adapter]
             self._use_adapter(adapter)
@@ -112,10 +117,37 @@ class ImageEncoder:
             for image in some if too_many and len(some) > 1 else ():
                 with self._given_up(image.key):
                     self._encode_together([image])
-        return sum(self._tower.products(image.pixels.shape, image.tiling) for image in images)
+        return sum(map(self._products, images))
+
+    def _encode_divided(self, images: list[ImageInput], ranks: Ranks) -> int:
+        """Each rank encodes some, and gets the others' embeddings."""
+        costs = [self._products(image) for image in images]
+        shares = divide(costs, ranks.size)
+        own = self._encoded([images[index] for index in shares[ranks.rank]])
+        encoded = exchange(
+            own,
+            shares,
+            [image.num_embeddings for image in images],
+            ranks,
+            width=self._model.cross.feature_size if self._model.cross else self._model.language_model.image_width,
+            dtype=self._model.dtype,
+            device=self._model.device.torch_device,
+        )
+        self._keep(images, encoded)
+        return max(sum(costs[index] for index in share) for share in shares)
+
+    def _products(self, image: ImageInput) -> int:
+        return self._tower.products(image.pixels.shape, image.tiling)
+
+    def _encoded(self, images: list[ImageInput]) -> list[Tensor]:
+        if not images:
+            return []
+        return self._tower.encode([self._pixels(image) for image in images], [image.tiling for image in images])
 
     def _encode_together(self, images: list[ImageInput]) -> None:
-        encoded = self._tower.encode([self._pixels(image) for image in images], [image.tiling for image in images])
+        self._keep(images, self._encoded(images))
+
+    def _keep(self, images: list[ImageInput], encoded: list[Tensor]) -> None:
         for image, embeddings in zip(images, encoded, strict=True):
             # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
             self.embeddings[image.key] = embeddings.clone()
