@@ -56,9 +56,9 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, launch: Any, stack: contextlib.ExitStack) -> MemberProcess:
+    def start(self, launch: Any, stack: contextlib.ExitStack | None = None) -> MemberProcess:
         process = MemberProcess(launch)
-        stack.callback(process.close)
+        (stack or self._stack).callback(process.close)
         return process
 
     def start_worker(self, name: str, stack: contextlib.ExitStack | None = None, **engine: Any) -> MemberProcess:
@@ -66,7 +66,7 @@ class Cluster:
         launch = WorkerLaunch(
             name, TOKEN, config.model_dump_json(), MediaConfig().model_dump_json(), self._server.model_dump_json()
         )
-        return self.start(launch, stack or self._stack)
+        return self.start(launch, stack)
 
     def add(self, name: str) -> None:
         """Another worker, once it answers."""

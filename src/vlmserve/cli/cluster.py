@@ -17,7 +17,8 @@ from vlmserve.scaleout.settings import GatewayConfig
 cluster = group(help="Run several engines behind one address.")
 
 COMMON_GATEWAY_FIELDS = (
-    "host", "port", "api_key", "api_keys_file", "policy", "max_in_flight", "max_attempts", "shutdown_grace",
+    "host", "port", "api_key", "api_keys_file", "policy", "max_in_flight", "max_attempts", "storage_url",
+    "shutdown_grace",
 )  # fmt: skip
 COMMON_WORKER_FIELDS = (
     "served_model_name", "device", "dtype", "quantize", "max_model_len", "max_num_seqs", "kv_cache_memory",

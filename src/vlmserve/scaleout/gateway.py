@@ -17,6 +17,7 @@ import msgspec
 from vlmserve.config import ServerConfig
 from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
 from vlmserve.scaleout.keys import RequestKey
+from vlmserve.scaleout.limits import ClusterLimits
 from vlmserve.scaleout.lost import LostResponses
 from vlmserve.scaleout.messages import (
     FEED_PATH,
@@ -83,6 +84,9 @@ class Gateway:
         self.config = server
         self.settings = config
         self.keys = KeyRing.of(server)
+        self.limits = None if self.keys is None else ClusterLimits.of(server)
+        if self.keys is not None:
+            self.keys.limits = self.limits
         self.tracing = open_tracing(server.otlp_traces_endpoint)
         self.max_body_bytes = min(server.max_body_bytes, server.body_memory)
         self.bodies = BodyMemory(server.body_memory)
@@ -93,11 +97,11 @@ class Gateway:
         self.members: dict[str, Member] = {}
         self.models: dict[str, Model] = {}
         self.num_in_flight = 0
+        self.lost = LostResponses(lambda: self.heard, self.admit)
         self._names: dict[str, str] = {}
         self._token = token
         self._numbers = itertools.count(1)
         self._sent: OrderedDict[int, Sent] = OrderedDict()
-        self.lost = LostResponses(lambda: self.heard, self.admit)
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -198,9 +202,11 @@ class Gateway:
             await asyncio.wait_for(self._idle.wait(), grace)
         return self._idle.is_set()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Listen to nobody any more."""
         self.set_workers(())
+        if self.limits is not None:
+            await self.limits.close()
         if self.tracing is not None:
             self.tracing.close()
 

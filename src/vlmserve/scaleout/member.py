@@ -138,7 +138,7 @@ async def _serve(
     if not await gateway.drain(gateway.config.shutdown_grace):
         logger.warning("%d requests are not finished and fail now", gateway.num_in_flight)
     await stop()  # type: ignore[misc]
-    gateway.close()
+    await gateway.close()
 
 
 def _read_workers(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:

@@ -12,6 +12,11 @@ logger = logging.getLogger(__name__)
 _SERVERS = ("postgresql://", "postgresql+", "postgres://")
 
 
+def is_shared(server: ServerConfig) -> bool:
+    """Whether the settings name a database that other machines reach."""
+    return (server.storage_url or "").startswith(_SERVERS)
+
+
 def check_shared(server: ServerConfig) -> ServerConfig:
     """The settings of a worker that may be on any machine; without a database it keeps no history.
 
@@ -20,12 +25,18 @@ def check_shared(server: ServerConfig) -> ServerConfig:
     if server.storage_url is None and server.storage_path is None:
         logger.info("The cluster keeps no responses, conversations and files; --storage-url postgresql://... does")
         return server.model_copy(update={"storage_url": "none"})
-    if server.storage_url != "none" and not (server.storage_url or "").startswith(_SERVERS):
+    refuse_local(server)
+    return server
+
+
+def refuse_local(server: ServerConfig) -> None:
+    """Raises ConfigurationError for settings of a worker or a gateway that name a database of one machine."""
+    is_named = server.storage_path is not None or server.storage_url not in (None, "none")
+    if is_named and not is_shared(server):
         raise ConfigurationError(
             "a cluster's workers and gateways share one history, and an SQLite file or memory belongs to one machine; "
             "give --storage-url postgresql://user:password@host/name, or --storage-url none"
         )
-    return server
 
 
 def check_local(server: ServerConfig, workers: int) -> ServerConfig:

@@ -7,9 +7,10 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Protocol
 
 from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
@@ -31,13 +32,17 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 class Bucket:
-    """A token bucket: holds a minute's amount, is refilled evenly, and may become negative."""
+    """A token bucket: holds a minute's amount, is refilled evenly, and may become negative.
+
+    taken: what others who have the same limit are still to be told.
+    """
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
         self._clock = clock
         self._level = float(per_minute)
         self._then = clock()
+        self.taken = 0.0
 
     @property
     def level(self) -> float:
@@ -50,6 +55,18 @@ class Bucket:
     def take(self, amount: float) -> None:
         """Take an amount; the level may become negative."""
         self._level = self.level - amount
+        self.taken += amount
+
+    def tell(self) -> float:
+        """What others are told now that was taken, without what has come back since then."""
+        told = min(self.taken, max(0.0, self.per_minute - self.level))
+        self.taken = 0.0
+        return told
+
+    def hear(self, used: float) -> None:
+        """So much of the limit is used up by all together, with all that others were told."""
+        self._level = self.per_minute - used - self.taken
+        self._then = self._clock()
 
     def seconds_until(self, amount: float) -> float:
         """Seconds until it holds `amount` if none is taken; 0 if it does now."""
@@ -59,7 +76,8 @@ class Bucket:
 class Account:
     """The running requests of a key, and what is left of its limits. To be used from one thread.
 
-    owner: of its history, the same after every start; default: that of the key's name in its file.
+    owner: of its history, the same after every start; default: that of the key's name in its file. on_use: called when
+    something was taken of its limits.
     """
 
     def __init__(self, key: StoredKey, clock: Clock = time.monotonic, owner: str = "") -> None:
@@ -68,10 +86,17 @@ class Account:
         self.num_running = 0
         self._requests = Bucket(key.requests_per_minute, clock) if key.requests_per_minute else None
         self._tokens = Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
+        self.on_use: Callable[[Account], None] | None = None
 
     @property
     def name(self) -> str:
         return self.key.name
+
+    @property
+    def buckets(self) -> Mapping[str, Bucket]:
+        """Its limits by what they count."""
+        kinds = (("requests", self._requests), ("tokens", self._tokens))
+        return {kind: bucket for kind, bucket in kinds if bucket is not None}
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
@@ -86,8 +111,7 @@ class Account:
             raise self._refusal(f"has used up its {self._requests.per_minute} requests a minute", wait)
         if self._tokens is not None and (wait := self._tokens.seconds_until(1)):
             raise self._refusal(f"has used up its {self._tokens.per_minute} tokens a minute", wait)
-        if self._requests is not None:
-            self._requests.take(1)
+        self._take(self._requests, 1)
         self.num_running += 1
         try:
             yield
@@ -96,27 +120,29 @@ class Account:
 
     def begin_row(self) -> bool:
         """Count a request of a batch, unless half of a limit is used up: the rest is for others."""
-        buckets = [bucket for bucket in (self._requests, self._tokens) if bucket is not None]
-        if any(bucket.level < bucket.per_minute / 2 for bucket in buckets):
+        if any(bucket.level < bucket.per_minute / 2 for bucket in self.buckets.values()):
             return False
-        if self._requests is not None:
-            self._requests.take(1)
+        self._take(self._requests, 1)
         return True
 
     def charge(self, num_tokens: int) -> None:
         """Take tokens that a request has cost."""
-        if self._tokens is not None:
-            self._tokens.take(num_tokens)
+        self._take(self._tokens, num_tokens)
 
     def headers(self) -> dict[str, str]:
         """``x-ratelimit-…`` as OpenAI has them: the limit, what is left, and how long until all of it is back."""
         shown = {}
-        for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
-            if bucket is not None:
-                shown[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
-                shown[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
-                shown[f"x-ratelimit-reset-{kind}"] = duration(bucket.seconds_until(bucket.per_minute))
+        for kind, bucket in self.buckets.items():
+            shown[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+            shown[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+            shown[f"x-ratelimit-reset-{kind}"] = duration(bucket.seconds_until(bucket.per_minute))
         return shown
+
+    def _take(self, bucket: Bucket | None, amount: float) -> None:
+        if bucket is not None and amount:
+            bucket.take(amount)
+            if self.on_use is not None:
+                self.on_use(self)
 
     def _refusal(self, reason: str, wait: float) -> RefusedError:
         seconds = max(1, math.ceil(wait))
@@ -138,13 +164,24 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"
 
 
+class SharedLimits(Protocol):
+    """Limits of keys that several servers have together."""
+
+    async def refresh(self, account: Account) -> None:
+        """See to it that an account knows what other servers have taken of its limits."""
+
+
 class KeyRing:
-    """The accounts of all keys: some given as they are, and those of a file, which is read again when it changes."""
+    """The accounts of all keys: some given as they are, and those of a file, which is read again when it changes.
+
+    limits: that other servers have, too; None: each key's are this server's alone.
+    """
 
     def __init__(self, plain: Sequence[str], path: Path | None, clock: Clock = time.monotonic) -> None:
         """Raises ConfigurationError for an empty or endless key, or a file that cannot be read."""
         if not all(0 < len(key) <= MAX_KEY_LENGTH for key in plain):
             raise ConfigurationError(f"an API key must have 1 to {MAX_KEY_LENGTH} characters")
+        self.limits: SharedLimits | None = None
         self._clock = clock
         self._plain = [
             Account(store(key, f"api-key-{number}"), clock, _owner(key)) for number, key in enumerate(plain, 1)

@@ -69,6 +69,8 @@ class Guard:
                 if scope["method"] == "POST":
                     await self._check_open(scope, receive)
                     if account is not None:
+                        if self._keys is not None and self._keys.limits is not None:
+                            await self._keys.limits.refresh(account)
                         stack.enter_context(account.admit())
             except VLMServeError as error:
                 code = error_code(error)

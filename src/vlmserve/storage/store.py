@@ -19,6 +19,7 @@ from vlmserve.storage.batches import Batches
 from vlmserve.storage.conversations import Conversations
 from vlmserve.storage.database import Database
 from vlmserve.storage.files import Files
+from vlmserve.storage.limits import Limits
 from vlmserve.storage.responses import Responses
 from vlmserve.storage.retention import Retention
 
@@ -34,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class Store:
-    """Conversations, responses, files and batches, whose methods block: call them through `run`."""
+    """Conversations, responses, files, batches and used up limits, whose methods block: call them through `run`."""
 
     def __init__(self, url: str, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
         """Open or make the database at a URL. Raises ConfigurationError.
@@ -47,6 +48,7 @@ class Store:
         self.responses = Responses(database, self.conversations, clock, config.max_stored_bytes)
         self.files = Files(database, clock, config.max_stored_bytes)
         self.batches = Batches(database, self.files, clock)
+        self.limits = Limits(database, clock)
         self.retention = Retention(database, clock, config.storage_max_age, config.storage_max_bytes)
         self._room = threading.BoundedSemaphore(_MAX_PENDING)
         self._workers = ThreadPoolExecutor(threads, "storage")
@@ -81,6 +83,7 @@ class Store:
             with contextlib.suppress(StorageError, OverloadedError):
                 if deleted := self._submit(self.retention.sweep).result():
                     logger.info("Deleted %d old entries of the history", deleted)
+                self._submit(self.limits.forget).result()
 
 
 def open_store(config: ServerConfig) -> Store | None:

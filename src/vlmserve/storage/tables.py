@@ -171,6 +171,16 @@ batch_results = Table(
 )
 """Lines of the files that a batch will have written when it ends."""
 
+rate_limits = Table(
+    "rate_limits",
+    metadata,
+    Column("name", _Name(400), primary_key=True),
+    Column("per_minute", Double, nullable=False),
+    Column("used", Double, nullable=False),
+    Column("updated_at", Double, nullable=False, index=True),
+)
+"""What is used up of the limits of API keys. used: at `updated_at`; `per_minute` of it comes back in a minute."""
+
 Step = Callable[[Connection], None]
 
 
@@ -182,7 +192,11 @@ def _add_batches(connection: Connection) -> None:
     metadata.create_all(connection, [batches, batch_results])
 
 
-MIGRATIONS: Sequence[Step] = (_make_history, _add_batches)
+def _add_rate_limits(connection: Connection) -> None:
+    metadata.create_all(connection, [rate_limits])
+
+
+MIGRATIONS: Sequence[Step] = (_make_history, _add_batches, _add_rate_limits)
 """Step i makes version i + 1 of version i. A published step is never changed; a new one is added behind it, and those
 that make tables as they are now become what they were when they were published."""
 

@@ -20,7 +20,7 @@ from vlmserve.scaleout.ray.deployments import gateway_application, worker_applic
 from vlmserve.scaleout.ray.directory import NAMESPACE
 from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.settings import GatewayConfig
-from vlmserve.scaleout.storage import check_local, check_shared
+from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_METRICS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _OBJECT_STORE = 100 * 1024**2
@@ -69,6 +69,7 @@ def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfi
 
 def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: str) -> None:
     """Run a gateway on this machine, for a cluster, until SIGINT or SIGTERM. Raises VLMServeError."""
+    refuse_local(server)
     check_port(server)
 
     def launch(token: str) -> GatewayLaunch:

@@ -22,7 +22,7 @@ from vlmserve.scaleout.messages import LOAD_PATH, TOKEN_HEADER, Load
 from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.scaling import workers_wanted
 from vlmserve.scaleout.settings import GatewayConfig
-from vlmserve.scaleout.storage import check_shared
+from vlmserve.scaleout.storage import check_shared, refuse_local
 
 _EXTRA_GRACE = 10.0
 """Seconds that a process gets to end after its requests have."""
@@ -169,6 +169,7 @@ def gateways(args: dict[str, Any]) -> serve.Application:
     server, gateway = _of(ServerConfig, args), _of(GatewayConfig, args)
     assert isinstance(server, ServerConfig)
     assert isinstance(gateway, GatewayConfig)
+    refuse_local(server)
     return gateway_application(server, gateway, **own)
 
 

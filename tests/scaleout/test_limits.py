@@ -1,0 +1,180 @@
+"""Gateways that share the limits of keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.clock import Clock
+from tests.scaleout.processes import TOKEN, Cluster
+from vlmserve.config import ServerConfig
+from vlmserve.errors import StorageError
+from vlmserve.scaleout import limits as limits_module
+from vlmserve.scaleout.limits import ClusterLimits
+from vlmserve.scaleout.member import GatewayLaunch
+from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.server.accounts import Account
+from vlmserve.server.errors import RefusedError
+from vlmserve.server.keys import add_key, store
+from vlmserve.storage.limits import Taken
+from vlmserve.storage.store import Store
+
+REQUESTS, TOKENS = "key alice requests", "key alice tokens"
+
+
+class Gateway:
+    """What a gateway has of a key that may ask for 4 answers and 100 tokens a minute."""
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        self.store = Store(url, ServerConfig(), clock)
+        self.limits = ClusterLimits(self.store, clock)
+        self.account = Account(store("key", "alice", requests_per_minute=4, tokens_per_minute=100), clock)
+
+    async def admit(self, tokens: int = 0) -> bool:
+        await self.limits.refresh(self.account)
+        try:
+            with self.account.admit():
+                self.account.charge(tokens)
+        except RefusedError:
+            return False
+        return True
+
+    async def written(self, requests: float, tokens: float = 0.0) -> None:
+        """Until the database has so much that is used up."""
+        nothing = [Taken(REQUESTS, 4, 0.0), Taken(TOKENS, 100, 0.0)]
+        await until(lambda: self.store.limits.take(nothing) == pytest.approx({REQUESTS: requests, TOKENS: tokens}))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not await asyncio.to_thread(holds):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path) -> str:
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("postgres").new_database())
+    return f"sqlite:///{tmp_path / 'limits.db'}"
+
+
+@pytest.fixture
+async def gateways(url, monkeypatch):
+    """Two gateways, and the clock of both. A request waits for the database for as long as it takes."""
+    monkeypatch.setattr(limits_module, "_PATIENCE", 60)
+    monkeypatch.setattr(limits_module, "_RETRY", 0.01)
+    clock = Clock()
+    first, second = Gateway(url, clock), Gateway(url, clock)
+    yield first, second, clock
+    await first.limits.close()
+    await second.limits.close()
+
+
+async def test_what_one_gateway_admits_another_one_does_not(gateways):
+    first, second, clock = gateways
+    assert await first.admit(tokens=30)
+    assert await first.admit()
+    await first.written(2, 30)
+    assert await second.admit()
+    assert second.account.headers()["x-ratelimit-remaining-requests"] == "1"
+    assert second.account.headers()["x-ratelimit-remaining-tokens"] == "70"
+    assert await second.admit(tokens=90)
+    await first.written(4, 120)
+    clock.now += 1
+    assert not await first.admit()
+    clock.now += 15
+    assert await first.admit()
+    await first.written(5 - 16 * 4 / 60, 120 - 16 * 100 / 60)
+    assert not await second.admit()
+
+
+async def test_a_request_waits_only_if_its_key_was_not_used(gateways):
+    first, _, clock = gateways
+
+    def waits() -> bool:
+        refreshing = first.limits.refresh(first.account)
+        try:
+            refreshing.send(None)
+        except StopIteration:
+            return False
+        refreshing.close()
+        return True
+
+    assert waits()
+    assert await first.admit()
+    assert not waits()
+    clock.now += 0.9
+    assert not waits()
+    await first.written(1 - 0.9 * 4 / 60)
+    clock.now += 1
+    assert waits()
+
+
+async def test_without_the_database_each_gateway_counts_by_itself_and_tells_later(gateways, monkeypatch):
+    first, second, clock = gateways
+
+    def away(taken):
+        raise StorageError("away")
+
+    take = first.store.limits.take
+    monkeypatch.setattr(first.store.limits, "take", away)
+    assert [await first.admit() for _ in range(5)] == [True] * 4 + [False]
+    clock.now += 15
+    assert await first.admit()
+    monkeypatch.setattr(first.store.limits, "take", take)
+    await second.written(4)
+    assert not await second.admit()
+
+
+async def test_a_database_that_hangs_holds_up_one_request(gateways, monkeypatch):
+    monkeypatch.setattr(limits_module, "_PATIENCE", 0.01)
+    first, _, _ = gateways
+    released = threading.Event()
+    take = first.store.limits.take
+    monkeypatch.setattr(first.store.limits, "take", lambda taken: (released.wait(60), take(taken))[1])
+    with contextlib.ExitStack() as stack:
+        stack.callback(released.set)
+        assert await first.admit()
+        monkeypatch.setattr(limits_module, "_PATIENCE", 60)
+        assert [await first.admit() for _ in range(4)] == [True] * 3 + [False]
+    await first.written(4)
+
+
+async def test_what_has_come_back_in_an_outage_is_not_owed(gateways):
+    first, _, clock = gateways
+    account = first.account
+    account.charge(100)
+    clock.now += 30
+    assert account.buckets["tokens"].tell() == 50
+    account.charge(10)
+    account.buckets["tokens"].hear(70)
+    assert account.buckets["tokens"].level == 20
+
+
+def test_gateways_of_a_cluster_share_the_limits_of_keys(folder, tmp_path, postgres):
+    path = tmp_path / "keys.jsonl"
+    headers = {"authorization": f"Bearer {add_key(path, 'alice', requests_per_minute=1)}"}
+    url = postgres.new_database()
+    front = {"api_keys_file": str(path), "storage_url": url}
+    with Cluster(folder, 0, front=front) as cluster:
+        launch = GatewayLaunch(
+            TOKEN, ServerConfig(port=0, **front).model_dump_json(), GatewayConfig().model_dump_json()
+        )
+        other = cluster.start(launch).wait_until_up()
+        bodies = {"json": {"prompt": "one"}, "headers": headers}
+        assert [httpx.post(f"{cluster.url}/v1/completions", **bodies).status_code for _ in range(2)] == [503, 429]
+        asking = Store(url, ServerConfig())
+        deadline = time.monotonic() + 60
+        while asking.limits.take([Taken(REQUESTS, 1, 0.0)])[REQUESTS] < 0.1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        asking.close()
+        answer = httpx.post(f"{other}/v1/completions", **bodies)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
