@@ -29,7 +29,9 @@ class Cluster:
         server: Any = None,
         gateway: Any = None,
         front: Any = None,
+        own: Any = None,
     ) -> None:
+        """own: settings of the server, by the name of the worker that has them."""
         self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
         self._server = ServerConfig(
             **{"port": 0, "served_model_name": "tiny", "storage_url": "none", "stats_interval": 0, **(server or {})}
@@ -37,6 +39,7 @@ class Cluster:
         self._front = ServerConfig(port=0, **(front or {}))
         self._gateway = GatewayConfig(**(gateway or {}))
         self._count = workers
+        self._own = own or {}
         self._stack = contextlib.ExitStack()
         self.workers: dict[str, tuple[MemberProcess, str]] = {}
 
@@ -61,10 +64,10 @@ class Cluster:
         (stack or self._stack).callback(process.close)
         return process
 
-    def start_worker(self, name: str, stack: contextlib.ExitStack | None = None, **engine: Any) -> MemberProcess:
-        config = self._engine.model_copy(update=engine)
+    def start_worker(self, name: str, stack: contextlib.ExitStack | None = None) -> MemberProcess:
+        server = self._server.model_copy(update=self._own.get(name, {}))
         launch = WorkerLaunch(
-            name, TOKEN, config.model_dump_json(), MediaConfig().model_dump_json(), self._server.model_dump_json()
+            name, TOKEN, self._engine.model_dump_json(), MediaConfig().model_dump_json(), server.model_dump_json()
         )
         return self.start(launch, stack)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -11,12 +10,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vlmserve.errors import UnknownModelError
+from vlmserve.scaleout.adapters import load_adapter, unload_adapter
 from vlmserve.scaleout.gateway import Gateway
 from vlmserve.scaleout.live import ClusterView
 from vlmserve.scaleout.metrics import exposition
 from vlmserve.scaleout.proxy import forward
 from vlmserve.server.app import assemble, operations, show_version
-from vlmserve.server.errors import RefusedError, json_response, retry_after
+from vlmserve.server.errors import json_response, retry_after
 from vlmserve.server.schema.models import Health, ModelCard, ModelList
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -32,8 +32,8 @@ def create_app(gateway: Gateway) -> Starlette:
         "/version": show_version,
         "/metrics": show_metrics,
         "/live": show_live,
-        "/v1/load_lora_adapter": refuse_adapters,
-        "/v1/unload_lora_adapter": refuse_adapters,
+        "/v1/load_lora_adapter": load_adapter,
+        "/v1/unload_lora_adapter": unload_adapter,
     }
     served = [Route(one.path, own.get(one.path, forward), methods=[one.method]) for one in operations(gateway.config)]
     app = assemble(gateway, served)
@@ -47,7 +47,7 @@ def _cards(gateway: Gateway) -> list[ModelCard]:
     for model in gateway.models.values():
         facts = model.facts
         cards += [ModelCard(name, facts.created, facts.max_model_len) for name in facts.names]
-        for name in facts.adapters:
+        for name in model.adapters:
             card = ModelCard(name, facts.created, facts.max_model_len)
             card.parent = facts.names[0]
             cards.append(card)
@@ -68,12 +68,6 @@ async def show_model(request: Request) -> Response:
     if card is None:
         raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
     return json_response(card)
-
-
-async def refuse_adapters(request: Request) -> Response:
-    """Adapters are loaded by each worker's settings, so that all workers of a model have the same."""
-    message = "A gateway loads no adapters; give them to the workers, with --lora-modules or a folder that they watch"
-    raise RefusedError(HTTPStatus.NOT_IMPLEMENTED, message, "not_here")
 
 
 async def health(request: Request) -> Response:

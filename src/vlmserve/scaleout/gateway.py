@@ -9,8 +9,8 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -62,10 +62,13 @@ class Member:
 
 @dataclass
 class Model:
-    """One that workers have."""
+    """One that workers have. adapters: that some of them have. lacking: by adapters that not all of them have, the ids
+    of the workers that do not."""
 
     router: Router
     facts: ModelFacts
+    adapters: tuple[str, ...] = ()
+    lacking: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -103,6 +106,8 @@ class Gateway:
         self._numbers = itertools.count(1)
         self._sent: OrderedDict[int, Sent] = OrderedDict()
         self._closing = False
+        self._changed = asyncio.Event()
+        """Set when something of a worker has changed."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -154,6 +159,28 @@ class Gateway:
         if own is None:
             raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
         return own, self.models[own].router
+
+    def lacking(self, name: object) -> Collection[str]:
+        """The ids of workers of a model that do not have the adapter which a request names."""
+        own = self._names.get(name) if isinstance(name, str) else None
+        return () if own is None else self.models[own].lacking.get(str(name), ())
+
+    def members_of(self, model: str) -> list[Member]:
+        """The workers of a model that answer and do not drain."""
+
+        def is_one(member: Member) -> bool:
+            hello = member.hello if member.is_heard else None
+            return hello is not None and hello.facts.names[0] == model and not hello.info.draining
+
+        return [member for member in self.members.values() if is_one(member)]
+
+    async def hear_adapter(self, members: Collection[Member], name: str, timeout: float) -> None:
+        """Until these workers have said that they have an adapter; at most `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not all(one.hello is None or name in one.hello.facts.adapters for one in members):
+                    self._changed.clear()
+                    await self._changed.wait()
 
     def any_model(self) -> tuple[str, Router]:
         """A model and its router, for what every worker can do. Raises UnavailableError."""
@@ -283,6 +310,7 @@ class Gateway:
 
     def _update_models(self) -> None:
         """Have each model's router know its workers."""
+        self._changed.set()
         workers: dict[str, list[WorkerInfo]] = {}
         for member in self.members.values():
             if member.hello is not None:
@@ -298,6 +326,15 @@ class Gateway:
         self._names = {}
         for name, infos in workers.items():
             self.models[name].router.set_workers(infos)
+            self._update_adapters(name)
             for info in infos:
                 self._names |= {alias: name for alias in info.models if alias not in self._names}
         self._names |= {name: name for name in self.models}
+
+    def _update_adapters(self, model: str) -> None:
+        hellos = [member.hello for member in self.members.values() if member.hello is not None]
+        served = {one.info.id: frozenset(one.facts.adapters) for one in hellos if one.facts.names[0] == model}
+        every = sorted(frozenset().union(*served.values()))
+        lacking = {name: frozenset(id for id, own in served.items() if name not in own) for name in every}
+        self.models[model].adapters = tuple(every)
+        self.models[model].lacking = {name: ids for name, ids in lacking.items() if ids}

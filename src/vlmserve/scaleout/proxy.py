@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -72,6 +72,8 @@ class Proxy:
         self._body = bytearray()
         self._router: Router
         self._key = _OTHER_KEY
+        self._lacking: Collection[str] = ()
+        """Workers that do not have the adapter which the request names."""
         self.is_kept = False
         """Whether the answer may be stored, so that it is to be stored as failed if its worker dies."""
 
@@ -87,6 +89,7 @@ class Proxy:
         fields = await self._fields()
         if fields is not None and self._path in _OF_A_MODEL:
             name, self._router = gateway.model(fields.get("model"))
+            self._lacking = gateway.lacking(fields.get("model"))
         else:
             name, self._router = gateway.any_model()
         if self._path in GENERATING and fields is not None:
@@ -112,7 +115,7 @@ class Proxy:
 
     async def answer(self) -> Response:
         """The answer of a worker. Raises VLMServeError if there is none."""
-        excluded: set[str] = set()
+        excluded = set(self._lacking)
         last: _Failed | None = None
         for attempt in range(self.gateway.settings.max_attempts):
             sent = self.gateway.send(self._router, self._key, excluded, account_of(self._request))

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from vlmserve.errors import AdapterError
+from vlmserve.errors import AdapterError, UnknownModelError
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.guard import account_of
 from vlmserve.server.routes.reading import read
@@ -18,8 +18,9 @@ from vlmserve.server.service import Service
 async def load_adapter(request: Request) -> Response:
     """Load a LoRA adapter out of the server's folder, or replace one."""
     service: Service = request.app.state.service
-    _check_admin(request)
+    check_admin(request)
     async with read(request, LoadAdapterRequest) as body:
+        _check_model(service, body.model)
         name = body.lora_name
         if service.is_own_name(name):
             raise AdapterError(f"{name!r} is the name of the model itself", param="lora_name")
@@ -32,13 +33,20 @@ async def load_adapter(request: Request) -> Response:
 async def unload_adapter(request: Request) -> Response:
     """Serve a LoRA adapter no more. Requests that have begun with it go on with it."""
     service: Service = request.app.state.service
-    _check_admin(request)
+    check_admin(request)
     async with read(request, UnloadAdapterRequest) as body:
+        _check_model(service, body.model)
         await service.adapters.unload(service.client, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-def _check_admin(request: Request) -> None:
+def _check_model(service: Service, name: str | None) -> None:
+    """Raises UnknownModelError for the model of an adapter that is not the one of this server."""
+    if not service.is_own_name(name):
+        raise UnknownModelError(f"There is no model {name!r:.100} here, only {service.model_name!r}", param="model")
+
+
+def check_admin(request: Request) -> None:
     """Raises RefusedError (403) for a key that may not change the server."""
     account = account_of(request)
     if account is not None and not account.key.admin:

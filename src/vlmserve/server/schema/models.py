@@ -27,18 +27,22 @@ class ModelCard(msgspec.Struct):
 class LoadAdapterRequest(RequestModel):
     """The body of ``POST /v1/load_lora_adapter``.
 
-    lora_path: of its folder, within the server's. load_inplace: whether it may replace one with that name.
+    lora_path: of its folder, within the server's. load_inplace: whether it may replace one with that name. model: that
+    it adapts; null: the only one.
     """
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME)]
     lora_path: Annotated[str, Field(max_length=4096)]
     load_inplace: bool = False
+    model: str | None = None
 
 
 class UnloadAdapterRequest(RequestModel):
-    """The body of ``POST /v1/unload_lora_adapter``. lora_int_id: vLLM's; it has no effect."""
+    """The body of ``POST /v1/unload_lora_adapter``. model: that it adapts; null: the only one. lora_int_id: vLLM's; it
+    has no effect."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME)]
+    model: str | None = None
     lora_int_id: int | None = None
 
 
