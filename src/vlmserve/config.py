@@ -93,7 +93,11 @@ def parse_list(text: str) -> list[Any]:
     return entries
 
 
-OLD_NAMES: Mapping[str, str] = {"swap_memory": "kv_offload_memory", "picture_cache_memory": "image_cache_memory"}
+OLD_NAMES: Mapping[str, str] = {
+    "swap_memory": "kv_offload_memory",
+    "picture_cache_memory": "image_cache_memory",
+    "quantize_overrides": "quantize_layers",
+}
 """Names that settings had in the last release, which still work in this one, and those that they have now."""
 
 
@@ -232,11 +236,6 @@ class QuantizationConfig(Settings):
         """Whether anything is to be quantized."""
         return any(scheme != "none" for scheme in (self.scheme, *self.overrides.values()))
 
-    @property
-    def calibrates(self) -> bool:
-        """Whether that takes data."""
-        return self.wanted and self.method != "rtn"
-
 
 class EngineConfig(Settings):
     """The model and its memory."""
@@ -273,8 +272,13 @@ class EngineConfig(Settings):
     quantize_calibration_tokens: int = Field(
         16384, ge=1, description="Tokens to calibrate with, those of images included."
     )
-    quantize_overrides: tuple[str, ...] = Field(
+    quantize_layers: tuple[str, ...] = Field(
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
+    )
+    weight_memory: ByteSize | None = Field(
+        None,
+        description="Memory for weights, like 3GiB: each layer gets as many bits as fit, by what fewer would cost. "
+        "Calibrates at the first start, and keeps the result.",
     )
     enable_lora: bool = Field(False, description="Serve LoRA adapters of the model.")
     lora_modules: tuple[str, ...] = Field((), description="Adapters to load at start, as NAME=PATH or JSON.")
@@ -353,12 +357,17 @@ class EngineConfig(Settings):
     mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
     mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")
 
-    _check_overrides = field_validator("quantize_overrides")(check_overrides)
+    _check_overrides = field_validator("quantize_layers")(check_overrides)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether quantizing takes data."""
+        return self.weight_memory is not None or (self.quantization.wanted and self.quantize_method != "rtn")
 
     @property
     def quantization(self) -> QuantizationConfig:
         """What the fields about quantization say together. Raises ConfigurationError for a wrong override."""
-        overrides = dict(override.rpartition("=")[::2] for override in self.quantize_overrides)
+        overrides = dict(override.rpartition("=")[::2] for override in self.quantize_layers)
         values = {
             "scheme": self.quantize,
             "group_size": self.quantize_group_size,

@@ -17,7 +17,7 @@ from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.config import EngineConfig
 from vlmserve.engine import calibrated
 from vlmserve.engine.loading import load
-from vlmserve.errors import ConfigurationError
+from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.llm import LLM
 from vlmserve.models import quantized
 
@@ -85,7 +85,7 @@ def test_other_weights_settings_and_data_are_other_copies(
 ) -> None:
     data = tmp_path / "prompts.jsonl"
     others: list[dict[str, Any]] = [
-        {}, {"quantize_group_size": 64, "quantize_overrides": ("*.down_proj=int8",)}, {"quantize_method": "awq"},
+        {}, {"quantize_group_size": 64, "quantize_layers": ("*.down_proj=int8",)}, {"quantize_method": "awq"},
         {"quantize_calibration": str(data)},
     ]  # fmt: skip
     for text in ("a b c", "d e f"):
@@ -189,8 +189,11 @@ def test_a_cache_that_cannot_be_written_is_an_error(
 
 
 def test_errors_of_the_process_are_those_of_the_engine(
-    folder: Path, options: dict[str, Any], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, options: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = options | {"quantize_overrides": ("*.nothing=int8",)}
+    monkeypatch.setattr(calibrated, "_run", lambda job: calibrated.check_answer(process.attempt(job), 1))
+    wrong = options | {"quantize_layers": ("*.nothing=int8",)}
     with pytest.raises(ConfigurationError, match=r"no layer of this model has a name like \*\.nothing"):
         load(EngineConfig(model=str(folder), **wrong))
+    with pytest.raises(ModelLoadError, match="ended with status -9"):
+        calibrated.check_answer(b"", -9)

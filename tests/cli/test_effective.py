@@ -78,7 +78,7 @@ def test_what_a_worker_has_by_itself_is_told_apart(tmp_path):
         "./mine --kv-cache-memory 1000001 --kv-offload-memory 4GiB --memory-fraction 0.25 --no-enable-prefix-caching",
         '--served-model-name a,b --served-model-name c"\\d --mm-processor-kwargs {"max_pixels":900,"fps":1e-7}',
         "--chat-template {%\n\tfor\x7f\x01é😀#%} --max-model-len 9 --revision '''",
-        "--quantize-overrides *=int8 --quantize-group-size 64 --enable-debug --num-workers 3 --fetch-timeout 1e16",
+        "--quantize-layers *=int8 --quantize-group-size 64 --enable-debug --num-workers 3 --fetch-timeout 1e16",
     ],
 )
 def test_the_file_gives_the_same_settings_again(tmp_path, line):
@@ -146,7 +146,7 @@ def test_secrets_are_typed_as_text():
         ("kv_cache_memory", "size"),
         ("block_size", "whole number, at least 1, at most 256"),
         ("memory_fraction", "number, over 0, at most 1"),
-        ("quantize_overrides", "list of texts"),
+        ("quantize_layers", "list of texts"),
         ("load", "`eager` or `lazy`"),
         ("enable_prefix_caching", "yes or no"),
         ("chat_template", "text"),

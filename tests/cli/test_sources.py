@@ -188,8 +188,8 @@ def test_variables_are_text(name, text, value):
         ('kv_cache_memory = "2GiB"', "kv_cache_memory", 2 * 1024**3),
         ("kv_cache_memory = 4096", "kv_cache_memory", 4096),
         ("enable_prefix_caching = false", "enable_prefix_caching", False),
-        ('quantize_overrides = ["a=int8", "b=none"]', "quantize_overrides", ("a=int8", "b=none")),
-        ('quantize_overrides = "a=int8"', "quantize_overrides", ("a=int8",)),
+        ('quantize_layers = ["a=int8", "b=none"]', "quantize_layers", ("a=int8", "b=none")),
+        ('quantize_layers = "a=int8"', "quantize_layers", ("a=int8",)),
         ("memory_fraction = 1", "memory_fraction", 1.0),
     ],
 )

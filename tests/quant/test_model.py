@@ -110,10 +110,10 @@ def test_an_override_that_fits_no_layer_is_an_error() -> None:
 
 
 def test_overrides_are_read_from_what_people_write() -> None:
-    config = EngineConfig(quantize="int4", quantize_overrides=("*.down_proj=int8", "a=b=none")).quantization
+    config = EngineConfig(quantize="int4", quantize_layers=("*.down_proj=int8", "a=b=none")).quantization
     assert config.overrides == {"*.down_proj": "int8", "a=b": "none"}
     with pytest.raises(ConfigurationError, match="int3"):
-        read_settings(EngineConfig, {"quantize_overrides": ("*=int3",)})
+        read_settings(EngineConfig, {"quantize_layers": ("*=int3",)})
 
 
 def test_memory_before_and_after_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -47,9 +48,11 @@ def make_copy(job: Job, progress: Callable[[int, int], None]) -> None:
             if place.is_dir():
                 return
             how = read_settings(QuantizeConfig, job.settings, lambda name: f"--quantize-{name}")
+            if how.method == "rtn":  # which does not go on
+                shutil.rmtree(unfinished, ignore_errors=True)
             _, notes = quantize_checkpoint(Path(job.folder), unfinished, how, job.kernels, progress)
             for note in notes:
-                logger.warning("%s", note)
+                logger.info("%s", note)
             os.rename(unfinished, place)
     except OSError as error:
         raise ConfigurationError(
@@ -98,13 +101,19 @@ def main() -> int:
     set_up_logging(job.log_format, "calibration", job.log_level)
     threading.Thread(target=exit_with_parent, daemon=True).start()
     set_threads(job.num_threads)
+    answer = attempt(job)
+    sys.stdout.buffer.write(answer)
+    return 1 if answer else 0
+
+
+def attempt(job: Job) -> bytes:
+    """Make a copy. Returns what the process answers: a `Failure`, or nothing."""
     try:
         with _shown() as progress:
             make_copy(job, progress)
     except VLMServeError as error:
-        sys.stdout.buffer.write(msgspec.json.encode(Failure.of(error)))
-        return 1
-    return 0
+        return msgspec.json.encode(Failure.of(error))
+    return b""
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from vlmserve.calibration.mixed import choose_bits
 from vlmserve.calibration.prompts import calibration_prompts
 from vlmserve.calibration.run import Calibration
 from vlmserve.calibration.settings import QuantizeConfig
@@ -27,18 +29,32 @@ def quantize_checkpoint(
     `calibration_prompts` and `save_quantized` raise.
     """
     _check_disk(folder, out, how, kernels)
-    if how.method == "rtn":
-        return save_quantized(folder, out, how.quantization, progress), []
+    config = how.quantization
+    notes: list[str] = []
+    if how.method == "rtn" and how.weight_memory is None:
+        return save_quantized(folder, out, config, progress), notes
     preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
     prompts = calibration_prompts(how.calibration, preparer, how.calibration_tokens)
-    run = Calibration(folder, out, how.quantization, prompts, image_weight=how.image_weight, kernels=kernels)
-    result = run.run(progress)
-    return result.saving, result.notes
+    own = progress
+    if how.weight_memory is not None:
+        config = choose_bits(folder, out, how, prompts, kernels, lambda done, total: progress(done, 2 * total))
+        counts = Counter(config.overrides.values())
+        notes.append(f"{counts['int4']} layers have 4 bits, {counts['int8']} have 8, {counts['none']} stay plain")
+
+        def own(done: int, total: int) -> None:
+            progress(total + done, 2 * total)
+
+    if how.method == "rtn":
+        return save_quantized(folder, out, config, own), notes
+    run = Calibration(folder, out, config, prompts, image_weight=how.image_weight, kernels=kernels)
+    result = run.run(own)
+    return result.saving, notes + result.notes
 
 
 def _check_disk(folder: Path, out: Path, how: QuantizeConfig, kernels: str) -> None:
     """Raises ConfigurationError for a disk with less room than the weights take, and what `MemoryEstimate` raises."""
     needed = MemoryEstimate(folder, torch.device("cpu"), kernels).weights(how.quantization)
+    needed = needed if how.weight_memory is None else min(needed, how.weight_memory)
     there = sum(path.stat().st_size for path in out.glob("*")) if out.is_dir() else 0
     place = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
     free = shutil.disk_usage(place).free

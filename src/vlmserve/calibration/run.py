@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,12 +23,14 @@ from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.models.decoder import DecoderLayer
 from vlmserve.models.folding import QKV, layer_folds
 from vlmserve.models.identity import weights_digest
+from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.quantized import QuantizedFolder, Saving
 from vlmserve.models.registry import return_free_memory
 from vlmserve.models.weights import merge_as_stored, module_slots, weight_names, weight_slots
 from vlmserve.quant.calibration import Observer, Outcome, Target, quantize_layers
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
+from vlmserve.quant.statistics import InputStatistics
 from vlmserve.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -155,38 +157,45 @@ class Calibration:
         return hasher.hexdigest()
 
     def _embed(self, flow: LayerByLayer) -> None:
-        """Quantize the vision tower, if it is to be, and make the first layer's inputs."""
+        """Make the first layer's inputs."""
         layers = f"{DECODER}layers."
         self._load(lambda name: not name.startswith(layers) and not name.startswith(f"{DECODER}lm_head"))
-        images: dict[bytes, Tensor] = {}
-        if self._vision is not None:
-            outcome = self._quantize_vision()
-            images = dict(encode_images(self._vision, self._device, self._prompts, self._decoder.dtype))
-            self._write(0, [name for name in self._writer.names if not name.startswith(DECODER)], outcome)
-        flow.embed(images)
-        _forget(self._decoder.embed_tokens)
+        flow.embed({} if self._vision is None else self._encode_images(self._vision))
+        forget(self._decoder.embed_tokens)
         for name, module in self._model.named_children():
             if name != DECODER.removesuffix("."):
-                _forget(module)
+                forget(module)
 
-    def _quantize_vision(self) -> Outcome:
-        assert self._vision is not None
-        targets = {
-            path: Target(module, bits)
-            for path, (module, bits) in self._chosen.items()
-            if not path.startswith(DECODER) and isinstance(module, Linear)
-        }
+    def _encode_images(self, vision: VisionEncoder) -> dict[bytes, Tensor]:
+        """Quantize the vision tower, if it is to be, and compute the embeddings of all images."""
+        targets = self._vision_targets()
         for target in targets.values():
             if target.module.weight.ndim != 2:
                 self._round(target)
         whole = Outcome()
+        for some, statistics in self._watch_vision(vision, targets):
+            whole.add(quantize_layers(some, (), statistics, self._config))
+        self._write(0, [name for name in self._writer.names if not name.startswith(DECODER)], whole)
+        return dict(encode_images(vision, self._device, self._prompts, self._decoder.dtype))
+
+    def _vision_targets(self) -> dict[str, Target]:
+        """The layers to quantize outside the decoder, by name."""
+        return {
+            path: Target(module, bits)
+            for path, (module, bits) in self._chosen.items()
+            if not path.startswith(DECODER) and isinstance(module, Linear)
+        }
+
+    def _watch_vision(
+        self, vision: VisionEncoder, targets: dict[str, Target]
+    ) -> Iterator[tuple[dict[str, Target], Mapping[str, InputStatistics]]]:
+        """Some layers at a time, with what goes into them; those that are no matrix are left out."""
         for some in _within_memory(targets):
             observer = Observer({path: target.module for path, target in some.items()})
             with observer.watching():
-                for _ in encode_images(self._vision, self._device, self._prompts, self._decoder.dtype):
+                for _ in encode_images(vision, self._device, self._prompts, self._decoder.dtype):
                     pass
-            whole.add(quantize_layers(some, (), observer.statistics, self._config))
-        return whole
+            yield some, observer.statistics
 
     def _round(self, target: Target) -> None:
         """A patch embedding has the shape of a convolution, and pixels go in. It is rounded to nearest."""
@@ -199,16 +208,8 @@ class Calibration:
 
     def _layer(self, flow: LayerByLayer, index: int) -> None:
         prefix = f"{DECODER}layers.{index}."
-        layer = cast(DecoderLayer, self._decoder.layers[index])
-        self._load(lambda name: name.startswith(prefix))
-        self._decoder.deinterleave_layer(layer)
-        values = self._decoder.spec.attention[index]
-        targets = {}
-        for path, (module, bits) in self._chosen.items():
-            if path.startswith(prefix) and isinstance(module, Linear):
-                name = path.removeprefix(prefix)
-                unclipped = module.out_features - values.num_kv_heads * values.head_size if name == QKV else 0
-                targets[name] = Target(module, bits, unclipped)
+        layer = self._load_layer(index)
+        targets = self._layer_targets(index)
         observer = Observer({name: target.module for name, target in targets.items()})
         with observer.watching():
             flow.through(index, observer=observer, image_weight=self._image_weight, keep=False)
@@ -218,7 +219,26 @@ class Calibration:
         del observer
         flow.through(index)
         self._write(index + 1, [name for name in self._writer.names if name.startswith(prefix)], outcome, prefix)
-        _forget(layer)
+        forget(layer)
+
+    def _load_layer(self, index: int) -> DecoderLayer:
+        prefix = f"{DECODER}layers.{index}."
+        layer = cast(DecoderLayer, self._decoder.layers[index])
+        self._load(lambda name: name.startswith(prefix))
+        self._decoder.deinterleave_layer(layer)
+        return layer
+
+    def _layer_targets(self, index: int) -> dict[str, Target]:
+        """The layers to quantize inside a layer of the decoder, by their names there."""
+        prefix = f"{DECODER}layers.{index}."
+        values = self._decoder.spec.attention[index]
+        targets = {}
+        for path, (module, bits) in self._chosen.items():
+            if path.startswith(prefix) and isinstance(module, Linear):
+                name = path.removeprefix(prefix)
+                unclipped = module.out_features - values.num_kv_heads * values.head_size if name == QKV else 0
+                targets[name] = Target(module, bits, unclipped)
+        return targets
 
     def _rest(self) -> None:
         """What is left of the decoder: tables, the last norm, the head."""
@@ -284,7 +304,7 @@ def _within_memory(targets: dict[str, Target]) -> Iterator[dict[str, Target]]:
         yield some
 
 
-def _forget(module: nn.Module) -> None:
+def forget(module: nn.Module) -> None:
     """Free the memory of a module's parameters."""
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)

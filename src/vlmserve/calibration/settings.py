@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from vlmserve.config import QuantizationConfig, QuantizeMethod, Scheme, Settings, check_overrides
+from vlmserve.config import ByteSize, QuantizationConfig, QuantizeMethod, Scheme, Settings, check_overrides
 
 
 class QuantizeConfig(Settings):
@@ -23,6 +23,11 @@ class QuantizeConfig(Settings):
     layers: Annotated[tuple[str, ...], AfterValidator(check_overrides)] = Field(
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: '*.down_proj=int8'."
     )
+    weight_memory: ByteSize | None = Field(
+        None,
+        description="In place of --bits: memory for weights, like 3GiB. Each layer gets as many bits as fit, by what "
+        "fewer would cost, which is measured.",
+    )
     calibration: str | None = Field(
         None,
         description="Prompts to calibrate with: a file as load tests read it (JSONL), or a folder of images; default: "
@@ -35,8 +40,8 @@ class QuantizeConfig(Settings):
 
     @property
     def quantization(self) -> QuantizationConfig:
-        """What decides which weights become what."""
-        scheme: Scheme = "int8" if self.bits == 8 else "int4"
+        """What decides which weights become what; with `weight_memory`, those that rules and data say nothing about."""
+        scheme: Scheme = "int8" if self.bits == 8 or self.weight_memory is not None else "int4"
         overrides: Mapping[str, Scheme] = dict(one.rpartition("=")[::2] for one in self.layers)  # type: ignore[misc]
         return QuantizationConfig(
             scheme=scheme,

@@ -54,4 +54,5 @@ def _schemes(estimate: MemoryEstimate, how: QuantizeConfig) -> Iterator[tuple[st
         except ConfigurationError:
             continue
         yield f"int4, groups of {size}", config
-    yield "these flags", asked
+    if how.weight_memory is None:
+        yield "these flags", asked

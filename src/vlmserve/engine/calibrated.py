@@ -94,22 +94,28 @@ def _run(job: Job) -> None:
         except BaseException:
             process.kill()
             raise
+    check_answer(answer, process.returncode)
+
+
+def check_answer(answer: bytes, status: int) -> None:
+    """Raises what a process says that it failed for, and ModelLoadError for one that ended without a word."""
     if answer:
         raise msgspec.json.decode(answer, type=Failure).error()
-    if process.returncode:
-        raise ModelLoadError(f"the process that calibrates ended with status {process.returncode}")
+    if status:
+        raise ModelLoadError(f"the process that calibrates ended with status {status}")
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:
     """Of the command, as its `QuantizeConfig` names them."""
-    layers = config.quantize_overrides if config.quantize != "none" else ("*=none", *config.quantize_overrides)
+    only_some = config.quantize == "none" and config.weight_memory is None
     return {
         "method": config.quantize_method,
         "bits": 8 if config.quantize == "int8" else 4,
         "group_size": config.quantize_group_size,
         "symmetric": config.quantize_symmetric,
         "vision": config.quantize_vision,
-        "layers": list(layers),
+        "layers": [*(("*=none",) if only_some else ()), *config.quantize_layers],
+        "weight_memory": config.weight_memory,
         "calibration": config.quantize_calibration,
         "calibration_tokens": config.quantize_calibration_tokens,
     }

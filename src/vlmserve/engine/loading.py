@@ -36,7 +36,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
     set_threads(config.num_threads, config.tensor_parallel_size)
     folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
     quantization: QuantizationConfig | None = config.quantization
-    if config.quantization.calibrates:
+    if config.calibrates:
         folder, quantization = calibrated_copy(config, folder), None
     return load_model(
         folder,

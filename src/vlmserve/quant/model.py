@@ -19,7 +19,7 @@ from vlmserve.quant.methods.rtn import round_to_nearest
 
 logger = logging.getLogger(__name__)
 
-BITS = {"int8": 8, "int4": 4}
+BITS: dict[Scheme, int] = {"int8": 8, "int4": 4}
 HEADS = ("lm_head", "embed_tokens")
 
 

@@ -1,0 +1,163 @@
+"""Mixed precision: as many bits for each layer as a budget of memory allows, where they count most.
+
+What fewer bits cost is measured: the error that they make of a layer's outputs on calibration prompts, tr(dW H dW^T).
+Layers lose bits in the order of that error for each byte saved, until the weights fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from vlmserve.calibration.forward import LayerByLayer, encode_images
+from vlmserve.calibration.run import DECODER, Calibration, forget
+from vlmserve.calibration.settings import QuantizeConfig
+from vlmserve.config import QuantizationConfig, Scheme
+from vlmserve.errors import ConfigurationError
+from vlmserve.layers.linear import Weight
+from vlmserve.models.estimate import MemoryEstimate
+from vlmserve.models.protocols import VisionEncoder
+from vlmserve.models.registry import return_free_memory
+from vlmserve.quant.calibration import Observer, Target
+from vlmserve.quant.memory import StoredSizes
+from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quant.model import BITS
+from vlmserve.quant.statistics import InputStatistics, output_error
+from vlmserve.types import Prompt
+
+Errors = Mapping[Scheme, float]
+"""The error of a layer's outputs by the scheme of its weight; of plain weights it is 0."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layer that may have few bits. sizes: bytes of its weight by scheme. errors: by scheme, less than all if some
+    are out of the question."""
+
+    sizes: Mapping[Scheme, int]
+    errors: Errors
+
+    def steps(self) -> list[tuple[float, int, Scheme]]:
+        """How it can lose bits, one step after another: error for each byte saved, bytes, and what it then has.
+
+        A step costs more than the one before it: schemes that are worse in both ways are left out.
+        """
+        largest, *others = sorted(self.errors, key=lambda scheme: -self.sizes[scheme])
+        hull = [largest]
+        for scheme in others:
+            while len(hull) > 1 and self._rate(hull[-2], hull[-1]) >= self._rate(hull[-1], scheme):
+                hull.pop()
+            hull.append(scheme)
+        return [
+            (self._rate(more, fewer), self.sizes[more] - self.sizes[fewer], fewer) for more, fewer in pairwise(hull)
+        ]
+
+    def _rate(self, more: Scheme, fewer: Scheme) -> float:
+        return (self.errors[fewer] - self.errors[more]) / max(1, self.sizes[more] - self.sizes[fewer])
+
+
+def assign(choices: Mapping[str, Choice], excess: int) -> dict[str, Scheme]:
+    """The schemes of layers that together save at least `excess` bytes, and few more, with little error.
+
+    choices: by name; none is quantized at first. Raises ConfigurationError if so many cannot be saved.
+    """
+    chosen: dict[str, Scheme] = dict.fromkeys(choices, "none")
+    steps = sorted(
+        (rate, number, name, saved, fewer)
+        for name, choice in choices.items()
+        for number, (rate, saved, fewer) in enumerate(choice.steps())
+    )
+    taken: dict[str, tuple[Scheme, int]] = {}
+    for _, _, name, saved, fewer in steps:
+        if excess <= 0:
+            break
+        taken[name] = chosen[name], saved
+        chosen[name] = fewer
+        excess -= saved
+    if excess > 0:
+        raise ConfigurationError(f"--weight-memory: the weights take at least {excess / 1e6:.1f} MB more")
+    # The last step may have saved so much that one before it, which saved less, was not needed.
+    for name, (before, saved) in taken.items():
+        if excess + saved <= 0:
+            chosen[name] = before
+            excess += saved
+    return chosen
+
+
+def choose_bits(
+    folder: Path,
+    out: Path,
+    how: QuantizeConfig,
+    prompts: Sequence[Prompt],
+    kernels: str,
+    progress: Callable[[int, int], None],
+) -> QuantizationConfig:
+    """What makes the weights fit into `QuantizeConfig.weight_memory`. Layers with rules of their own keep these, and
+    tables and heads have 8 bits. See `Calibration` for the rest."""
+    assert how.weight_memory is not None
+    wanted = how.quantization
+    measuring = SensitivityPass(folder, out, wanted, prompts, image_weight=how.image_weight, kernels=kernels)
+    errors = measuring.measure(progress)
+    estimate = MemoryEstimate(folder, torch.device("cpu"), kernels)
+    stored = StoredSizes(estimate.device, wanted.group_size)
+    choices = {}
+    for name, measured in errors.items():
+        if not any(fnmatchcase(name, pattern) for pattern in wanted.overrides):
+            module = cast(Weight, estimate.model.get_submodule(name))
+            sizes = {scheme: stored.of(module, BITS.get(scheme)) for scheme in measured}
+            choices[name] = Choice(sizes, measured)
+
+    def with_schemes(schemes: Mapping[str, Scheme]) -> QuantizationConfig:
+        return wanted.model_copy(update={"overrides": {**wanted.overrides, **schemes}})
+
+    largest = estimate.weights(with_schemes(dict.fromkeys(choices, "none")))
+    return with_schemes(assign(choices, largest - how.weight_memory))
+
+
+class SensitivityPass(Calibration):
+    """One pass over a checkpoint, as it is, that measures what each scheme would cost each layer."""
+
+    @torch.inference_mode()
+    def measure(self, progress: Callable[[int, int], None]) -> dict[str, dict[Scheme, float]]:
+        """The errors of layers by name. progress: is told the stages done and how many there are."""
+        self._measured: dict[str, dict[Scheme, float]] = {}
+        flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
+        count = len(self._decoder.layers)
+        self._embed(flow)
+        progress(1, count + 1)
+        for index in range(count):
+            layer = self._load_layer(index)
+            targets = self._layer_targets(index)
+            observer = Observer({name: target.module for name, target in targets.items()})
+            with observer.watching():
+                flow.through(index, observer=observer, image_weight=self._image_weight)
+            self._measure(targets, observer.statistics, f"{DECODER}layers.{index}.")
+            forget(layer)
+            return_free_memory()
+            progress(index + 2, count + 1)
+        return self._measured
+
+    def _encode_images(self, vision: VisionEncoder) -> dict[bytes, Tensor]:
+        for some, statistics in self._watch_vision(vision, self._vision_targets()):
+            self._measure(some, statistics, "")
+        return dict(encode_images(vision, self._device, self._prompts, self._decoder.dtype))
+
+    def _measure(self, targets: Mapping[str, Target], statistics: Mapping[str, InputStatistics], prefix: str) -> None:
+        for name, target in targets.items():
+            weight, hessian = target.module.weight.data.float(), statistics[name].hessian
+            errors: dict[Scheme, float] = {"none": 0.0}
+            for scheme, bits in BITS.items():
+                if bits == 4 and target.module.in_features % self._config.group_size:
+                    continue
+                rounded = round_to_nearest(
+                    weight, bits=bits, group_size=self._config.group_size, symmetric=self._config.symmetric
+                )
+                errors[scheme] = float(output_error(rounded.dequantize() - weight, hessian))
+            self._measured[prefix + name] = errors
