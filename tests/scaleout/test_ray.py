@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,9 +84,15 @@ def running(*arguments: str) -> Iterator[Command]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    folder = make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-    mock = (str(folder), "--engine", "mock", "--served-model-name", "tiny", "--storage-url", "none")
-    with running("cluster", "up", *mock, "--workers", "2", "--port", "0") as command:
+    """Two workers that differ, as a file describes them."""
+    base = tmp_path_factory.mktemp("cluster")
+    folder = make_mock_checkpoint(base)
+    described = base / "cluster.toml"
+    described.write_text(
+        f'[engine]\nmodel = "{folder}"\nengine = "mock"\n[server]\nserved_model_name = ["tiny"]\n'
+        'storage_url = "none"\n[worker.large]\nmax_num_seqs = 64\n[worker.small]\nmax_num_seqs = 32\n'
+    )
+    with running("cluster", "up", "--config", str(described), "--port", "0") as command:
         yield command
 
 
@@ -122,6 +129,10 @@ def test_a_cluster_answers(cluster):
     wait_for(cluster.url)
     assert ask(cluster.url).status_code == 200
     assert len(members(cluster)) == 3
+    assert up(cluster.url) == ["large-0", "small-0"]
+    page = httpx.get(f"{cluster.url}/metrics", timeout=20).text
+    blocks = {name: int(number) for name, number in re.findall(r'worker="(\w+)-0".*num_gpu_blocks="(\d+)"', page)}
+    assert blocks["large"] == 2 * blocks["small"]
 
 
 def test_a_killed_worker_is_avoided_and_replaced(cluster):

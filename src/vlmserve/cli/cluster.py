@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from vlmserve.cli.help import group
-from vlmserve.cli.options import command
+from vlmserve.cli.options import Workers, command
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
-from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 
 cluster = group(help="Run several engines behind one address.")
 
@@ -48,15 +48,27 @@ def up(
     media: MediaConfig,
     server: ServerConfig,
     gateway: GatewayConfig,
+    described: Workers,
     model: Model = BUILT_IN_MODEL,
-    workers: Annotated[int, typer.Option(min=1, metavar="INT", help="Number of engines.")] = 2,
-    gpus: Annotated[float, typer.Option(min=0, metavar="FLOAT", help="GPUs for each engine.")] = 0.0,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="INT", help="Number of engines; default: 2, or those that --config describes."),
+    ] = None,
+    gpus: Annotated[float, typer.Option(min=0, metavar="FLOAT", help="GPUs for each engine that is on GPUs.")] = 0.0,
 ) -> None:
     """Run several engines and a gateway on this machine; Ctrl-C ends all.
 
     For example: vlmserve cluster up --workers 2 --port 8000. The gateway has the API of `vlmserve serve`.
+    `--config FILE` starts a worker for each section [worker.NAME] of the file.
     """
-    _commands().up(engine, media, server, gateway, workers=workers, gpus=gpus)
+    if described and workers is not None:
+        raise ConfigurationError(
+            f"--workers: the file of --config describes the workers, {', '.join(described)}; leave --workers out, or "
+            "name one of them with --worker"
+        )
+    kinds = [WorkerKind(name, own["engine"], own["media"], own["server"], gpus=gpus) for name, own in described.items()]
+    kinds = kinds or [WorkerKind("worker", engine, media, server, count=workers or 2, gpus=gpus)]
+    _commands().up(kinds, server, gateway)
 
 
 @command(common=COMMON_WORKER_FIELDS)

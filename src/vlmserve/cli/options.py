@@ -20,12 +20,17 @@ from pydantic.fields import FieldInfo
 from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, is_switch, plain_type, size_text
 from vlmserve.cli.help import HELP_ALL_PARAMETER
 from vlmserve.cli.messages import FAILED, WRONG_USE, report
-from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, read_sources
+from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described_workers, read_sources
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.config import Settings, is_secret, read_settings
 from vlmserve.errors import ConfigurationError, VLMServeError
 
 SHORT = {"model": ("-m",)}
+
+
+class Workers(dict[str, dict[str, Any]]):
+    """Of each worker that the settings' file describes, its settings by the names of the command's parameters; empty if
+    ``--worker`` names one of them."""
 
 
 def command(
@@ -39,9 +44,9 @@ def command(
 
     fields: the only ones that get a flag, and that the environment and a file are asked for; default: all. A field with
     the name of another parameter of the command gets no flag but that parameter's value. A parameter of the type
-    `Origins` gets where the settings come from. common: the fields whose flags ``--help`` shows, in this order; the
-    others need ``--help-all``. Default: it shows all. defaults: values that fields have here, instead of their own
-    defaults, as a person would write them.
+    `Origins` gets where the settings come from, one of the type `Workers` those of every worker. common: the fields
+    whose flags ``--help`` shows, in this order; the others need ``--help-all``. Default: it shows all. defaults: values
+    that fields have here, instead of their own defaults, as a person would write them.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -49,7 +54,8 @@ def command(
         given = inspect.signature(function).parameters
         kinds = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Settings)}
         has_file = bool(SECTION_OF.keys() & kinds.values())
-        made = {*kinds, *(name for name, hint in hints.items() if hint is Origins)}
+        extra = {name: hint for name, hint in hints.items() if hint in (Origins, Workers)}
+        made = {*kinds, *extra}
         plain = {name: p.replace(annotation=hints[name]) for name, p in given.items() if name not in made}
         flags: dict[str, inspect.Parameter] = {}
         for kind in kinds.values():
@@ -72,9 +78,17 @@ def command(
                 values_of = {name: values[name] for name in plain}
                 if kinds:
                     written = {name: name.upper() for name in plain} | context.meta.get(WRITTEN, {})
-                    found = read_sources(settings_file, worker, os.environ) if has_file else {}
-                    read, origins = _read(kinds, typed, {*flags, *plain}, written, found, defaults or {})
-                    values_of |= read | {name: origins for name in made - set(kinds)}
+
+                    def read(worker: str | None) -> tuple[dict[str, Settings], Origins]:
+                        found = read_sources(settings_file, worker, os.environ) if has_file else {}
+                        return _read(kinds, typed, {*flags, *plain}, written, found, defaults or {})
+
+                    settings, origins = read(worker)
+                    values_of |= settings
+                    for name, hint in extra.items():
+                        is_one = worker is not None or bool(os.environ.get(WORKER))
+                        names = [] if is_one else described_workers(settings_file, os.environ)
+                        values_of[name] = origins if hint is Origins else Workers((one, read(one)[0]) for one in names)
                 function(**values_of)
             except VLMServeError as error:
                 if debug:

@@ -80,6 +80,8 @@ kv_cache_memory = "20GiB"
 
 A worker's section overrides the other sections; variables and flags override it. Without `--worker` no worker's
 section is used. The keys of all of them are always checked. A name that the file does not have is an error.
+`vlmserve cluster up --config vlmserve.toml` starts all of them behind one address ([clusters](cluster.md)); their ports
+have no effect then.
 """
 
 VLLM = """\

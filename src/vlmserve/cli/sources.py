@@ -65,9 +65,8 @@ def read_sources(path: Path | None, worker: str | None, environ: Mapping[str, st
     Raises ConfigurationError for a file that cannot be read, for variables and keys that are no settings, and for a
     worker that the file does not describe.
     """
-    named, called = "--config", "--worker"
-    if path is None and environ.get(CONFIG):
-        path, named = Path(environ[CONFIG]).expanduser(), CONFIG
+    path, named = _file(path, environ)
+    called = "--worker"
     if worker is None and environ.get(WORKER):
         worker, called = environ[WORKER], WORKER
     found: dict[str, Found] = {}
@@ -78,6 +77,22 @@ def read_sources(path: Path | None, worker: str | None, environ: Mapping[str, st
     elif worker is not None:
         raise ConfigurationError(f"{called} {worker}: --config has to name the file that describes this worker")
     return found | _from_environment(environ)
+
+
+def described_workers(path: Path | None, environ: Mapping[str, str]) -> list[str]:
+    """The names of the workers that the file describes, in its order; none without a file.
+
+    Raises ConfigurationError as `read_sources` does.
+    """
+    path, named = _file(path, environ)
+    return [] if path is None else list(_from_file(path, named)[1])
+
+
+def _file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """The file with settings if there is one, and what names it."""
+    if path is None and environ.get(CONFIG):
+        return Path(environ[CONFIG]).expanduser(), CONFIG
+    return path, "--config"
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import Field
 
-from vlmserve.config import Settings
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, Settings
 
 PolicyName = Literal["affinity", "least-loaded", "round-robin"]
+
+
+@dataclass(frozen=True)
+class WorkerKind:
+    """Workers of one machine with the same settings: `count` of them, called `name` and a number. gpus: for each,
+    unless it is on the CPU."""
+
+    name: str
+    engine: EngineConfig
+    media: MediaConfig
+    server: ServerConfig
+    count: int = 1
+    gpus: float = 0.0
+
+    def ready(self, cores: int) -> WorkerKind:
+        """The same with no GPUs on a CPU, and there with `cores` threads if the settings say nothing of them."""
+        gpus = 0.0 if self.engine.device == "cpu" else self.gpus
+        engine = self.engine
+        if engine.num_threads is None and not gpus:
+            engine = engine.model_copy(update={"num_threads": cores})
+        return replace(self, engine=engine, gpus=gpus)
 
 
 class GatewayConfig(Settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
@@ -39,11 +40,15 @@ def refuse_local(server: ServerConfig) -> None:
         )
 
 
-def check_local(server: ServerConfig, workers: int) -> ServerConfig:
+def check_local(servers: Sequence[ServerConfig]) -> None:
     """The settings of workers on one machine, which may share a file. Raises ConfigurationError for memory, which
-    several processes do not share."""
-    if server.storage_url == "memory" and workers > 1:
+    several processes do not share, and for several databases."""
+    if len({(server.storage_url, server.storage_path) for server in servers}) > 1:
+        raise ConfigurationError(
+            "the workers of a cluster share one history: write storage_url or storage_path into [server], not into "
+            "sections of workers"
+        )
+    if len(servers) > 1 and servers[0].storage_url == "memory":
         raise ConfigurationError(
             "--storage-url memory belongs to one process; leave it out, and the workers share an SQLite file"
         )
-    return server

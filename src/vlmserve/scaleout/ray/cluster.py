@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import ray
 from ray import serve
@@ -19,7 +19,7 @@ from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
 from vlmserve.scaleout.ray.deployments import gateway_application, worker_application, worker_launch
 from vlmserve.scaleout.ray.directory import NAMESPACE
 from vlmserve.scaleout.ray.membership import Membership
-from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_METRICS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -28,28 +28,36 @@ _OBJECT_STORE = 100 * 1024**2
 _EXTRA_GRACE = 10.0
 
 
-def up(
-    engine: EngineConfig, media: MediaConfig, server: ServerConfig, gateway: GatewayConfig, *, workers: int, gpus: float
-) -> None:
-    """Run a cluster on this machine until SIGINT or SIGTERM. gpus: for each worker.
+def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig) -> None:
+    """Run a cluster on this machine until SIGINT or SIGTERM. server: of the gateway.
 
-    Raises ConfigurationError if the port is taken, ModelLoadError if the model cannot be loaded.
+    Raises ConfigurationError if the port is taken, ModelLoadError if a model cannot be loaded.
     """
+    check_local([kind.server for kind in kinds for _ in range(kind.count)])
     check_port(server)
-    cores = usable_cores()
-    if engine.num_threads is None and not gpus:
-        engine = engine.model_copy(update={"num_threads": max(1, cores // workers)})
-    share = {"num_cpus": 0.01, **({"num_gpus": gpus} if gpus else {})}  # engines share the cores by their threads
+    cores, workers = usable_cores(), sum(kind.count for kind in kinds)
+    kinds = [kind.ready(max(1, cores // workers)) for kind in kinds]
+    models = ", ".join(dict.fromkeys(kind.engine.model for kind in kinds))
     with _stopped() as stopped, _local_ray(cores):
-        application = worker_application(
-            "worker", engine, media, check_local(server, workers), count=workers, resources=share
-        )
+        # Engines share the cores by their threads.
+        applications = [
+            worker_application(
+                kind.name, kind.engine, kind.media, kind.server, count=kind.count,
+                resources={"num_cpus": 0.01, **({"num_gpus": kind.gpus} if kind.gpus else {})},
+            )
+            for kind in kinds
+        ]  # fmt: skip
         with _serve():
-            serve.run(application, name="workers", route_prefix=None)
+            serve.run_many(
+                [
+                    serve.RunTarget(application, name=f"workers {kind.name}", route_prefix=None)
+                    for kind, application in zip(kinds, applications, strict=True)
+                ]
+            )
             front = gateway_application(server, gateway, resources={"num_cpus": 0.01})
             handle = serve.run(front, name="gateway", route_prefix=None)
             url = handle.remote().result()
-            print(f"vlmserve is ready: {url} ({workers} workers with {engine.model})", flush=True)
+            print(f"vlmserve is ready: {url} ({workers} workers with {models})", flush=True)
             stopped.wait()
 
 
