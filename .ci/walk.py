@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A newcomer's walk: what the README and the first pages of the documentation tell to type, word for word.
+"""A newcomer's walk: what the README, the first pages of the documentation and the recipes tell to type, word for word.
 
 Their ``sh`` and ``python`` blocks run in order, in a fresh clone and an empty home. Each must end well and print what
-`CHECKS` says. Lines that start a server run in the background until it is ready; the first one, `make serve`, stays
-until the end, as the README says. ``make test`` is left out, since CI runs it. Only pip's cache is shared with the home
-of who calls this.
+`CHECKS` says. A line that starts a server runs in the background: the next one is typed when it is ready, and it ends
+with its block. The first one, `make serve`, stays until the end, as the README says. ``make test`` is left out, since
+CI runs it. Only pip's cache is shared with the home of who calls this.
 
     .ci/walk.py            # of the last commit
     .ci/walk.py --keep     # leaves the folder for a look
@@ -32,9 +32,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 INSTALL_TIMEOUT = 900.0
 BLOCK_TIMEOUT = 180.0
-SERVER = re.compile(r"(make serve|\.venv/bin/vlmserve serve)\b.*")
+SERVER = re.compile(r"(make serve|\.venv/bin/vlmserve (serve|cluster up))\b.*")
 LEFT_OUT = {"make test": "CI runs it"}
-PAGES = ("README.md", "docs/start.md", "docs/python.md", "docs/serving.md")
+PAGES = ("README.md", "docs/start.md", "docs/python.md", "docs/serving.md", "examples/README.md")
 """In the order in which they are read."""
 
 CHECKS = {
@@ -55,6 +55,20 @@ CHECKS = {
     "mkdir -p build && cp -r": "",
     ".venv/bin/python -m pip install --quiet 'vlmserve[gguf]'": "",
     "mkdir -p build\n.venv/bin/vlmserve config": r"max_num_seqs\s+32\s+VLMSERVE_MAX_NUM_SEQS",
+    "mkdir -p build && .venv/bin/python examples/captions.py": r"shapes\.png.*\bred\b",
+    ".venv/bin/python examples/fields.py": r"count: \d \(\d+%\)",
+    ".venv/bin/python examples/pages.py": r"page 2: .*\btriangle\b",
+    ".venv/bin/python examples/find_in_video.py": r"^1\.0 s: red\n$",
+    ".venv/bin/python examples/agent.py": r"share_of_colour\(.*\) -> [\d.]+ %",
+    ".venv/bin/vlmserve serve pixie --port 8002": r"(?m)^corners: 3$",
+    ".venv/bin/python examples/shared_image.py": r"^red \(\d+ of .*\n3 \(\d\d+ of",
+    ".venv/bin/python -m pip install --quiet 'vlmserve[ray]'": r"(?i)^yes\b.*\nno\b.* \(\d\d+ of",
+    ".venv/bin/python examples/slo.py": r"\d+% of 20 requests met",
+    ".venv/bin/python -m pip install --quiet nbclient": "",
+    ".venv/bin/python -m pip install --quiet langchain-openai": r"^red\n$",
+    ".venv/bin/python -m pip install --quiet litellm": r"^red\n$",
+    ".venv/bin/python -m pip install --quiet instructor": r"^(red|green|blue|yellow)\n$",
+    ".venv/bin/python -m pip install --quiet 'pydantic-ai-slim[openai]'": r"^(red|green|blue|yellow)\n$",
 }
 """What a block must print, as a regular expression, by how the block begins."""
 
@@ -107,15 +121,18 @@ class Newcomer:
         if block.language == "python":
             self._finish([".venv/bin/python", "-c", block.text], start)
         else:
-            plain = [line for line in block.text.splitlines() if not SERVER.fullmatch(line)]
-            servers = [line for line in block.text.splitlines() if SERVER.fullmatch(line)]
-            if plain:
-                self._finish(["bash", "-e", "-o", "pipefail", "-c", "\n".join(plain)], start)
-            for line in servers:
-                with self.serving(line) as port:
-                    self._check_server(line, port)
+            before, server, after = _split(block.text)
+            self._type(before, start)
+            if server:
+                with self.serving(server) as port:
+                    self._check_server(server, port)
+                    self._type(after, start)
         if not re.search(CHECKS[start], self.printed):
             raise WalkError(f"what it printed does not match {CHECKS[start]!r}:\n{self.printed}")
+
+    def _type(self, lines: str, start: str) -> None:
+        if lines.strip():
+            self._finish(["bash", "-e", "-o", "pipefail", "-c", lines], start)
 
     def _finish(self, words: list[str], start: str) -> None:
         typed = INPUTS.get(start, "")
@@ -174,6 +191,13 @@ class Newcomer:
                 raise WalkError(f"/v1/models is {without} without a key and {status} with one")
         elif (status := _status(url)) != 200:
             raise WalkError(f"/v1/models is {status}")
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """The lines before the one that starts a server, that line, and those after it."""
+    lines = text.splitlines()
+    at = next((number for number, line in enumerate(lines) if SERVER.fullmatch(line)), len(lines))
+    return "\n".join(lines[:at]), "".join(lines[at : at + 1]), "\n".join(lines[at + 1 :])
 
 
 def _environment(home: Path) -> dict[str, str]:

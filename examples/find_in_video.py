@@ -1,6 +1,6 @@
 """When something is to be seen in a video: a question about one frame of each second, several at a time.
 
-    python examples/find_in_video.py video.gif "What colour is the circle?" red
+    python examples/find_in_video.py docs/images/circles.gif "What colour is the circle?" red
 
 Animated GIF and WebP need nothing else; other files need PyAV (pip install 'vlmserve[video]'). Models that take videos
 answer questions about a whole one, with a part {"type": "video_url", ...}.

@@ -1,6 +1,6 @@
 """A load test that fails if too few requests meet the latency objectives: a check before a new version is deployed.
 
-    python examples/slo.py --rate 2 --slo ttft=500ms,tpot=50ms --share 0.95
+    python examples/slo.py --requests 20 --rate 4 --slo ttft=2s,tpot=200ms --share 0.9
 
 `vlmserve loadtest --find-rate` searches for the highest rate that meets them.
 """

@@ -153,7 +153,7 @@ def test_a_load_test_that_fails(run: Run, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(EXAMPLES)
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))
     names: dict[str, object] = {}
     for cell in notebook["cells"]:
