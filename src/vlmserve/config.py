@@ -319,7 +319,9 @@ class EngineConfig(Settings):
         "inf encodes every image at once.",
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
-    max_waiting: int = Field(4096, ge=1, description="Largest number of requests in the waiting queue.")
+    max_waiting: int = Field(
+        4096, ge=1, description="Largest number of requests that wait beside the max_num_seqs that may run."
+    )
     max_logprobs: int = Field(20, ge=0, description="Largest number of top logprobs that a request may ask for.")
     max_grammar_bytes: ByteSize = Field(
         128 * 1024, description="Largest size of a schema, regular expression or grammar."

@@ -225,13 +225,23 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(engine):
 
 
 def test_a_full_queue_refuses_until_there_is_room(make):
-    engine = make(max_num_seqs=1, max_waiting=2)
-    engine.add(request_of("a"))
+    engine = make(max_num_seqs=1, max_waiting=1)
+    engine.add(request_of("a", max_tokens=2, ignore_eos=True))
     engine.add(request_of("b"))
     with pytest.raises(OverloadedError):
         engine.add(request_of("c"))
-    engine.step()
+    finished: list[str] = []
+    while not finished:
+        finished += [output.request_id for output in engine.step() if output.finish_reason]
     engine.add(request_of("c"))
+
+
+def test_a_burst_that_fits_the_batch_is_not_refused_before_the_first_step(make):
+    engine = make(max_num_seqs=4, max_waiting=1)
+    for name in "abcde":
+        engine.add(request_of(name))
+    with pytest.raises(OverloadedError):
+        engine.add(request_of("f"))
 
 
 def test_no_more_requests_run_than_max_num_seqs_and_first_come_is_first_served(make):

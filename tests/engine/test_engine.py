@@ -146,14 +146,13 @@ def test_an_id_in_use_is_refused(engine):
 
 
 def test_a_full_queue_is_refused_and_drains(folder):
-    engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_waiting=2), folder)
-    for name in "ab":
+    engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_waiting=2, max_num_seqs=1), folder)
+    for name in "abc":
         engine.add(request(name))
-    with pytest.raises(OverloadedError, match="2 requests are waiting"):
-        engine.add(request("c"))
-    engine.step()
-    engine.add(request("c"))
+    with pytest.raises(OverloadedError, match="3 requests are waiting"):
+        engine.add(request("d"))
     assert set(finish(engine)) == {"a", "b", "c"}
+    engine.add(request("d"))
 
 
 def test_aborting_gives_every_block_back_at_once_and_no_output_follows(engine):

@@ -142,7 +142,7 @@ async def test_a_restarted_engine_is_another_epoch(folder):
 
 
 def test_a_full_worker_refuses_with_a_time_to_wait(folder):
-    engine = {"mock_ttft": 1.0, "max_num_seqs": 1, "max_waiting": 1}
+    engine = {"mock_ttft": 3.0, "max_num_seqs": 1, "max_waiting": 1}
 
     async def crowd(url: str) -> list[httpx.Response]:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}

@@ -209,10 +209,8 @@ def test_a_body_that_drips_is_408(bounded):
 def test_a_full_queue_is_429_and_empties(folder):
     with LiveServer(folder, engine={"max_num_seqs": 1, "max_waiting": 1, "mock_tpot": 0.005}) as live:
         threads = [threading.Thread(target=lambda: live.ask(**LONG), daemon=True) for _ in range(2)]
-        # Of two that came at once the queue might not have room for both.
-        threads[0].start()
-        wait_until(lambda: live.client.stats.num_running == 1)
-        threads[1].start()
+        for thread in threads:
+            thread.start()
         wait_until(lambda: live.client.stats.num_waiting == 1)
         response = live.ask()
         refused(response, 429, "try again later", code="overloaded")

@@ -52,10 +52,14 @@ class BaseEngine:
         """See `VLMEngine.unload_adapter`."""
         raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="lora_name")
 
-    def _check(self, request: EngineRequest, unfinished: Container[str], num_waiting: int) -> None:
-        """Raise what `VLMEngine.add` raises. unfinished: the ids in use. num_waiting: requests in the queue."""
+    def _check(self, request: EngineRequest, unfinished: Container[str], num_waiting: int, num_running: int) -> None:
+        """Raise what `VLMEngine.add` raises.
+
+        unfinished: the ids in use. num_waiting, num_running: requests in the queue and in the batch. Requests that the
+        next step admits to the batch do not count against the queue's limit.
+        """
         check_request(request, self._info, unfinished, max_logprobs=self._config.max_logprobs)
-        if num_waiting >= self._config.max_waiting:
+        if num_waiting + num_running >= self._config.max_waiting + self._config.max_num_seqs:
             raise OverloadedError(f"{num_waiting} requests are waiting already; try again later")
 
 

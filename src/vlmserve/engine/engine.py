@@ -201,7 +201,7 @@ class Engine(BaseEngine):
             self._followers.check()
 
     def add(self, request: EngineRequest) -> None:
-        self._check(request, self._scheduler, len(self._scheduler.waiting))
+        self._check(request, self._scheduler, len(self._scheduler.waiting), len(self._scheduler.running))
         for span in request.prompt.images:
             self._check_image(span.image, span.image.num_embeddings * self._image_token_bytes)
         self._check_times(request.prompt)

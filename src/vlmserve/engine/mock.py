@@ -244,7 +244,7 @@ class MockEngine(BaseEngine):
         self._step_seconds = 0.0
 
     def add(self, request: EngineRequest) -> None:
-        self._check(request, self._unfinished, len(self._waiting))
+        self._check(request, self._unfinished, len(self._waiting), len(self._running))
         grammar = request.params.grammar
         answer = _Answer(
             request,

@@ -37,7 +37,8 @@ class VLMEngine(Protocol):
         """Queue a request.
 
         Raises PromptTooLongError if it could never run, TooManyImagesError if it has images that the model cannot
-        see, OverloadedError if the queue is full, InvalidRequestError if the id is in use or a token id is unknown.
+        see, OverloadedError if the batch and the queue are full, InvalidRequestError if the id is in use or a token id
+        is unknown.
         """
         ...
 
