@@ -1,4 +1,4 @@
-"""Never the wrong image: thousands of requests that look alike but for their images, in caches that are far too
+"""Never the wrong image: hundreds of requests that look alike but for their images, in caches that are far too
 small, with aborts. pixie says what is in an image, so a mix-up is a wrong answer."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
-NUM_REQUESTS = 2000
+NUM_REQUESTS = 1000
 SIDE = 160
 QUESTIONS = ("Describe the picture.", "How many objects are there?", "What is in the picture?")
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

@@ -17,8 +17,8 @@ from PIL import Image
 from tests.server.live import QUESTION, wait_until
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-IMAGES = 600
-BODIES = 400
+IMAGES = 300
+BODIES = 250
 ERROR_FIELDS = {"message", "type", "param", "code"}
 
 
