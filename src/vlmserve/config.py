@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -203,7 +203,7 @@ def _problem(kind: type[Settings], problem: ErrorDetails, spelling: Callable[[st
 
 
 Scheme = Literal["none", "int8", "int4"]
-QuantizeMethod = Literal["rtn", "awq", "gptq", "awq+gptq"]
+QuantizeMethod = Literal["rtn", "awq", "gptq", "awq+gptq", "smoothquant"]
 
 
 def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
@@ -230,6 +230,12 @@ class QuantizationConfig(Settings):
     symmetric: bool = False
     vision: bool = False
     overrides: Mapping[str, Scheme] = {}
+
+    @model_validator(mode="after")
+    def _check_method(self) -> Self:
+        if self.method == "smoothquant" and "int4" in (self.scheme, *self.overrides.values()):
+            raise ValueError("the method smoothquant is for 8 bits")
+        return self
 
     @property
     def wanted(self) -> bool:

@@ -28,6 +28,8 @@ def quantize_checkpoint(
     folder, out: see `Calibration`. progress: is told the parts done and how many there are. Raises what `Calibration`,
     `calibration_prompts` and `save_quantized` raise.
     """
+    if how.method == "smoothquant" and how.weight_memory is not None:
+        raise ConfigurationError("--method smoothquant is for 8 bits: leave --weight-memory out")
     _check_disk(folder, out, how, kernels)
     config = how.quantization
     notes: list[str] = []

@@ -7,14 +7,24 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from vlmserve.config import ByteSize, QuantizationConfig, QuantizeMethod, Scheme, Settings, check_overrides
+from vlmserve.config import (
+    ByteSize,
+    QuantizationConfig,
+    QuantizeMethod,
+    Scheme,
+    Settings,
+    check_overrides,
+    read_settings,
+)
 
 
 class QuantizeConfig(Settings):
     """How weights are quantized."""
 
     method: QuantizeMethod = Field(
-        "rtn", description="rtn rounds to nearest; gptq and awq calibrate with data, awq+gptq does both."
+        "rtn",
+        description="rtn rounds to nearest; gptq and awq calibrate with data, awq+gptq does both; smoothquant prepares "
+        "8 bits for servers that round inputs as well.",
     )
     bits: Literal[8, 4] = Field(8, description="Bits of weights; output heads have 8 at least.")
     group_size: Literal[32, 64, 128] = Field(32, description="4 bits: inputs that share a scale.")
@@ -43,11 +53,12 @@ class QuantizeConfig(Settings):
         """What decides which weights become what; with `weight_memory`, those that rules and data say nothing about."""
         scheme: Scheme = "int8" if self.bits == 8 or self.weight_memory is not None else "int4"
         overrides: Mapping[str, Scheme] = dict(one.rpartition("=")[::2] for one in self.layers)  # type: ignore[misc]
-        return QuantizationConfig(
-            scheme=scheme,
-            method=self.method,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
-            vision=self.vision,
-            overrides=overrides,
-        )
+        values = {
+            "scheme": scheme,
+            "method": self.method,
+            "group_size": self.group_size,
+            "symmetric": self.symmetric,
+            "vision": self.vision,
+            "overrides": overrides,
+        }
+        return read_settings(QuantizationConfig, values, lambda name: f"--{name}")

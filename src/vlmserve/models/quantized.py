@@ -23,7 +23,7 @@ from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX, WEIGHT_FILES
 from vlmserve.models.identity import stored_tensors
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
-from vlmserve.quant.formats.compressed_tensors import describe, to_tensors
+from vlmserve.quant.formats.compressed_tensors import describe, to_bytes, to_tensors
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
 
@@ -70,7 +70,10 @@ class QuantizedFolder:
 
     def packed(self, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of a quantized weight. name: canonical."""
-        parts = to_tensors(weight, symmetric=self._config.symmetric or weight.bits == 8)
+        if self._config.method == "smoothquant":
+            parts = to_bytes(weight)
+        else:
+            parts = to_tensors(weight, symmetric=self._config.symmetric or weight.bits == 8)
         return {self.names[name].removesuffix("weight") + part: tensor for part, tensor in parts.items()}
 
     def write(self, file_name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
@@ -177,6 +180,12 @@ def _write_config(
     targets = {width: ["Linear"] if width == most else names for width, names in by_bits.items()}
     tables = [name for name in by_bits[most] if name.endswith("embed_tokens")]
     targets[most] = [*targets[most], *tables]
-    quantization = describe(targets, plain, group_size=config.group_size, symmetric=config.symmetric)
+    quantization = describe(
+        targets,
+        plain,
+        group_size=config.group_size,
+        symmetric=config.symmetric,
+        rounds_inputs=config.method == "smoothquant",
+    )
     content = {**description.config, "quantization_config": quantization}
     (out / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -17,6 +17,7 @@ from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.quant.grid import Grid
 from vlmserve.quant.methods import awq
 from vlmserve.quant.methods.gptq import DAMPINGS, gptq
+from vlmserve.quant.methods.smoothquant import smoothing_factors
 from vlmserve.quant.statistics import InputStatistics, output_error
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,8 @@ def quantize_layers(
     """
     outcome = Outcome()
     weights = {name: target.module.weight.data.float() for name, target in targets.items()}
-    if "awq" in config.method:
-        for fold in folds:
+    if config.method != "gptq":
+        for fold in folds if "awq" in config.method else [fold for fold in folds if fold.norm is not None]:
             names = [*fold.consumers, *([fold.producer] if fold.producer else [])]
             if all(name in targets and _usable(statistics[name]) for name in names):
                 _scale(fold, targets, weights, statistics, config, outcome)
@@ -139,14 +140,18 @@ def _scale(
 ) -> None:
     """Find the factors of a fold and put them into weights, statistics, and what makes the input."""
     first = statistics[fold.consumers[0]]
-    bits = min(targets[name].bits for name in fold.consumers)
-
-    def make_grid(weight: Tensor) -> Grid:
-        return Grid.fit(weight, bits=bits, group_size=config.group_size, symmetric=config.symmetric)
-
     joint = torch.cat([weights[name] for name in fold.consumers])
-    hessian = first.hessian
-    factors = awq.input_scales(joint, first.mean_magnitude, hessian, make_grid, shared=fold.shared, heads=fold.heads)
+    if config.method == "smoothquant":
+        factors = smoothing_factors(first.largest, joint)
+    else:
+        bits = min(targets[name].bits for name in fold.consumers)
+
+        def make_grid(weight: Tensor) -> Grid:
+            return Grid.fit(weight, bits=bits, group_size=config.group_size, symmetric=config.symmetric)
+
+        factors = awq.input_scales(
+            joint, first.mean_magnitude, first.hessian, make_grid, shared=fold.shared, heads=fold.heads
+        )
     if fold.norm is not None:
         factors = _divide_norm(fold.norm, factors)
         outcome.changed.append(fold.norm)

@@ -26,10 +26,10 @@ from vlmserve.quant.formats import scaled
 from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, grouped, pack, unpack
 
 METHOD, OWN_METHOD = "compressed-tensors", "vlmserve"
-FORMAT = "pack-quantized"
+FORMAT, BYTES = "pack-quantized", "int-quantized"
 NUMBERS = {
     FORMAT: ["int"],
-    "int-quantized": ["int"],
+    BYTES: ["int"],
     "float-quantized": ["float"],
     "naive-quantized": ["int", "float"],
 }
@@ -48,6 +48,11 @@ def to_tensors(weight: QuantizedWeight, *, symmetric: bool) -> dict[str, Tensor]
     if not symmetric:
         tensors[MINIMUM] = weight.minimums.bfloat16() if weight.bits == 4 else weight.minimums
     return tensors
+
+
+def to_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """A symmetric weight of 8 bits as the tensors of the format "int-quantized"."""
+    return {scaled.WEIGHT: (weight.values.to(torch.int16) - 128).to(torch.int8), SCALE: weight.scales}
 
 
 def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> StoredWeight:
@@ -80,8 +85,20 @@ def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> S
     return grouped(bits, values, scales, zeros, group_sizes, tensors.get(GROUP_OF))
 
 
-def describe(targets: Mapping[int, Sequence[str]], ignore: Sequence[str], *, group_size: int, symmetric: bool) -> Any:
-    """The ``quantization_config`` of a config.json. targets: names of layers, or of their kind, by bits."""
+def describe(
+    targets: Mapping[int, Sequence[str]],
+    ignore: Sequence[str],
+    *,
+    group_size: int,
+    symmetric: bool,
+    rounds_inputs: bool = False,
+) -> Any:
+    """The ``quantization_config`` of a config.json.
+
+    targets: names of layers, or of their kind, by bits. rounds_inputs: weights are stored by `to_bytes`, for products
+    with inputs that are rounded to 8 bits by a scale for each token.
+    """
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
     groups = {
         f"group_{number}": {
             "targets": list(names),
@@ -93,14 +110,14 @@ def describe(targets: Mapping[int, Sequence[str]], ignore: Sequence[str], *, gro
                 "group_size": None if bits == 8 else group_size,
                 "dynamic": False,
             },
-            "input_activations": None,
+            "input_activations": inputs if rounds_inputs else None,
             "output_activations": None,
         }
         for number, (bits, names) in enumerate(targets.items())
     }
     return {
         "quant_method": METHOD if symmetric or 4 not in targets else OWN_METHOD,
-        "format": FORMAT,
+        "format": BYTES if rounds_inputs else FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignore),
