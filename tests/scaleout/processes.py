@@ -77,9 +77,9 @@ class Cluster:
         self.workers[name] = process, process.wait_until_up()
         self.tell()
 
-    def tell(self) -> None:
-        """Tell the gateway who is there."""
-        self.gateway.set_workers([url for _, url in self.workers.values()])
+    def tell(self, count: int | None = None) -> None:
+        """Tell the gateway who is there, or of the first `count` workers only."""
+        self.gateway.set_workers([url for _, url in self.workers.values()][:count])
 
     def wait_for(self, count: int) -> None:
         """Until the gateway hears so many workers."""
@@ -91,7 +91,15 @@ class Cluster:
 
     def up(self) -> list[str]:
         """The names of the workers that get requests."""
-        page = httpx.get(f"{self.url}/metrics", timeout=20).text
-        prefix = 'vlmserve:gateway_worker_up{worker="'
-        up = [line for line in page.splitlines() if line.startswith(prefix) and line.endswith(" 1.0")]
-        return [line[len(prefix) :].split('"')[0] for line in up]
+        return [name for name, value in self._by_worker("worker_up").items() if value]
+
+    def requests(self, worker: str) -> float:
+        """How many requests a worker was sent."""
+        return self._by_worker("requests_total").get(worker, 0.0)
+
+    def _by_worker(self, metric: str) -> dict[str, float]:
+        """One of the gateway's metrics by the names of workers."""
+        prefix = f'vlmserve:gateway_{metric}{{worker="'
+        page = httpx.get(f"{self.url}/metrics", timeout=20).text.splitlines()
+        found = [line.removeprefix(prefix).split('"} ') for line in page if line.startswith(prefix)]
+        return {name: float(value) for name, value in found}

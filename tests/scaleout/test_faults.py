@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,31 @@ from vlmserve.scaleout.fleet import TAG_LENGTH, tag_of
 
 SLOW = {"mock_ttft": 0.3, "mock_tpot": 0.02}
 TOKENS = 60
+
+
+class Fleet(Cluster):
+    """A cluster to which workers are added in the places of those that a test has killed."""
+
+    def need(self, count: int) -> None:
+        """Have so many workers that answer, at least."""
+        self.workers = {name: one for name, one in self.workers.items() if one[0].is_alive}
+        started = {name: self.start_worker(name) for name in self._new_names(count - len(self.workers))}
+        for name, process in started.items():
+            self.workers[name] = process, process.wait_until_up()
+        self.tell()
+        self.wait_for(len(self.workers))
+
+    def _new_names(self, count: int) -> list[str]:
+        return [f"worker-{next(self._numbers)}" for _ in range(count)]
+
+    _numbers = itertools.count(100)
+
+
+@pytest.fixture(scope="module")
+def shared(folder, tmp_path_factory):
+    history = {"storage_url": None, "storage_path": str(tmp_path_factory.mktemp("history") / "history.db")}
+    with Fleet(folder, 4, engine=SLOW, server={"restart_backoff": 0, **history}) as running:
+        yield running
 
 
 @dataclass
@@ -54,6 +81,13 @@ async def ask(client: httpx.AsyncClient, url: str, number: int, stream: Stream) 
         stream.failure = repr(error)
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not await asyncio.to_thread(holds):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
 async def reference(url: str, count: int) -> list[str]:
     """The answers that an undisturbed cluster gives."""
     streams = [Stream() for _ in range(count)]
@@ -63,82 +97,120 @@ async def reference(url: str, count: int) -> list[str]:
     return [stream.text for stream in streams]
 
 
-@pytest.mark.parametrize("begun", [False, True])
-async def test_a_killed_worker_takes_only_what_it_had_begun(folder, begun):
-    """50 streams over 4 workers, one of which gets SIGKILL: before it has answered anything, and in the middle."""
-    with Cluster(folder, 4, engine=SLOW if begun else {**SLOW, "mock_ttft": 2.0}) as cluster:
-        expected = await reference(cluster.url, 50)
-        streams = [Stream() for _ in range(50)]
-        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=50)) as client:
-            tasks = [asyncio.ensure_future(ask(client, cluster.url, n, s)) for n, s in enumerate(streams)]
-            await asyncio.sleep(0.5)
-            while begun and not all(stream.chunks for stream in streams):
-                await asyncio.sleep(0.05)
-            assert all(bool(stream.chunks) == begun for stream in streams)
-            os.kill(cluster.workers["worker-0"][0].pid, signal.SIGKILL)
-            await asyncio.gather(*tasks)
-        assert not [stream.failure for stream in streams if stream.failure]
-        assert {stream.status for stream in streams} == {200}
-        lost = [stream for stream in streams if not stream.is_done]
-        whole = [(stream.text, text) for stream, text in zip(streams, expected, strict=True) if stream.is_done]
-        assert all(text == wanted for text, wanted in whole)
-        if begun:
-            assert 5 <= len(lost) <= 25
-            assert {stream.error for stream in lost} == {"unavailable"}
-        else:
-            assert not lost
-        # What comes next goes to the others, without a try at the dead one for each.
-        assert len(cluster.up()) == 3
-        assert await reference(cluster.url, 20) == expected[:20]
+async def test_a_killed_worker_takes_nothing_that_it_had_not_begun(shared):
+    """50 streams over 4 workers, one of which stands still when they come, and is killed then."""
+    shared.need(4)
+    name = next(iter(shared.workers))
+    expected = await reference(shared.url, 50)
+    before = shared.requests(name)
+    os.kill(shared.workers[name][0].pid, signal.SIGSTOP)
+    streams = [Stream() for _ in range(50)]
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=50)) as client:
+        tasks = [asyncio.ensure_future(ask(client, shared.url, n, s)) for n, s in enumerate(streams)]
+        await until(lambda: shared.requests(name) > before)
+        os.kill(shared.workers[name][0].pid, signal.SIGKILL)
+        await asyncio.gather(*tasks)
+    assert {(stream.status, stream.is_done, stream.error, stream.failure) for stream in streams} == {
+        (200, True, None, "")
+    }
+    assert [stream.text for stream in streams] == expected
+    assert len(shared.up()) == 3
 
 
-async def test_a_rolling_restart_loses_nothing(folder):
+async def test_a_killed_worker_takes_only_what_it_had_begun(shared):
+    """50 streams, and one worker gets SIGKILL in the middle of them."""
+    shared.need(3)
+    name, *others = shared.workers
+    expected = await reference(shared.url, 50)
+    streams = [Stream() for _ in range(50)]
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=50)) as client:
+        tasks = [asyncio.ensure_future(ask(client, shared.url, n, s)) for n, s in enumerate(streams)]
+        await until(lambda: all(stream.chunks for stream in streams))
+        os.kill(shared.workers[name][0].pid, signal.SIGKILL)
+        await asyncio.gather(*tasks)
+    assert not [stream.failure for stream in streams if stream.failure]
+    assert {stream.status for stream in streams} == {200}
+    lost = [stream for stream in streams if not stream.is_done]
+    whole = [(stream.text, text) for stream, text in zip(streams, expected, strict=True) if stream.is_done]
+    assert all(text == wanted for text, wanted in whole)
+    assert 5 <= len(lost) <= 35
+    assert {stream.error for stream in lost} == {"unavailable"}
+    # What comes next goes to the others, without a try at the dead one for each.
+    assert sorted(shared.up()) == sorted(others)
+    assert await reference(shared.url, 20) == expected[:20]
+
+
+async def test_a_rolling_restart_loses_nothing(shared):
     """Each of two workers is replaced by another one while requests come all the time."""
-    with Cluster(folder, 2, engine={"mock_ttft": 0.05, "mock_tpot": 0.005}) as cluster:
-        streams: list[Stream] = []
-        stopped = asyncio.Event()
+    shared.need(2)
+    replaced = dict(list(shared.workers.items())[:2])
+    count = len(shared.workers)
+    streams: list[Stream] = []
+    stopped = asyncio.Event()
 
-        async def keep_asking(client: httpx.AsyncClient) -> None:
-            while not stopped.is_set():
-                streams.append(Stream())
-                await ask(client, cluster.url, len(streams) % 7, streams[-1])
+    async def keep_asking(client: httpx.AsyncClient) -> None:
+        while not stopped.is_set():
+            streams.append(Stream())
+            await ask(client, shared.url, len(streams) % 7, streams[-1])
 
-        def replace(name: str) -> None:
-            old, _ = cluster.workers[name]
-            cluster.add(f"{name}-new")
-            cluster.wait_for(3)
-            old.terminate()
-            assert old.wait(30) == 0
-            del cluster.workers[name]
-            cluster.tell()
+    def replace(name: str) -> None:
+        old, _ = shared.workers[name]
+        shared.add(f"{name}-new")
+        shared.wait_for(count + 1)
+        old.terminate()
+        assert old.wait(60) == 0
+        del shared.workers[name]
+        shared.tell()
+        shared.wait_for(count)
 
-        async with httpx.AsyncClient(timeout=60) as client:
-            tasks = [asyncio.ensure_future(keep_asking(client)) for _ in range(8)]
-            for name in ("worker-0", "worker-1"):
-                await asyncio.to_thread(replace, name)
-                await asyncio.sleep(0.3)
-            stopped.set()
-            await asyncio.gather(*tasks)
-        assert len(streams) > 50
-        assert {(stream.status, stream.error, stream.is_done, stream.failure) for stream in streams} == {
-            (200, None, True, "")
-        }
-        assert sorted(cluster.up()) == ["worker-0-new", "worker-1-new"]
+    async with httpx.AsyncClient(timeout=60) as client:
+        tasks = [asyncio.ensure_future(keep_asking(client)) for _ in range(8)]
+        for name in replaced:
+            await asyncio.to_thread(replace, name)
+            before = len(streams)
+            await until(lambda before=before: len(streams) > before + 8)
+        stopped.set()
+        await asyncio.gather(*tasks)
+    assert {(stream.status, stream.error, stream.is_done, stream.failure) for stream in streams} == {
+        (200, None, True, "")
+    }
+    assert {f"{name}-new" for name in replaced} <= set(shared.up())
 
 
-async def test_a_restarted_engine_is_another_epoch(folder):
+async def test_a_response_whose_worker_dies_has_failed_and_is_stored_so(shared):
+    shared.need(2)
+    body = {"model": "tiny", "input": "x", "stream": True, "max_output_tokens": TOKENS}
+    workers = {tag_of(name): process for name, (process, _) in shared.workers.items()}
+    events = []
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{shared.url}/v1/responses", json=body) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")))
+                if len(events) == 6:
+                    id = events[0]["response"]["id"]
+                    os.kill(workers[id.removeprefix("resp_")[:TAG_LENGTH]].pid, signal.SIGKILL)
+    last = events[-1]["response"]
+    assert (events[-1]["type"], last["id"], last["status"]) == ("response.failed", id, "failed")
+    # It is stored before the event, unless that takes long.
+    await until(lambda: httpx.get(f"{shared.url}/v1/responses/{id}").status_code == 200)
+    assert httpx.get(f"{shared.url}/v1/responses/{id}").json() == last
+    [item] = httpx.get(f"{shared.url}/v1/responses/{id}/input_items").json()["data"]
+    assert item["content"][0]["text"] == "x"
+
+
+async def test_a_restarted_engine_is_another_epoch(shared):
     """The engine's process dies, not the worker's: nothing is believed to be cached, and requests are answered."""
-    with Cluster(folder, 1, server={"restart_backoff": 0}) as cluster:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-        assert httpx.post(f"{cluster.url}/v1/chat/completions", json=body).status_code == 200
-        worker = cluster.workers["worker-0"][0].pid
-        children = [int(pid) for pid in Path(f"/proc/{worker}/task/{worker}/children").read_text().split()]
-        os.kill(children[0], signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while httpx.post(f"{cluster.url}/v1/chat/completions", json=body).status_code != 200:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
-        cluster.wait_for(1)
+    shared.need(1)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert httpx.post(f"{shared.url}/v1/chat/completions", json=body).status_code == 200
+    for process, _ in shared.workers.values():
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+    await until(lambda: httpx.post(f"{shared.url}/v1/chat/completions", json=body).status_code == 200)
+    await asyncio.to_thread(shared.wait_for, len(shared.workers))
 
 
 def test_a_full_worker_refuses_with_a_time_to_wait(folder):
@@ -152,34 +224,8 @@ def test_a_full_worker_refuses_with_a_time_to_wait(folder):
     with Cluster(folder, 2, engine=engine) as cluster:
         answers = asyncio.run(crowd(cluster.url))
         statuses = [answer.status_code for answer in answers]
-        assert statuses.count(200) == 4
-        assert statuses.count(429) == 4
+        # Each has room for two, and for one until it has begun with that.
+        assert 2 <= statuses.count(200) <= 4
+        assert statuses.count(429) == 8 - statuses.count(200)
         assert all(answer.headers["retry-after"] for answer in answers if answer.status_code == 429)
         assert len(cluster.up()) == 2
-
-
-async def test_a_response_whose_worker_dies_has_failed_and_is_stored_so(folder, tmp_path):
-    history = {"storage_url": None, "storage_path": str(tmp_path / "history.db")}
-    with Cluster(folder, 2, engine=SLOW, server=history) as cluster:
-        body = {"model": "tiny", "input": "x", "stream": True, "max_output_tokens": TOKENS}
-        workers = {tag_of(name): process for name, (process, _) in cluster.workers.items()}
-        events = []
-        async with (
-            httpx.AsyncClient(timeout=60) as client,
-            client.stream("POST", f"{cluster.url}/v1/responses", json=body) as answer,
-        ):
-            async for line in answer.aiter_lines():
-                if line.startswith("data: "):
-                    events.append(json.loads(line.removeprefix("data: ")))
-                    if len(events) == 6:
-                        id = events[0]["response"]["id"]
-                        os.kill(workers[id.removeprefix("resp_")[:TAG_LENGTH]].pid, signal.SIGKILL)
-        last = events[-1]["response"]
-        assert (events[-1]["type"], last["id"], last["status"]) == ("response.failed", id, "failed")
-        deadline = time.monotonic() + 60  # it is stored before the event, unless that takes long
-        while (kept := httpx.get(f"{cluster.url}/v1/responses/{id}")).status_code != 200:
-            assert time.monotonic() < deadline, kept.text
-            await asyncio.sleep(0.1)
-        assert kept.json() == last
-        [item] = httpx.get(f"{cluster.url}/v1/responses/{id}/input_items").json()["data"]
-        assert item["content"][0]["text"] == "x"

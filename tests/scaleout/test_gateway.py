@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections import Counter
 
 import httpx
@@ -14,6 +13,7 @@ from PIL import Image
 
 from tests.scaleout.processes import Cluster
 from tests.server.test_batches import content, finished, line, start
+from vlmserve.server.keys import add_key
 
 QUESTION = [{"role": "user", "content": "What is in the picture?"}]
 
@@ -27,8 +27,11 @@ def image_url(color: str) -> str:
 @pytest.fixture(scope="module")
 def cluster(folder, tmp_path_factory):
     history = tmp_path_factory.mktemp("history") / "history.db"
-    keys = {"api_key": ["alice-key", "bob-key"], "max_body_bytes": 200_000}
+    limited = tmp_path_factory.mktemp("keys") / "keys.jsonl"
+    keys = {"api_key": ["alice-key", "bob-key"], "api_keys_file": str(limited), "max_body_bytes": 200_000}
+    key = add_key(limited, "carol", requests_per_minute=2)
     with Cluster(folder, 2, server={"storage_url": None, "storage_path": str(history)}, front=keys) as running:
+        running.limited_key = key
         yield running
 
 
@@ -183,20 +186,14 @@ def test_a_client_that_leaves_ends_its_answer(cluster, http):
     raise AssertionError("the engine still generates")
 
 
-def test_limits_of_a_key_hold(folder, tmp_path):
-    from vlmserve.server.keys import add_key
-
-    path = tmp_path / "keys.jsonl"
-    key = add_key(path, "carol", requests_per_minute=2)
-    with Cluster(folder, 1, front={"api_keys_file": str(path)}) as cluster:
-        headers = {"authorization": f"Bearer {key}"}
-        answers = [
-            httpx.post(f"{cluster.url}/v1/chat/completions", json={"messages": QUESTION}, headers=headers)
-            for _ in range(3)
-        ]
-        assert [answer.status_code for answer in answers] == [200, 200, 429]
-        assert answers[-1].headers["retry-after"]
-        assert json.loads(answers[-1].text)["error"]["code"] == "rate_limit_exceeded"
+def test_limits_of_a_key_hold(cluster):
+    headers = {"authorization": f"Bearer {cluster.limited_key}"}
+    answers = [
+        httpx.post(f"{cluster.url}/v1/chat/completions", json={"messages": QUESTION}, headers=headers) for _ in range(3)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[-1].headers["retry-after"]
+    assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_a_gateway_without_workers_says_so(folder):

@@ -17,8 +17,10 @@ import httpx
 import psutil
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve.cli import app
 
 pytest.importorskip("ray")
 
@@ -183,19 +185,20 @@ def test_the_files_for_deployments_describe_applications():
 
 
 @pytest.mark.parametrize("arguments", [("gateway",), ("worker",), ("cluster", "up")])
-def test_without_ray_it_says_what_to_install(arguments):
-    code = f"import sys; sys.modules['ray'] = None; from vlmserve.cli import app; app({list(arguments)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
+def test_without_ray_it_says_what_to_install(monkeypatch, arguments):
+    for name in [name for name in sys.modules if name.startswith("vlmserve.scaleout.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code != 0
     assert "pip install 'vlmserve[ray]'" in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize("member", ["worker", "gateway"])
 @pytest.mark.parametrize("url", ["memory", "sqlite:///history.db"])
-def test_a_worker_refuses_a_history_that_others_do_not_reach(url):
-    done = subprocess.run(
-        [sys.executable, "-m", "vlmserve", "worker", "--storage-url", url], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode != 0
+def test_members_refuse_a_history_that_others_do_not_reach(member, url):
+    done = CliRunner().invoke(app, [member, "--storage-url", url])
+    assert done.exit_code != 0
     assert "postgresql://" in done.stderr
 
 
