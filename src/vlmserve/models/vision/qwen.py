@@ -106,9 +106,9 @@ class VisionAttention(nn.Module):
         """``[patches, hidden_size]`` to queries, keys and values side by side."""
         qkv: Tensor = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
-            heads = qkv.view(len(qkv), 3, self._num_heads, -1)
-            for part, norm in enumerate((self.q_norm, self.k_norm)):
-                heads[:, part] = norm(heads[:, part].contiguous())
+            queries, keys, _ = qkv.view(len(qkv), 3, self._num_heads, -1).unbind(1)
+            queries.copy_(self.q_norm(queries))
+            keys.copy_(self.k_norm(keys))
         return rotate_heads(qkv, self._num_heads, cos, sin)
 
     def attended(self, qkv: Tensor, lengths: list[int], budget: StageBudget) -> Stages[Tensor]:

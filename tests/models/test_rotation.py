@@ -1,0 +1,27 @@
+"""Patches rotated by row and column against what the formula says, one by one in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vlmserve.models.vision.rotation import patch_angles, rotate_heads
+
+
+def test_more_patches_than_are_rotated_at_once_are_rotated_as_the_formula_says() -> None:
+    rows, columns, heads, half = 20, 15, 3, 4
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    frequencies = 1 / 100 ** (torch.arange(0, half, 2) / half)
+    cos, sin = patch_angles(row.flatten(), column.flatten(), frequencies, frequencies, torch.device("cpu"))
+    qkv = torch.randn(rows * columns, 3 * heads * 2 * half)
+    expected = qkv.double().view(rows, columns, 3, heads, 2, half).clone()
+    for down in range(rows):
+        for across in range(columns):
+            for pair in range(half):
+                angle = (down, across)[pair // 2] * frequencies[pair % 2].item()
+                first, second = qkv.double().view_as(expected)[down, across, :2, :, :, pair].unbind(-1)
+                expected[down, across, :2, :, 0, pair] = first * math.cos(angle) - second * math.sin(angle)
+                expected[down, across, :2, :, 1, pair] = second * math.cos(angle) + first * math.sin(angle)
+    rotated = rotate_heads(qkv.clone(), heads, cos, sin)
+    torch.testing.assert_close(rotated.double(), expected.view_as(qkv), atol=1e-5, rtol=1e-5)
