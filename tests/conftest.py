@@ -1,7 +1,9 @@
 """Settings for all tests."""
 
+import functools
 import gc
 import os
+import ssl
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import settings
 
 from tests.lanes import MOST_SECONDS, SLOW, WAITING
@@ -96,6 +99,24 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def command_line_made_once() -> Iterator[None]:
+    """typer makes an app's commands from their functions at each call, which takes longer than most calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        made_once = functools.cache(typer.main.get_command)
+        patch.setattr(typer.main, "get_command", made_once)
+        patch.setattr(typer.testing, "_get_command", made_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once() -> Iterator[None]:
+    """Each call of httpx reads all certificate authorities, though no test talks to a server that has a certificate."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

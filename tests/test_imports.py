@@ -34,6 +34,14 @@ def test_sampling_parameters_come_without_torch():
     assert "torch" not in loaded("from vlmserve import SamplingParams; SamplingParams()")
 
 
+def test_a_model_answers_without_torchs_compiler_and_transformers():
+    """The compiler, which operations on the meta device need, comes with sympy and takes a second to import."""
+    answer = "from vlmserve import LLM; LLM('pixie', kv_cache_memory='64MiB').chat([{'role': 'user', 'content': 'Hi'}])"
+    modules = loaded(answer)
+    assert "torch" in modules
+    assert not modules & {"sympy", "transformers"}
+
+
 @pytest.mark.parametrize(
     "module", ["vlmserve.llm", "vlmserve.frontend.requests", "vlmserve.frontend.client", "vlmserve.scaleout.app"]
 )

@@ -61,8 +61,8 @@ class RopeSpec:
         rest = {name: value for name, value in parameters.items() if name not in read | others and value is not None}
         spec = cls(size, theta, kind, rest, max_position, interleaved)
         try:
-            spec.frequencies(torch.device("meta"))
-            spec.frequencies(torch.device("meta"), long=True)
+            spec.frequencies(torch.device("cpu"))
+            spec.frequencies(torch.device("cpu"), long=True)
         except KeyError as error:
             raise ModelLoadError(f"config.json: RoPE scaling {kind!r} lacks {error.args[0]!r}") from error
         return spec
