@@ -23,7 +23,7 @@ def rotate_heads(qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tenso
     pairs with ``i + head_size / 2``."""
     heads = qkv.view(len(qkv), 3 * num_heads, -1)[:, : 2 * num_heads]
     half = heads.shape[-1] // 2
-    for rows, cosines, sines in zip(heads.split(_AT_ONCE), cos.split(_AT_ONCE), sin.split(_AT_ONCE), strict=True):
+    for rows, cosines, sines in zip(*(torch.split(one, _AT_ONCE) for one in (heads, cos, sin)), strict=True):
         plain = rows.float()
         first, second = plain[..., :half], plain[..., half:]
         rotated = torch.empty_like(plain)
