@@ -59,6 +59,7 @@ CHECKS = {
     ".venv/bin/python examples/fields.py": r"count: \d \(\d+%\)",
     ".venv/bin/python examples/pages.py": r"page 2: .*\btriangle\b",
     ".venv/bin/python examples/find_in_video.py": r"^1\.0 s: red\n$",
+    "mkdir -p build/photos": r"(?m)^back\.png, front\.png: .*\bred\b",
     ".venv/bin/python examples/agent.py": r"share_of_colour\(.*\) -> [\d.]+ %",
     ".venv/bin/vlmserve serve pixie --port 8002": r"(?m)^corners: 3$",
     ".venv/bin/python examples/shared_image.py": r"^red \(\d+ of .*\n3 \(\d\d+ of",

@@ -133,6 +133,7 @@ def test_photos_of_the_same_product(run: Run, tmp_path: Path) -> None:
         image = Image.new("RGB", (96, 96), (225, 228, 232))
         ImageDraw.Draw(image).ellipse((left, 20, left + 44, 64), fill=colour)
         image.save(tmp_path / f"{name}.png")
+    assert re.fullmatch(r"a\.png, c\.png: .*red circle.*\n", run("duplicates.py", str(tmp_path)))
     with HTTPServer(("127.0.0.1", 0), CountWords) as embeddings:
         thread = Thread(target=embeddings.serve_forever)
         thread.start()
