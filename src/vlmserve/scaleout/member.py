@@ -20,6 +20,7 @@ import msgspec
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import VLMServeError
+from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import LogFormat, set_up_logging
 from vlmserve.scaleout.settings import GatewayConfig
 
@@ -121,6 +122,7 @@ def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> None:
         logging.getLogger("vlmserve.access").setLevel(logging.WARNING)
     gateway = Gateway(server, GatewayConfig.model_validate_json(launch.gateway), launch.token)
     web = WebServer(create_app(gateway), server, bind(server))
+    freeze_loaded_objects()
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(_serve(gateway, web.start, web.stop, lambda: announce(web.url)))
 
