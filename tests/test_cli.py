@@ -24,6 +24,7 @@ from tests.checkpoints import change_config
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
+from vlmserve.cli.answers import ServerAnswers
 from vlmserve.cli.chat import TerminalChat
 from vlmserve.cli.options import command
 from vlmserve.config import EngineConfig, MediaConfig, ProcessorOverrides, ServerConfig
@@ -255,7 +256,7 @@ class InterruptedAnswers:
     def __init__(self) -> None:
         self.conversations: list[list[dict[str, object]]] = []
 
-    def stream(self, messages, params):
+    def stream(self, messages, params, *, on_thought=None):
         self.conversations.append(messages)
         yield "half"
         raise KeyboardInterrupt
@@ -275,7 +276,7 @@ def test_chat_keeps_the_half_of_an_answer_that_ctrl_c_stopped():
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Answers the number of images it got, in pieces; refuses the question "bad"."""
+    """Answers the number of images it got, in pieces; thinks about the question "hard", refuses "bad"."""
 
     bodies: list[dict[str, object]]
 
@@ -292,6 +293,8 @@ class FakeServer(BaseHTTPRequestHandler):
             return
         pieces = [str(len(content) - 1), " ima", "ges"]
         events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
+        if content[-1]["text"] == "hard":
+            events = [{"choices": [{"delta": {"reasoning_content": thought}}]} for thought in ("Hm", "m.")] + events
         events = [{"choices": [{"delta": {"role": "assistant"}}]}, *events, {"choices": [], "usage": {}}]
         self._send(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
 
@@ -327,6 +330,17 @@ def test_ask_can_ask_a_server(server, image, end):
     first, second, _ = body["messages"][0]["content"]
     assert first["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
     assert second["image_url"]["url"] == "https://example.com/b.png"
+
+
+def test_thoughts_are_shown_beside_the_answer(server):
+    url = f"http://127.0.0.1:{server.server_port}"
+    result = run("ask", "--url", url, "hard")
+    assert (result.stdout, result.stderr) == ("0 images\n", "Hmm.\n")
+    assert "Hmm.\n0 images\n" in run("chat", "--url", url, stdin="hard\n").stdout
+    assert (
+        "".join(ServerAnswers(url).stream([{"role": "user", "content": [{"type": "text", "text": "hard"}]}], GREEDY))
+        == "0 images"
+    )
 
 
 def test_a_servers_refusal_is_shown_with_the_file_that_it_is_about(server, image):

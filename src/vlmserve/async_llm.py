@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
@@ -203,10 +203,11 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
+        on_thought: Callable[[str], None] | None = None,
     ) -> AsyncGenerator[str, None]:
         """The text of the answer to one conversation as it is generated. Closing the iterator ends the request.
 
-        Raises as `LLM.stream` does.
+        on_thought: as in `LLM.stream`. Raises as that does.
         """
         params = sampling_params or self.default_sampling_params
         if params.num_samples > 1:
@@ -223,9 +224,13 @@ class AsyncLLM:
         async with self._streams(request) as [stream]:
             sent = 0
             async for _ in _taken(stream, generation):
-                for piece in filter(None, generation.pieces[sent:]):
-                    yield piece
-                sent = len(generation.pieces)
+                while sent < len(generation.pieces):
+                    piece, thought = generation.pieces[sent], generation.thoughts[sent]
+                    sent += 1
+                    if thought and on_thought is not None:
+                        on_thought(thought)
+                    if piece:
+                        yield piece
         if generation.error is not None:
             raise VLMServeError(generation.error)
 

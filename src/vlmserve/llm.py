@@ -262,8 +262,11 @@ class LLM:
         *,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
+        on_thought: Callable[[str], None] | None = None,
     ) -> Iterator[str]:
         """Yield the text of the answer to one conversation as it is generated. Closing the iterator ends the request.
+
+        on_thought: gets the text of what the model thinks before it answers, as it is generated.
 
         Raises as `chat` does, and VLMServeError if the request fails while it runs, when the iterator is advanced.
         """
@@ -287,8 +290,10 @@ class LLM:
                 if sent == len(generation.pieces):
                     self._requests.step()
                     continue
-                piece = generation.pieces[sent]
+                piece, thought = generation.pieces[sent], generation.thoughts[sent]
                 sent += 1
+                if thought and on_thought is not None:
+                    on_thought(thought)
                 if piece:
                     yield piece
             if generation.error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.checkpoints import make_llama
 from tests.thinking_checkpoint import END, START, teach_thoughts
+from vlmserve.async_llm import AsyncLLM
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import InvalidRequestError
@@ -86,6 +88,24 @@ def test_a_budget_ends_them_and_the_model_goes_on_from_there(llm, undivided, bud
     [alone] = undivided.generate([prompt], SamplingParams(temperature=0, max_tokens=rest), False)
     assert one.token_ids[budget + 1 :] == alone.outputs[0].token_ids
     assert one.text == alone.outputs[0].text.lstrip()
+
+
+async def test_a_stream_tells_them_apart_from_the_answer(folder, tmp_path):
+    always = Path(shutil.copytree(folder, tmp_path / "always"))
+    template = (always / "chat_template.jinja").read_text()
+    (always / "chat_template.jinja").write_text(template.replace("{% elif enable_thinking is defined %}", "{% else %}"))
+    llm = LLM(str(always), **SETTINGS)
+    [whole] = answer(llm, thinking_token_budget=9).outputs
+    assert whole.reasoning_content
+    assert whole.text
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, thinking_token_budget=9)
+    thoughts: list[str] = []
+    assert "".join(llm.stream(QUESTION, params, on_thought=thoughts.append)) == whole.text
+    assert "".join(thoughts) == whole.reasoning_content
+    assert "".join(llm.stream(QUESTION, params)) == whole.text, "they may be left alone"
+    async with AsyncLLM(str(always), **SETTINGS) as other:
+        pieces = [piece async for piece in other.stream(QUESTION, params, on_thought=thoughts.append)]
+    assert ("".join(pieces), "".join(thoughts)) == (whole.text, 2 * whole.reasoning_content)
 
 
 def test_a_budget_of_nothing_lets_no_thoughts_begin(llm):

@@ -133,7 +133,9 @@ def ask(
     For example: vlmserve ask photo.png "What is this?" Captioning models like BLIP need no question; a text is how the
     caption begins.
     """
-    from vlmserve.cli.answers import describes, open_answers
+    from rich.console import Console
+
+    from vlmserve.cli.answers import ShownThoughts, describes, open_answers
     from vlmserve.frontend.wire import medium_part
     from vlmserve.types import SamplingParams
 
@@ -145,7 +147,9 @@ def ask(
     parts = [*(medium_part(expanduser(place), pages) for place in images), {"type": "text", "text": question}]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     answers = open_answers(engine, media, url)
-    for piece in answers.stream([{"role": "user", "content": parts}], params):
+    thoughts = ShownThoughts(Console(stderr=True))
+    for piece in answers.stream([{"role": "user", "content": parts}], params, on_thought=thoughts.show):
+        thoughts.end()
         typer.echo(piece, nl=False)
     typer.echo()
 

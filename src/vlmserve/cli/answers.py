@@ -4,20 +4,47 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.wire import connect, error_text, wire_message
 from vlmserve.types import SamplingParams
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 class Answers(Protocol):
-    """Something that answers a conversation piece by piece."""
+    """Something that answers a conversation piece by piece. on_thought: see `LLM.stream`."""
 
-    def stream(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[str]: ...
+    def stream(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        *,
+        on_thought: Callable[[str], None] | None = None,
+    ) -> Iterator[str]: ...
+
+
+class ShownThoughts:
+    """Shows what a model thinks before it answers: dim, and on lines of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._begun = False
+
+    def show(self, text: str) -> None:
+        self._begun = True
+        self._console.out(text, end="", style="dim", highlight=False)
+
+    def end(self) -> None:
+        """Before the answer, and where there is none."""
+        if self._begun:
+            self._console.print()
+        self._begun = False
 
 
 def open_answers(engine: EngineConfig, media: MediaConfig, url: str | None) -> Answers:
@@ -55,7 +82,13 @@ class ServerAnswers:
         self._client, self._model = connect(url)
         self._url = url
 
-    def stream(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[str]:
+    def stream(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        *,
+        on_thought: Callable[[str], None] | None = None,
+    ) -> Iterator[str]:
         import httpx
 
         body = {
@@ -71,12 +104,12 @@ class ServerAnswers:
                 if response.status_code != 200:
                     response.read()
                     raise VLMServeError(_named(error_text(response), _error_param(response), messages))
-                yield from _deltas(response.iter_lines())
+                yield from _deltas(response.iter_lines(), on_thought)
         except httpx.HTTPError as error:
             raise VLMServeError(f"the server at {self._url} did not answer: {error}") from error
 
 
-def _deltas(lines: Iterator[str]) -> Iterator[str]:
+def _deltas(lines: Iterator[str], on_thought: Callable[[str], None] | None) -> Iterator[str]:
     for line in lines:
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
@@ -85,6 +118,8 @@ def _deltas(lines: Iterator[str]) -> Iterator[str]:
         if "error" in event:
             raise VLMServeError(event["error"]["message"])
         for choice in event["choices"]:
+            if on_thought is not None and (thought := choice["delta"].get("reasoning_content")):
+                on_thought(thought)
             if text := choice["delta"].get("content"):
                 yield text
 

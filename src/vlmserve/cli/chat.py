@@ -6,7 +6,7 @@ from collections.abc import Callable
 from os.path import expanduser
 from typing import TYPE_CHECKING, Any
 
-from vlmserve.cli.answers import Answers
+from vlmserve.cli.answers import Answers, ShownThoughts
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.wire import medium_part
 from vlmserve.types import SamplingParams
@@ -76,10 +76,12 @@ class TerminalChat:
         """Stream an answer. A refused message is taken back with its images; a stopped answer stays as it is."""
         question = {"role": "user", "content": [*self._images, {"type": "text", "text": text}]}
         pieces: list[str] = []
-        stream = self._answers.stream([*self._messages, question], self._params)
+        thoughts = ShownThoughts(self._console)
+        stream = self._answers.stream([*self._messages, question], self._params, on_thought=thoughts.show)
         self._images = []
         try:
             for piece in stream:
+                thoughts.end()
                 pieces.append(piece)
                 self._console.out(piece, end="", highlight=False)
             self._console.print()
