@@ -43,7 +43,9 @@ class Fleet(Cluster):
 @pytest.fixture(scope="module")
 def shared(folder, tmp_path_factory):
     history = {"storage_url": None, "storage_path": str(tmp_path_factory.mktemp("history") / "history.db")}
-    with Fleet(folder, 4, engine=SLOW, server={"restart_backoff": 0, **history}) as running:
+    with Fleet(
+        folder, 4, engine=SLOW, server={"restart_backoff": 0, **history}, front={"body_memory": 100_000}
+    ) as running:
         yield running
 
 
@@ -199,6 +201,20 @@ async def test_a_response_whose_worker_dies_has_failed_and_is_stored_so(shared):
     assert httpx.get(f"{shared.url}/v1/responses/{id}").json() == last
     [item] = httpx.get(f"{shared.url}/v1/responses/{id}/input_items").json()["data"]
     assert item["content"][0]["text"] == "x"
+
+
+async def test_a_stream_takes_no_memory_that_other_requests_need(shared):
+    shared.need(1)
+    padding, headers = b" " * 60_000, {"content-type": "application/json"}
+    first = json.dumps({"model": "tiny", "input": "x", "stream": True, "max_output_tokens": TOKENS}).encode()
+    second = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
+    async with (
+        httpx.AsyncClient(base_url=shared.url, headers=headers, timeout=60) as client,
+        client.stream("POST", "/v1/responses", content=first + padding) as answer,
+    ):
+        assert answer.status_code == 200
+        assert (await client.post("/v1/completions", content=second + padding)).status_code == 200
+        assert "response.completed" in [line.removeprefix("event: ") async for line in answer.aiter_lines()]
 
 
 async def test_a_restarted_engine_is_another_epoch(shared):

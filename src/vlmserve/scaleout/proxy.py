@@ -201,7 +201,7 @@ class Proxy:
             response = _response_of(first) | {
                 "status": "failed", "error": {"code": "server_error", "message": str(error)}
             }  # fmt: skip
-            if response.get("store"):
+            if response.get("store") and self._body:
                 await self.gateway.lost.keep(owner_of(self._request), self._body, response)
             return named_event({"type": "response.failed", "sequence_number": 2**31 - 1, "response": response})
         return event(error_body(error))
@@ -273,7 +273,8 @@ async def forward(request: Request) -> Response:
         share = stack.enter_context(gateway.bodies.share())
         await proxy.read(share)
         response = await _unless_disconnected(request, proxy)
-        if not (proxy.is_kept and isinstance(response, _Stream)):
+        is_needed = proxy.is_kept and isinstance(response, _Stream)
+        if not is_needed or gateway.bodies.used > gateway.bodies.capacity // 2:
             proxy.drop_body()
             share.give_back()
         return _Held(response, stack.pop_all())
