@@ -203,6 +203,8 @@ def _problem(kind: type[Settings], problem: ErrorDetails, spelling: Callable[[st
 
 
 Scheme = Literal["none", "int8", "int4"]
+Quantize = Literal["none", "int8", "int4", "w8a8"]
+"""w8a8 is int8 with inputs of 8 bits."""
 QuantizeMethod = Literal["rtn", "awq", "gptq", "awq+gptq", "smoothquant"]
 
 
@@ -221,7 +223,8 @@ class QuantizationConfig(Settings):
     scheme: int8 has a scale for each output, int4 a scale and a least value for each group of inputs of an output.
     method: rtn rounds to nearest; the others calibrate with data.
     overrides: schemes of layers by a pattern of their names, like ``{"language_model.layers.0.*": "int8"}``; the last
-    one that fits counts. vision: whether the layers outside the language model are quantized as well.
+    one that fits counts. vision: whether the layers outside the language model are quantized as well. rounds_inputs:
+    beside weights of 8 bits, inputs of layers have 8 bits where kernels round them, but for output heads.
     """
 
     scheme: Scheme = "none"
@@ -229,12 +232,15 @@ class QuantizationConfig(Settings):
     group_size: Literal[32, 64, 128] = 32
     symmetric: bool = False
     vision: bool = False
+    rounds_inputs: bool = False
     overrides: Mapping[str, Scheme] = {}
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
         if self.method == "smoothquant" and "int4" in (self.scheme, *self.overrides.values()):
             raise ValueError("the method smoothquant is for 8 bits")
+        if self.rounds_inputs and self.method not in ("rtn", "smoothquant"):
+            raise ValueError("w8a8 goes with the methods rtn and smoothquant")
         return self
 
     @property
@@ -264,7 +270,9 @@ class EngineConfig(Settings):
         "auto",
         description="auto, torch, native or an instruction set; auto chooses the fastest for this machine.",
     )
-    quantize: Scheme = Field("none", description="Quantize weights at load to 8 or 4 bits.")
+    quantize: Quantize = Field(
+        "none", description="Quantize weights at load to 8 or 4 bits; w8a8 rounds inputs to 8 bits as well."
+    )
     quantize_group_size: Literal[32, 64, 128] = Field(32, description="int4: size of the groups that share a scale.")
     quantize_symmetric: bool = Field(False, description="int4: symmetric quantization, without zero points.")
     quantize_vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
@@ -377,7 +385,8 @@ class EngineConfig(Settings):
         """What the fields about quantization say together. Raises ConfigurationError for a wrong override."""
         overrides = dict(override.rpartition("=")[::2] for override in self.quantize_layers)
         values = {
-            "scheme": self.quantize,
+            "scheme": "int8" if self.quantize == "w8a8" else self.quantize,
+            "rounds_inputs": self.quantize == "w8a8" or self.quantize_method == "smoothquant",
             "group_size": self.quantize_group_size,
             "symmetric": self.quantize_symmetric,
             "vision": self.quantize_vision,

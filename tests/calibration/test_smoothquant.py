@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.calibration.test_run import GROUPS_FIT, calibrate, logits, random_prompts, tensors_of
 from tests.checkpoints import change_tensors, make_llama
-from vlmserve.config import QuantizationConfig
+from tests.oracles.rounded_inputs import DOTS, logits_of_rounded_inputs
+from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.models.quantized import save_quantized
+from vlmserve.models.registry import load_model
 from vlmserve.quant.calibration import Fold, Target, quantize_layers
 from vlmserve.quant.statistics import InputStatistics
 
+CPU = torch.device("cpu")
 CONFIG = QuantizationConfig(scheme="int8", method="smoothquant", overrides={"*.embed_tokens": "none"})
 PROMPTS = random_prompts(30)
 TOKENS = torch.tensor(PROMPTS[0].token_ids + PROMPTS[1].token_ids)
@@ -51,26 +56,12 @@ def their_logits(model: PreTrainedModel) -> Tensor:
         return model(input_ids=TOKENS[None]).logits[0]
 
 
-def with_rounded_inputs(model: PreTrainedModel) -> PreTrainedModel:
-    """The same with inputs of layers in 8 bits, by a scale for each token."""
-
-    def round_inputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        scale = inputs[0].abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
-        return ((inputs[0] / scale).round() * scale,)
-
-    for module in model.model.layers.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(round_inputs)
-    return model
-
-
 def test_rounded_inputs_cost_less(folder: Path, smoothed: Path, tmp_path: Path) -> None:
     plain = their_logits(AutoModelForCausalLM.from_pretrained(folder))
     save_quantized(folder, tmp_path / "rounded", CONFIG.model_copy(update={"method": "rtn"}))
     # That library rounds inputs by itself where the configuration says so.
     out = their_logits(AutoModelForCausalLM.from_pretrained(smoothed, dtype=torch.float32))
-    rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded", dtype=torch.float32)
-    assert (out - plain).norm() < 0.9 * (their_logits(with_rounded_inputs(rounded)) - plain).norm()
+    assert (out - plain).norm() < 0.9 * (logits_of_rounded_inputs(tmp_path / "rounded", TOKENS) - plain).norm()
     assert not torch.allclose(out, logits(smoothed, TOKENS, kernels="torch"), atol=1e-3)
 
 
@@ -100,6 +91,24 @@ def test_factors_go_from_inputs_into_weights() -> None:
     assert smooth.norm() < 0.4 * usual.norm()
 
 
+@pytest.mark.skipif(not DOTS, reason="no instruction here adds the products of bytes up")
+def test_inputs_have_8_bits_where_kernels_round_them(folder: Path, smoothed: Path, tmp_path: Path) -> None:
+    save_quantized(folder, tmp_path / "rounded", CONFIG.model_copy(update={"method": "rtn"}))
+    exact = logits(tmp_path / "rounded", TOKENS, kernels="torch")
+    expected = logits_of_rounded_inputs(tmp_path / "rounded", TOKENS)
+    config = QuantizationConfig(scheme="int8", rounds_inputs=True, overrides=CONFIG.overrides)
+    ours = logits(folder, TOKENS, kernels="native", quantization=config)
+    assert (ours - expected).norm() < 0.3 * (expected - exact).norm()
+    cases: list[tuple[Path, dict[str, Any], int]] = [
+        (smoothed, {}, 8),
+        (folder, {"quantization": config}, 8),
+        (tmp_path / "rounded", {}, 16),
+    ]
+    for path, options, bits in cases:
+        decoder = load_model(path, device=CPU, dtype=torch.float32, kernels="native", **options).language_model
+        assert decoder.layers[0].mlp.down_proj._product._input_bits == bits
+
+
 def test_it_is_a_checkpoint_of_8_bits_for_weights_and_inputs(smoothed: Path) -> None:
     config = json.loads((smoothed / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "int-quantized")
@@ -116,3 +125,12 @@ def test_it_is_a_checkpoint_of_8_bits_for_weights_and_inputs(smoothed: Path) -> 
 def test_4_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="smoothquant is for 8 bits"):
         QuantizationConfig(scheme="int8", method="smoothquant", overrides={"*.down_proj": "int4"})
+
+
+def test_w8a8_is_8_bits_by_rounding_or_smoothing() -> None:
+    for method in ("rtn", "smoothquant"):
+        config = EngineConfig(quantize="w8a8", quantize_method=method).quantization
+        assert (config.scheme, config.rounds_inputs) == ("int8", True)
+    assert not EngineConfig(quantize="int8").quantization.rounds_inputs
+    with pytest.raises(ConfigurationError, match="w8a8 goes with the methods rtn and smoothquant"):
+        _ = EngineConfig(quantize="w8a8", quantize_method="gptq").quantization

@@ -116,15 +116,16 @@ def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> Q
     values = torch.randint(0, 2**bits, (out_features, in_features), generator=generator, dtype=torch.uint8)
     scales = torch.rand(out_features, -(-in_features // group_size), generator=generator) + 0.1
     if bits == 8:
-        return QuantizedWeight(8, group_size, values, scales, -128 * scales)
+        return QuantizedWeight(8, group_size, values, scales, -128 * scales, draw(st.sampled_from([16, 8])))
     scales = (scales * 10.0 ** draw(st.integers(-7, 3))).half().float()
     minimums = -8 * scales + scales * torch.randn(scales.shape, generator=generator)
-    return QuantizedWeight(4, group_size, values, scales, minimums.half().float(), draw(st.booleans()))
+    return QuantizedWeight(4, group_size, values, scales, minimums.half().float(), draw(st.sampled_from([16, 8])))
 
 
 def largest_error_of_inputs(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """What rounding inputs to integers changes at most: to 16 bits for each row, to 8 for each group."""
-    if weight.bits == 8 or weight.wide_inputs:
+    """What rounding inputs to integers changes at most: to 16 bits for each row, to 8 for each group, which is the row
+    beside weights of 8 bits."""
+    if weight.input_bits == 16:
         return 2 * x.double().abs().amax(1, keepdim=True) * weight.dequantize().double().abs().sum(1) / 2**15
     padding = (0, -weight.shape[1] % weight.group_size)
     inputs = F.pad(x.double(), padding).unflatten(1, (-1, weight.group_size)).abs().amax(2)

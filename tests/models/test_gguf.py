@@ -164,7 +164,7 @@ def test_blocks_of_4_bits_are_kept_to_the_last_bit(tmp_path: Path, kind: str) ->
         assert (packed is None) == name.endswith("norm.weight")
         if packed is not None:
             assert torch.equal(packed.dequantize(), file.get_tensor(name))
-            assert packed.wide_inputs, "or its products would be further from that than they need be"
+            assert packed.input_bits == 16, "or its products would be further from that than they need be"
 
 
 def test_a_weight_in_blocks_is_the_one_that_the_gguf_package_reads(tmp_path: Path) -> None:

@@ -92,6 +92,16 @@ def test_heads_keep_8_bits_and_the_vision_tower_is_left_alone() -> None:
     assert quantize(small_model(), QuantizationConfig(scheme="int8")) == dict.fromkeys([*LAYERS, TABLE], 8)
 
 
+def test_heads_keep_finer_inputs_than_layers_of_w8a8() -> None:
+    model = small_model()
+    quantize(model, QuantizationConfig(scheme="int8", rounds_inputs=True, overrides={"*.layers.1.*": "int4"}))
+    weights = {
+        name: module._quantized for name, module in model.named_modules() if isinstance(module, Linear | TiedEmbedding)
+    }
+    kinds = {name: (weight.bits, weight.input_bits) for name, weight in weights.items() if weight is not None}
+    assert kinds == dict.fromkeys(LAYERS[:2], (8, 8)) | dict.fromkeys(LAYERS[2:], (4, 8)) | {TABLE: (8, 16)}
+
+
 def test_the_vision_tower_can_be_quantized_too() -> None:
     bits = quantize(small_model(), QuantizationConfig(scheme="int8", vision=True))
     assert bits["vision_tower"] == 8

@@ -56,6 +56,7 @@ class QuantizeConfig(Settings):
         values = {
             "scheme": scheme,
             "method": self.method,
+            "rounds_inputs": self.method == "smoothquant",
             "group_size": self.group_size,
             "symmetric": self.symmetric,
             "vision": self.vision,

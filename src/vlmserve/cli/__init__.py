@@ -16,7 +16,7 @@ from vlmserve.cli.messages import note
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
-from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Scheme, ServerConfig
+from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Quantize, Scheme, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
 
@@ -51,12 +51,13 @@ QUANTIZATION_DETAILS = tuple(name for name in EngineConfig.model_fields if name.
 
 
 def _schemes(names: list[str] | None) -> tuple[str, ...]:
-    """The ways of quantizing that were named, or all. Raises ConfigurationError for one that does not exist."""
-    known = get_args(Scheme)
+    """The ways of quantizing that were named, or all that round no inputs. Raises ConfigurationError for one that does
+    not exist."""
+    known = get_args(Quantize)
     for name in names or ():
         if name not in known:
             raise ConfigurationError(f"--scheme {name}: must be one of {', '.join(known)}")
-    return tuple(names or known)
+    return tuple(names or get_args(Scheme))
 
 
 Url = Annotated[str | None, typer.Option(help="Ask the server at this URL instead of loading a model.")]
@@ -244,7 +245,7 @@ def bench(
         BUILT_IN_MODEL
     ),
     scheme: Annotated[
-        list[str] | None, typer.Option(metavar="none|int8|int4", help="May be repeated; default: all of them.")
+        list[str] | None, typer.Option(metavar="none|int8|int4|w8a8", help="May be repeated; default: all but w8a8.")
     ] = None,
     concurrency: Annotated[
         list[int] | None,

@@ -110,7 +110,7 @@ def _settings(config: EngineConfig) -> dict[str, Any]:
     only_some = config.quantize == "none" and config.weight_memory is None
     return {
         "method": config.quantize_method,
-        "bits": 8 if config.quantize == "int8" else 4,
+        "bits": 4 if config.quantize == "int4" else 8,
         "group_size": config.quantize_group_size,
         "symmetric": config.quantize_symmetric,
         "vision": config.quantize_vision,

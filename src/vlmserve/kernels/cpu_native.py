@@ -43,9 +43,9 @@ class PackedLinear:
         "_dtype",
         "_gated",
         "_group_size",
+        "_input_bits",
         "_linear",
         "_packed",
-        "_wide_inputs",
         "dtype",
         "in_features",
         "out_features",
@@ -76,7 +76,7 @@ class PackedLinear:
         self._linear = extension().linear
         self._bits = 0 if isinstance(weight, Tensor) else weight.bits
         self._group_size = 0 if isinstance(weight, Tensor) else weight.group_size
-        self._wide_inputs = 0 if isinstance(weight, Tensor) else int(weight.wide_inputs)
+        self._input_bits = 0 if isinstance(weight, Tensor) else weight.input_bits
         self._packed = self._pack(weight)
 
     def _pack(self, weight: Tensor | QuantizedWeight) -> Tensor:
@@ -172,7 +172,7 @@ class PackedLinear:
             torch.get_num_threads(),
             self._bits,
             self._group_size,
-            self._wide_inputs,
+            self._input_bits,
             table,
             slots,
             stride,
@@ -199,7 +199,7 @@ class PackedLinear:
             gated=self._gated,
             weight_bits=self._bits,
             group=self._group_size,
-            wide_inputs=self._wide_inputs,
+            input_bits=self._input_bits,
             adapters=None if adapters is None else adapters.table,
         )
 

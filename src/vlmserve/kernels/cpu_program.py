@@ -59,7 +59,7 @@ class Operation:
     gated: int = 0
     weight_bits: int = 0
     group: int = 0
-    wide_inputs: int = 0
+    input_bits: int = 0
     eps: float = 0.0
     keys: int = 0
     values: int = 0

@@ -20,8 +20,8 @@ class QuantizedWeight:
     bits: 8 or 4. group_size: how many inputs of an output share a scale and a minimum.
     values: uint8 ``[out_features, in_features]``, one a byte whatever `bits` says. scales, minimums: float32
     ``[out_features, groups]``.
-    wide_inputs: kernels that round inputs of 4-bit weights keep 16 bits of them instead of 8, more than bfloat16 has;
-    many rows then take longer. Beside 8 bits they always do.
+    input_bits: what kernels that round inputs keep of them: 16, which is more than bfloat16 has, or 8, with which many
+    rows take less time; beside 4 bits each group then has a scale of its own. 0: 16 beside 8 bits, 8 beside 4.
     """
 
     bits: int
@@ -29,9 +29,11 @@ class QuantizedWeight:
     values: Tensor
     scales: Tensor
     minimums: Tensor
-    wide_inputs: bool = False
+    input_bits: int = 0
 
     def __post_init__(self) -> None:
+        if not self.input_bits:
+            object.__setattr__(self, "input_bits", 16 if self.bits == 8 else 8)
         out_features, in_features = self.values.shape
         groups = -(-in_features // self.group_size)
         if self.scales.shape != (out_features, groups) or self.minimums.shape != (out_features, groups):
@@ -75,12 +77,12 @@ class QuantizedWeight:
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """Weights for the same inputs as one, their outputs side by side; raises ValueError if they are not alike."""
         first = weights[0]
-        if len({(weight.bits, weight.group_size, weight.wide_inputs) for weight in weights}) != 1:
+        if len({(weight.bits, weight.group_size, weight.input_bits) for weight in weights}) != 1:
             raise ValueError("weights of several kinds cannot be one")
         values, scales, minimums = (
             torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales", "minimums")
         )
-        return cls(first.bits, first.group_size, values, scales, minimums, first.wide_inputs)
+        return cls(first.bits, first.group_size, values, scales, minimums, first.input_bits)
 
     def inputs(self, first: int, last: int) -> QuantizedWeight | None:
         """The weight of inputs ``first <= i < last``; None if that divides a group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -45,6 +46,8 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
             symmetric=config.symmetric,
             largest=None if split is None else split.ranks.largest,
         )
+        if config.rounds_inputs and bits == 8 and module.weight.ndim == 2 and not name.endswith(HEADS):
+            rounded = dataclasses.replace(rounded, input_bits=8)
         module.quantize(rounded)
         after += own_bytes(module)
     widths = {name: bits for name, (_, bits) in chosen.items()}

@@ -8,11 +8,10 @@
 // What a weight is stored as.
 struct WeightKind {
     const char* name;
-    int bits;  // 0: as the inputs
-    bool wide;
+    int bits, input_bits;  // 0: as the inputs
 };
-constexpr WeightKind PLAIN = {"plain", 0, false}, INT8 = {"int8", 8, false}, INT4 = {"int4", 4, false},
-                     INT4_WIDE = {"int4 with wide inputs", 4, true};
+constexpr WeightKind PLAIN = {"plain", 0, 0}, INT8 = {"int8", 8, 16}, BYTES = {"int8 with inputs of 8 bits", 8, 8},
+                     INT4 = {"int4", 4, 8}, INT4_WIDE = {"int4 with wide inputs", 4, 16};
 
 // A packed weight [out, in] and what it stands for.
 struct Weight {
@@ -88,7 +87,7 @@ inline Dot dot(const Weight& weight, const Numbers& x, long x_place, long row) {
     Dot result;
     double magnitude = 0, most = 0;
     for (long i = 0; i < weight.in; ++i) most = std::max(most, std::fabs(x[x_place + i]));
-    long group = weight.kind.bits == 4 && !weight.kind.wide ? weight.group : weight.in;
+    long group = weight.kind.bits == 4 && weight.kind.input_bits == 8 ? weight.group : weight.in;
     for (long start = 0; start < weight.in; start += group) {
         double sum_of_weights = 0, most_of_group = 0;
         for (long i = start; i < std::min(weight.in, start + group); ++i) {
@@ -99,8 +98,8 @@ inline Dot dot(const Weight& weight, const Numbers& x, long x_place, long row) {
             sum_of_weights += std::fabs(w);
             most_of_group = std::max(most_of_group, std::fabs(input));
         }
-        if (weight.kind.bits == 4 && !weight.kind.wide) result.error += sum_of_weights * most_of_group / 254;
-        if (weight.kind.bits == 8 || weight.kind.wide) result.error += sum_of_weights * most / (2 * 32639);
+        if (weight.kind.input_bits == 8) result.error += sum_of_weights * most_of_group / 254;
+        if (weight.kind.input_bits == 16) result.error += sum_of_weights * most / (2 * 32639);
     }
     result.error = result.error * 1.01 + (magnitude + 1) * 0x1p-20;
     return result;
@@ -155,7 +154,7 @@ public:
         args.threads = threads;
         args.weight_bits = weight_.kind.bits;
         args.group = static_cast<int>(weight_.group);
-        args.wide_inputs = weight_.kind.wide;
+        args.input_bits = weight_.kind.input_bits;
         Memory scratch(kernels->linear_scratch(args), 0xff);
         args.scratch = scratch.data();
         kernels->linear(args);
@@ -225,7 +224,7 @@ inline void test_products() {
         for (const Epilogue& then : EPILOGUES) test_product(PLAIN, dtype, 46, 38, 0, then);
         // More inputs than are multiplied at a time.
         test_product(PLAIN, dtype, 35, 1102, 0, EPILOGUES[0]);
-        for (const WeightKind& kind : {INT8, INT4, INT4_WIDE}) {
+        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE}) {
             test_product(kind, dtype, 33, 70, 32, EPILOGUES[0]);
             test_product(kind, dtype, 70, 64, 64, EPILOGUES[7]);
             test_product(kind, dtype, 40, 330, 128, EPILOGUES[3]);

@@ -163,7 +163,7 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.threads = static_cast<int>(from.integer());
     args.weight_bits = static_cast<int>(from.integer());
     args.group = static_cast<int>(from.integer());
-    args.wide_inputs = static_cast<int>(from.integer());
+    args.input_bits = static_cast<int>(from.integer());
     args.adapters = static_cast<const Adapters*>(from.address());
     args.row_slots = static_cast<const std::int32_t*>(from.address());
     args.slot_stride = from.integer();

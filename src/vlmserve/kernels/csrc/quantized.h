@@ -1,8 +1,8 @@
 // Products with weights of 8 or 4 bits, for any number of rows, and the choice between them and plain ones.
 //
-// Where instructions multiply small integers, inputs become integers as well. Beside weights of 8 bits a row becomes 16-bit
-// integers by a scale of its own. So it does beside weights of 4 bits with `wide_inputs`; otherwise, since these lose far
-// more, each group of inputs becomes bytes by a scale of its own.
+// Where instructions multiply small integers, inputs become integers as well, of `input_bits`. A row becomes 16-bit integers
+// by a scale of its own, or bytes: beside weights of 4 bits each group by a scale of its own, beside weights of 8 bits the
+// row, where an instruction adds the products of four bytes up.
 #pragma once
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
@@ -45,6 +45,39 @@ struct Int8Rows {
                       weight + tile * tile_bytes(rows.padded, 8, 0), rows.padded, sums);
     }
 };
+
+#if defined(DOTS_OF_BYTES)
+// Likewise with inputs of 8 bits.
+struct ByteRows {
+    static constexpr int BLOCK = NARROW_BLOCK;
+    long in, padded;
+    Four* fours;
+    float* scales;
+    std::int32_t* sums;
+
+    explicit ByteRows(const LinearArgs& args) : in(args.in), padded(padded_in(args)) {
+        fours = static_cast<Four*>(args.scratch);
+        scales = reinterpret_cast<float*>(fours + args.rows * (padded / 4));
+        sums = reinterpret_cast<std::int32_t*>(scales + args.rows);
+    }
+
+    long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Four)); }
+    long bytes(long rows) const { return rows * (row_bytes() + 8); }
+
+    template <class T>
+    void prepare(const T* x, long first, long place, long count) const {
+        narrow_row(x, in, padded, fours + first * (padded / 4), scales + first, sums + first, place, count);
+    }
+
+    template <int ROWS>
+    static void multiply(const ByteRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
+        multiply_bytes(rows.fours + row * (rows.padded / 4), rows.scales + row, rows.sums + row,
+                       weight + tile * tile_bytes(rows.padded, 8, 0), rows.padded, sums);
+    }
+};
+#else
+typedef Int8Rows ByteRows;
+#endif
 
 // Likewise for one of 4 bits.
 struct Int4Rows {
@@ -147,14 +180,15 @@ void linear_of(const LinearArgs& args) {
 
 void linear_quantized(const LinearArgs& args) {
     if (args.weight_bits == 8)
-        linear_of<Int8Rows>(args);
+        args.input_bits == 8 ? linear_of<ByteRows>(args) : linear_of<Int8Rows>(args);
     else
-        args.wide_inputs ? linear_of<Int4WideRows>(args) : linear_of<Int4Rows>(args);
+        args.input_bits == 8 ? linear_of<Int4Rows>(args) : linear_of<Int4WideRows>(args);
 }
 
 long quantized_scratch(const LinearArgs& args) {
-    if (args.weight_bits == 8) return Int8Rows(args).bytes(args.rows);
-    return args.wide_inputs ? Int4WideRows(args).bytes(args.rows) : Int4Rows(args).bytes(args.rows);
+    if (args.weight_bits == 8)
+        return args.input_bits == 8 ? ByteRows(args).bytes(args.rows) : Int8Rows(args).bytes(args.rows);
+    return args.input_bits == 8 ? Int4Rows(args).bytes(args.rows) : Int4WideRows(args).bytes(args.rows);
 }
 
 void multiply_weight(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }

@@ -1,6 +1,7 @@
 // Products of bytes where an instruction adds the products of four bytes up: VNNI on x86, dot products on Arm.
 #pragma once
 
+#define DOTS_OF_BYTES
 #include "quantized_rounding.h"
 
 namespace {
@@ -100,6 +101,49 @@ INLINE void multiply_int8(const Quad* x, const float* scales, const std::int32_t
                 f32v upper = __builtin_convertvector(high[row][i] - OFFSET * input_sums[row], f32v);
                 f32v lower = __builtin_convertvector(low[row][i] - OFFSET * input_sums[ROWS + row], f32v);
                 sums[row][first + i] = (256.0f * upper + lower) * scale * scales[row];
+            }
+        }
+    }
+}
+
+// Row `place` of a block of `count` rows as bytes, whose fours lie side by side.
+template <class T>
+void narrow_row(const T* x, long in, long padded, Four* fours, float* scales, std::int32_t* sums, long place, long count) {
+    float most = largest_size(x, in);
+    float factor = most > 0 ? 127 / most : 0.0f;
+    i32v total{};
+    for (long i = 0; i < padded; i += LANES) {
+        f32v scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32v{};
+        i32v value = round_to_integers(scaled);
+        total += value;
+        store_fours(fours + i / 4 * count + place, value, smaller(LANES, padded - i) / 4, count);
+    }
+    scales[place] = most == most ? most / 127 : most;
+    sums[place] = sum(total);
+}
+
+template <int ROWS>
+INLINE void multiply_bytes(const Four* x, const float* scales, const std::int32_t* input_sums, const u8* tile, long in,
+                           f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 1, 1);
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        i32v dots[ROWS][WIDTH] = {};
+        const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
+        for (long quad = 0; quad < in / 4; ++quad, weights += 4 * TILE) {
+            for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
+            u8v w[WIDTH];
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; ++i) w[i] = as_multiplied(load_bytes(weights + i * LANES * 4));
+#pragma GCC unroll 6
+            for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; ++i) dots[row][i] = dot_bytes(dots[row][i], w[i], x[quad * ROWS + row]);
+        }
+        for (int i = 0; i < WIDTH; ++i) {
+            f32v scale = load(reinterpret_cast<const float*>(tile) + (first + i) * LANES);
+            for (int row = 0; row < ROWS; ++row) {
+                f32v product = __builtin_convertvector(dots[row][i] - OFFSET * input_sums[row], f32v);
+                sums[row][first + i] = product * scale * scales[row];
             }
         }
     }

@@ -40,7 +40,7 @@ struct LinearArgs {
     int dtype, activation, gated, float_output, threads;
     int weight_bits;  // 8, 4, or 0 for weights of `dtype`
     int group;        // with 4 bits: how many inputs share a scale, a multiple of 8
-    int wide_inputs;  // with 4 bits: inputs are rounded to 16 bits where they are rounded, instead of to 8
+    int input_bits;   // beside few bits, what inputs are rounded to where they are: 16, or 8 if there is a kernel for it
     const Adapters* adapters;       // null: rows have none
     const std::int32_t* row_slots;  // the slot of each row's adapter, below 0: none; `slot_stride` from row to row, 0 or 1
     long slot_stride;
@@ -96,7 +96,7 @@ struct Operation {
     long residual;                          // of products; -1: none. It may be the target
     const void *weight, *bias;              // of norms and products, as their arguments have them
     long in, out;                           // of products; of norms, `in` is the size
-    long activation, gated, weight_bits, group, wide_inputs;
+    long activation, gated, weight_bits, group, input_bits;
     double eps;                             // of norms
     void *keys, *values, *scales;           // of attention, as the rest
     long heads, kv_heads, head_size, block_size, rope_size, window;

@@ -121,7 +121,7 @@ def _quantized(source: _Source) -> QuantizedWeight | None:
     values, scales, minimums = unpack(raw.view(len(raw), -1, _type_size(source.info)))
     groups = source.info.shape[1] // GROUP
     scales, minimums = scales.reshape(-1, groups), minimums.reshape(-1, groups)
-    return QuantizedWeight(4, GROUP, values.reshape(len(raw), -1), scales, minimums, wide_inputs=True)
+    return QuantizedWeight(4, GROUP, values.reshape(len(raw), -1), scales, minimums, input_bits=16)
 
 
 def _read(source: _Source, first: int, last: int | None) -> Tensor:

@@ -13,6 +13,7 @@ general. Such weights are stored in a format of our own, which differs in one th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -131,6 +132,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
     check_setting(METHOD, "sparsity_config", sparsity, ["dense"])
     sizes: list[int] = []
     blocks = set()
+    rounds_inputs = []
     for group in config.get("config_groups", {}).values():
         weights = group["weights"]
         if not weights:
@@ -142,6 +144,10 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
         check_setting(METHOD, "num_bits", weights.get("num_bits"), [4, 8] if number == "int" else [8])
         check_setting(METHOD, "strategy", weights.get("strategy"), ["tensor", "channel", "group", "block"])
         check_setting(METHOD, "actorder", weights.get("actorder"), [None, "weight", "static", "group"])
+        inputs = group.get("input_activations") or {}
+        rounds_inputs.append(
+            inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int" and bool(inputs.get("dynamic"))
+        )
         if weights.get("group_size"):
             sizes.append(int(weights["group_size"]))
         blocks.add(tuple(weights.get("block_structure") or ()) if weights["strategy"] == "block" else None)
@@ -153,14 +159,18 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
         partial(from_tensors, group_sizes=tuple(sizes)),
     )
     block = next(iter(blocks - {None}), None)
-    in_bytes = partial(_in_bytes, block=block, stated=tuple(sizes))
+    in_bytes = partial(_in_bytes, block=block, stated=tuple(sizes), rounds_inputs=all(rounds_inputs))
     return [packed, Layout(scaled.WEIGHT, (SCALE,), (ZERO_POINT,), in_bytes)]
 
 
-def _in_bytes(tensors: Mapping[str, Tensor], block: tuple[int, ...] | None, stated: tuple[int, ...]) -> StoredWeight:
-    """A weight of one byte each; block: of those layers that are in blocks."""
+def _in_bytes(
+    tensors: Mapping[str, Tensor], block: tuple[int, ...] | None, stated: tuple[int, ...], *, rounds_inputs: bool
+) -> StoredWeight:
+    """A weight of one byte each; block: of those layers that are in blocks. rounds_inputs: to 8 bits, each token by a
+    scale of its own."""
     weight, scales = tensors[scaled.WEIGHT], tensors[SCALE]
     in_blocks = block is not None and scales.shape == tuple(
         -(-size // each) for size, each in zip(weight.shape, block, strict=True)
     )
-    return scaled.from_tensors(tensors, block=block if in_blocks else None, stated=stated)
+    read = scaled.from_tensors(tensors, block=block if in_blocks else None, stated=stated)
+    return dataclasses.replace(read, input_bits=8) if rounds_inputs and isinstance(read, QuantizedWeight) else read
