@@ -57,6 +57,7 @@ def expected_sums(x: Tensor, weight: Tensor, slots: np.ndarray, changes: dict[in
     st.integers(0, 99),
 )
 @example([0] * 25, 40, 70, [17, 3, 0], torch.bfloat16, 0)
+@example([0, 1, -1] * 37, 40, 70, [17, 3, 0], torch.float32, 0)
 @settings(max_examples=40, deadline=None)
 def test_rows_have_the_sums_of_their_adapters(slot_list, inputs, out, ranks, dtype, seed):
     random = torch.Generator().manual_seed(seed)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.extension import DTYPES, extension
-from vlmserve.layers.adapters import Change
+from vlmserve.layers.adapters import Change, LowRank
 
 TILE = 32
 """Output features that lie together in a packed weight; of a gated one, half are gates."""
@@ -16,36 +19,59 @@ PANEL = 16
 """Those of them that a kernel reads together."""
 
 
+class _HugePages:
+    """Memory for what steps read of adapters. In small pages, finding these would take longer than reading them.
+
+    Memory is given back once no tensor in its piece is left.
+    """
+
+    PIECE, PAGE, LINE = 2**22, 2**21, 64
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor."""
+        size = -(-tensor.nbytes // self.LINE) * self.LINE
+        # Of no mode: readers of adapters are in torch's inference mode, and others are not.
+        with self._lock, torch.inference_mode(False):
+            if size > len(self._free):
+                memory = allocate_zeros((max(size, self.PIECE) + self.PAGE,), torch.uint8, tensor.device)
+                first = -memory.data_ptr() % self.PAGE
+                self._free = memory[first : first + max(size, self.PIECE)]
+            own, self._free = self._free[: tensor.nbytes], self._free[size:]
+            return own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+_pages = _HugePages()
+
+
 class NativeChange:
     """A `PackedChange`. rank: of all first factors together, rounded up to whole panels."""
 
-    def __init__(self, change: Change, order: Tensor, in_features: int, dtype: torch.dtype) -> None:
-        """order: int64 ``[panels * 16]``, the outputs in the order of the packed weight's tiles, below 0 where there is
-        none. dtype: of inputs."""
-        self.rank = -(-sum(len(part.down) for part in change.parts) // PANEL) * PANEL
-        self._down = _pack_down(change, self.rank, in_features, dtype)
-        panels = list(_pack_up(change, order, dtype))
-        self._weights = [weights for _, weights, _, _ in panels]
-        starts = torch.zeros(len(order) // PANEL + 1, dtype=torch.int64)
-        for panel, _, _, _ in panels:
-            starts[panel + 1] += 1
-        self._starts = starts.cumsum(0)
-        entries = [[weights.data_ptr(), first, count] for _, weights, first, count in panels]
-        self._panels = torch.tensor(entries, dtype=torch.int64).view(-1, 3)
+    def __init__(self, change: Change, out_features: int, in_features: int, dtype: torch.dtype, *, gated: bool) -> None:
+        """dtype: of inputs. gated: whether outputs are in the order of a gated weight."""
+        parts = [_of_even_rank(part) for part in change.parts]
+        order = outputs_in_tiles(out_features, gated=gated)
+        self.rank = -(-sum(len(part.down) for part in parts) // PANEL) * PANEL
+        self._down = _pack_down(parts, self.rank, in_features, dtype)
+        packed = list(_pack_up(parts, order, dtype, 2 if gated else 1))
+        self._up = [weights for weights, *_ in packed]
         self._factor = self._shift = None
         if change.factor is not None or change.shift is not None:
             self._factor = _in_order(change.factor, order, 1.0)
             self._shift = _in_order(change.shift, order, 0.0)
-        self._columns = _columns(change, self.rank)
-        fields = [self._down, self.rank, self._starts, self._panels, self._factor, self._shift, self._columns]
+        self._columns = _columns(parts, self.rank)
+        fields = [self._down, self.rank, self._factor, self._shift, self._columns, len(packed)]
+        fields += [word for part in packed for word in part]
         words = [0 if field is None else field if isinstance(field, int) else field.data_ptr() for field in fields]
-        self._struct = torch.tensor(words, dtype=torch.int64)
+        self._struct = _pages.place(torch.tensor(words, dtype=torch.int64))
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        tensors = [self._down, self._factor, self._shift, self._starts, self._panels, self._struct, self._columns]
-        tensors += self._weights
+        tensors = [self._down, self._factor, self._shift, self._struct, self._columns, *self._up]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
@@ -65,42 +91,57 @@ def outputs_in_tiles(out_features: int, *, gated: bool) -> Tensor:
     return columns.flatten()
 
 
-def _pack_down(change: Change, rank: int, in_features: int, dtype: torch.dtype) -> Tensor | None:
+def _of_even_rank(part: LowRank) -> LowRank:
+    """The same with a zero more in each factor where the rank is odd: kernels read second factors in pairs."""
+    if len(part.down) % 2 == 0:
+        return part
+    columns = None if part.columns is None else F.pad(part.columns, (0, 1))
+    return part._replace(down=F.pad(part.down, (0, 0, 0, 1)), up=F.pad(part.up, (0, 1)), columns=columns)
+
+
+def _pack_down(parts: Sequence[LowRank], rank: int, in_features: int, dtype: torch.dtype) -> Tensor | None:
     """First factors, one below the other, as `pack` arranges a plain weight."""
     if not rank:
         return None
     plain = torch.zeros(rank, in_features, dtype=dtype)
-    down = torch.cat([part.down.to(dtype) for part in change.parts])
+    down = torch.cat([part.down.to(dtype) for part in parts])
     plain[: len(down)] = down
     packed = torch.empty(-(-rank // TILE) * TILE * in_features, dtype=dtype)
     extension().pack(plain.data_ptr(), packed.data_ptr(), rank, in_features, DTYPES[dtype], 0, torch.get_num_threads())
-    return packed[: rank * in_features].clone()
+    return _pages.place(packed[: rank * in_features])
 
 
-def _columns(change: Change, rank: int) -> Tensor | None:
+def _columns(parts: Sequence[LowRank], rank: int) -> Tensor | None:
     """int32 ``[rank]``: which scaling of a row each product with a first factor gets; None: none gets any."""
-    if all(part.columns is None for part in change.parts):
+    known = [part.columns for part in parts if part.columns is not None]
+    if not known:
         return None
+    assert len(known) == len(parts), "all parts of a change are scaled, or none is"
     columns = torch.zeros(rank, dtype=torch.int32)
-    known = [part.columns for part in change.parts if part.columns is not None]
-    assert len(known) == len(change.parts), "all parts of a change are scaled, or none is"
     columns[: sum(map(len, known))] = torch.cat(known).int()
     return columns
 
 
-def _pack_up(change: Change, order: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, int, int]]:
-    """Panel, second factors that have outputs in it, ``[rank][16]``, and to which outputs of the first they belong."""
-    found = []
+def _pack_up(
+    parts: Sequence[LowRank], order: Tensor, dtype: torch.dtype, step: int
+) -> Iterator[tuple[Tensor, int, int, int, int, int]]:
+    """The fields of csrc/table.h's `AdapterPart`, in order. Every step-th panel belongs together."""
     first = 0
-    for down, up, start, _ in change.parts:
+    for down, up, start, _ in parts:
+        rank = len(down)
         rows = order - start
         inside = (order >= 0) & (rows >= 0) & (rows < len(up))
         arranged = torch.where(inside[:, None], up[rows.clamp(0, len(up) - 1)], 0).to(dtype)
-        by_panel = arranged.view(-1, PANEL, len(down)).transpose(1, 2).contiguous()
-        touched = inside.view(-1, PANEL).any(1).nonzero().flatten().tolist()
-        found += [(panel, by_panel[panel], first, len(down)) for panel in touched]
-        first += len(down)
-    yield from sorted(found, key=lambda entry: entry[0])
+        panels = arranged.view(-1, PANEL, rank).transpose(1, 2)
+        if dtype == torch.bfloat16:
+            panels = panels.reshape(len(panels), rank // 2, 2, PANEL).transpose(2, 3)
+        for place in range(step):
+            touched = inside.view(-1, PANEL)[place::step].any(1).nonzero().flatten()
+            if len(touched):
+                begin, end = int(touched[0]), int(touched[-1]) + 1
+                weights = _pages.place(panels[place::step][begin:end])
+                yield weights, place + begin * step, end - begin, step, first, rank
+        first += rank
 
 
 def _in_order(values: Tensor | None, order: Tensor, missing: float) -> Tensor:

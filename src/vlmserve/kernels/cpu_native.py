@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.cpu_adapters import TILE, NativeChange, outputs_in_tiles
+from vlmserve.kernels.cpu_adapters import TILE, NativeChange
 from vlmserve.kernels.cpu_program import LINEAR, NORM, Recorded
 from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -116,8 +116,8 @@ class PackedLinear:
 
     def pack_change(self, change: Change) -> NativeChange:
         """See `PacksChanges`."""
-        order = outputs_in_tiles(self.out_features, gated=bool(self._gated))
-        return NativeChange(change, order, self.in_features, self.dtype)
+        sizes = (self.out_features, self.in_features)
+        return NativeChange(change, *sizes, self.dtype, gated=bool(self._gated))
 
     def __call__(
         self,

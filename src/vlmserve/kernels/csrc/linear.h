@@ -7,8 +7,7 @@
 // Rows are rearranged alike, [rows / block][in / pair][block], so that what is broadcast lies side by side.
 #pragma once
 
-#include "scalings.h"
-#include "formats.h"
+#include "adapters.h"
 
 namespace {
 
@@ -23,9 +22,6 @@ constexpr long CHUNK_BYTES = 16 * 1024;
 
 // How far ahead of its use a weight is asked for: what a core reads while memory answers.
 constexpr long PREFETCH_BYTES = 3072;
-
-// With more rows, reading what their adapters add to a tile takes little beside computing it.
-constexpr long MOST_PREFETCHING = 32;
 
 INLINE long features_of_tile(bool gated) { return gated ? TILE / 2 : TILE; }
 INLINE long num_tiles(long out, bool gated) {
@@ -99,10 +95,9 @@ INLINE void finish(const LinearArgs& args, long row, long column, long columns, 
     store_some(static_cast<Out*>(args.y) + place, value, columns);
 }
 
-// What follows the product: adapters, bias, activation, gates, residual.
+// What follows the product and what adapters change in it: bias, activation, gates, residual.
 template <class Out, class Element, int ROWS>
 INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-    if (args.adapters) adapt_block<Element>(args, row, tile, sums);
     if (args.gated) {
         for (int vector = 0; vector < VECTORS / 2; ++vector) {
             long column = tile * (TILE / 2) + vector * LANES, columns = args.out / 2 - column;
@@ -122,6 +117,23 @@ INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sum
     }
 }
 
+// The same for rows, `first` to `last`, whose sums lie in memory, with what adapters change in them.
+template <class Out, class Element>
+void finish_kept(const LinearArgs& args, long first, long last, long tile, float (*kept)[TILE]) {
+    if (args.adapters) adapt_tile<Element>(args, first, last, tile, kept);
+    for (long row = first; row < last; ++row) {
+        f32v sums[1][VECTORS];
+        for (int vector = 0; vector < VECTORS; ++vector) sums[0][vector] = load(kept[row - first] + vector * LANES);
+        finish_block<Out, Element>(args, row, tile, sums);
+    }
+}
+
+template <int ROWS>
+INLINE void keep(float (*kept)[TILE], const f32v (&sums)[ROWS][VECTORS]) {
+    for (int row = 0; row < ROWS; ++row)
+        for (int vector = 0; vector < VECTORS; ++vector) store(kept[row] + vector * LANES, sums[row][vector]);
+}
+
 // How many elements of a weight are read while one input is prepared, about: it is rounded, or written where its row is
 // interleaved with others.
 constexpr long PREPARED_INPUT = 8;
@@ -132,18 +144,16 @@ template <int MOST, class Prepare, class Multiply>
 INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, Multiply multiply) {
     long blocks = num_blocks(args.rows, MOST), tiles = num_tiles(args.out, args.gated);
     long cached_blocks = larger(1, smaller(CACHED_BYTES / (row_bytes * MOST), CACHED_ROWS / MOST));
-    each_range(args.threads, blocks, args.in * MOST * PREPARED_INPUT, [&](long from, long to, int) {
-        for (long block = from; block < to; ++block) prepare(block);
-    });
-    if (args.adapters) shrink(args);
-    if (args.adapters && args.scalings) scale_shrunk(args);
+    long items = num_items(args), shrinking = items * 2 * args.in * PANEL / SPLITS;
+    each_range(args.threads, blocks + items, (blocks * args.in * MOST * PREPARED_INPUT + shrinking) / (blocks + items),
+               [&](long from, long to, int) {
+                   for (long i = from; i < to; ++i) i < blocks ? prepare(i) : shrink_item(args, i - blocks);
+               });
+    if (args.adapters) finish_shrinking(args);
     for (long first = 0; first < blocks; first += cached_blocks) {
         long last = smaller(blocks, first + cached_blocks);
         each_range(args.threads, tiles, args.in * TILE, [&](long from, long to, int) {
-            for (long tile = from; tile < to; ++tile) {
-                if (args.adapters && args.rows <= MOST_PREFETCHING) prefetch_adapters(args, tile);
-                multiply(tile, first, last);
-            }
+            for (long tile = from; tile < to; ++tile) multiply(tile, first, last);
         });
     }
 }
@@ -157,7 +167,10 @@ void run_block(const LinearArgs& args, const typename Format::Input* inputs, lon
         f32v sums[decltype(rows)::value][VECTORS];
         const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
         multiply_tile<Format>(inputs + row * units, weights, PANEL * args.in, units, sums);
-        finish_block<Out, Element>(args, row, tile, sums);
+        if (!args.adapters) return finish_block<Out, Element>(args, row, tile, sums);
+        alignas(64) float kept[decltype(rows)::value][TILE];
+        keep(kept, sums);
+        finish_kept<Out, Element>(args, row, row + decltype(rows)::value, tile, kept);
     });
 }
 
@@ -190,13 +203,7 @@ void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, lo
                     for (int j = 0; j < WIDTH; ++j) store(own[i] + (vector + j) * LANES, sums[i][j]);
             });
         }
-    each_block([&](auto rows, long row, float(*own)[TILE]) {
-        constexpr int ROWS = decltype(rows)::value;
-        f32v sums[ROWS][VECTORS];
-        for (int i = 0; i < ROWS; ++i)
-            for (int j = 0; j < VECTORS; ++j) sums[i][j] = load(own[i] + j * LANES);
-        finish_block<Out, Element>(args, row, tile, sums);
-    });
+    finish_kept<Out, Element>(args, first_row, block_start(args.rows, last, Format::BLOCK), tile, kept);
 }
 
 template <class Format, class Out>

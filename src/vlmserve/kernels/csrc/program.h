@@ -20,7 +20,7 @@ public:
         for (long i = 0; i < args.count; ++i) {
             const Operation& op = args.operations[i];
             if (op.kind == LINEAR) {
-                shared_ = larger(shared_, linear_scratch(linear_args(op)));
+                shared_ = larger(shared_, product_scratch(linear_args(op)));
                 work += args.tokens * op.in * op.out / 16;
             } else if (op.kind == ATTENTION && op.plan == num_plans_) {
                 AttentionArgs shape = attention_args(op);
@@ -33,7 +33,7 @@ public:
     }
 
     long bytes() const {
-        long total = shared_;
+        long total = shared_ + (args_.row_slots ? sorted_bytes(args_.tokens) : 0);
         for (long plan = 0; plan < num_plans_; ++plan) total += items_[plan];
         for (long buffer = 2; buffer < args_.buffers; ++buffer) total += buffer_bytes(buffer);
         return total;
@@ -42,6 +42,10 @@ public:
     void run() {
         char* memory = static_cast<char*>(args_.scratch);
         char* end = memory + shared_;
+        if (args_.row_slots) {
+            adapted_ = sort_rows(args_.row_slots, 1, args_.tokens, end);
+            end += sorted_bytes(args_.tokens);
+        }
         Item* items[MAX_PLANS];
         for (long plan = 0; plan < num_plans_; end += items_[plan++]) items[plan] = reinterpret_cast<Item*>(end);
         for (long buffer = 2; buffer < args_.buffers; end += buffer_bytes(buffer++)) buffers_[buffer] = end;
@@ -61,7 +65,7 @@ public:
             } else if (op.kind == LINEAR) {
                 LinearArgs product = linear_args(op);
                 product.scratch = memory;
-                linear(product);
+                multiply_sorted(product);
             } else {
                 attend(attention_args(op), plans[op.plan], items[op.plan], memory);
             }
@@ -116,6 +120,7 @@ private:
         args.slot_stride = 1;
         args.scalings = args_.scalings;
         args.scaling_stride = args_.scaling_stride;
+        args.adapted = &adapted_;
         return args;
     }
 
@@ -156,6 +161,7 @@ private:
     }
 
     const ProgramArgs& args_;
+    AdaptedRows adapted_{};
     char* buffers_[MAX_BUFFERS];
     long shared_ = 0, num_plans_ = 0, items_[MAX_PLANS];  // bytes of what operations share, and of each plan's items
 };

@@ -157,14 +157,17 @@ void multiply_quantized(const LinearArgs& args) {
                 rows.prepare(static_cast<const T*>(args.x) + (first + place) * args.x_stride, first, place, count);
         },
         [&](long tile, long first, long last) {
+            alignas(64) float kept[CACHED_ROWS][TILE];
+            long first_row = block_start(args.rows, first, BLOCK_ROWS);
             for (long block = first; block < last; ++block) {
                 long row = block_start(args.rows, block, BLOCK_ROWS);
                 with_rows<BLOCK_ROWS>(block_start(args.rows, block + 1, BLOCK_ROWS) - row, [&](auto count) {
                     f32v sums[decltype(count)::value][VECTORS];
                     Rows::multiply(rows, static_cast<const u8*>(args.weight), row, tile, sums);
-                    finish_block<Out, T>(args, row, tile, sums);
+                    args.adapters ? keep(kept + (row - first_row), sums) : finish_block<Out, T>(args, row, tile, sums);
                 });
             }
+            if (args.adapters) finish_kept<Out, T>(args, first_row, block_start(args.rows, last, BLOCK_ROWS), tile, kept);
         });
 }
 
@@ -191,21 +194,31 @@ long quantized_scratch(const LinearArgs& args) {
     return args.input_bits == 8 ? Int4Rows(args).bytes(args.rows) : Int4WideRows(args).bytes(args.rows);
 }
 
-void multiply_weight(const LinearArgs& args) { args.weight_bits ? linear_quantized(args) : linear_plain(args); }
-
 long weight_scratch(const LinearArgs& args) {
     return cache_lines(args.weight_bits ? quantized_scratch(args) : plain_scratch(args));
 }
 
-void linear(const LinearArgs& args) {
-    LinearArgs own = args;
-    own.shrunk = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + weight_scratch(args));
-    multiply_weight(own);
+// What a product needs in `scratch` where its rows are sorted already.
+long product_scratch(const LinearArgs& args) {
+    long shrunk = args.adapters ? args.rows * shrunk_stride(args) : 0;
+    return weight_scratch(args) + cache_lines(shrunk * static_cast<long>(sizeof(float)));
 }
 
-long linear_scratch(const LinearArgs& args) {
-    long shrunk = args.adapters ? args.rows * args.adapters->most_rank : 0;
-    return weight_scratch(args) + shrunk * static_cast<long>(sizeof(float));
+void multiply_sorted(LinearArgs args) {
+    args.shrunk = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + weight_scratch(args));
+    args.weight_bits ? linear_quantized(args) : linear_plain(args);
 }
+
+// A product by itself.
+void linear(const LinearArgs& args) {
+    LinearArgs own = args;
+    AdaptedRows adapted{};
+    if (args.adapters)
+        adapted = sort_rows(args.row_slots, args.slot_stride, args.rows, static_cast<char*>(args.scratch) + product_scratch(args));
+    own.adapted = &adapted;
+    multiply_sorted(own);
+}
+
+long linear_scratch(const LinearArgs& args) { return product_scratch(args) + (args.adapters ? sorted_bytes(args.rows) : 0); }
 
 }  // namespace

@@ -5,27 +5,41 @@
 
 enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
 
-// Outputs of an adapter's second factor, of a panel of 16 of a product's.
-struct AdapterPanel {
-    const void* weights;  // [count][16] of `dtype`
-    long first, count;    // which outputs of the first factor they are multiplied with
+// A part of an adapter's second factor: what it adds to panels of 16 of a product's outputs.
+struct AdapterPart {
+    const void* weights;  // for each panel [count / 2][16][2] of bfloat16, or [count][16] of float32
+    long panel, panels;   // from which panel on, and how many
+    long step;            // from one to the next, 1 or 2
+    long first, count;    // which outputs of the first factor they are multiplied with, an even number
 };
 
 // What an adapter changes in a product, before bias and activation: y = factor * (w x + up (down x)) + shift.
 struct Adapter {
-    const void* down;            // [rank / 16] panels, as `pack` leaves them
-    long rank;                   // a multiple of 16
-    const long* starts;          // [panels of the product's tiles + 1] into `panels`
-    const AdapterPanel* panels;
-    const float* factor;         // [panels][16]; null: 1 and no shift
-    const float* shift;          // likewise
+    const void* down;             // [rank / 16] panels, as `pack` leaves them
+    long rank;                    // a multiple of 16
+    const float* factor;          // [panels][16]; null: 1 and no shift
+    const float* shift;           // likewise
     const std::int32_t* columns;  // [rank]: of a row's scalings, for each output of the first factor; null: not scaled
+    long num_parts;
+    AdapterPart parts[1];
 };
 
 // The adapters of a layer by their slots; null where one does not change it.
 struct Adapters {
     long most_rank;  // of them all
     const Adapter* slots[1];
+};
+
+// Rows with the adapter of the same slot: `first` to `last` in order.
+struct SlotRows {
+    long slot, first, last;
+};
+
+// The rows of a batch that have adapters, those with the same one together.
+struct AdaptedRows {
+    const std::int32_t* order;
+    const SlotRows* groups;
+    long count;  // of the groups
 };
 
 // y = activation(x w^T + bias), or, where the weight holds gates and ups in turn, activation(gate) * up; plus residual.
@@ -46,7 +60,8 @@ struct LinearArgs {
     long slot_stride;
     const float* scalings;  // `scaling_stride` elements from row to row; null: no adapter is scaled
     long scaling_stride;
-    float* shrunk;  // [rows, most_rank], part of `scratch`
+    const AdaptedRows* adapted;  // by `row_slots`; the kernels' own, as what follows
+    float* shrunk;               // [rows, 4, most_rank], part of `scratch`
 };
 
 struct NormArgs {
