@@ -121,11 +121,14 @@ INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sum
 template <class Out, class Element>
 void finish_kept(const LinearArgs& args, long first, long last, long tile, float (*kept)[TILE]) {
     if (args.adapters) adapt_tile<Element>(args, first, last, tile, kept);
-    for (long row = first; row < last; ++row) {
-        f32v sums[1][VECTORS];
-        for (int vector = 0; vector < VECTORS; ++vector) sums[0][vector] = load(kept[row - first] + vector * LANES);
-        finish_block<Out, Element>(args, row, tile, sums);
-    }
+    for (long row = first; row < last; row += ADAPTED_ROWS)
+        with_rows<ADAPTED_ROWS>(smaller(ADAPTED_ROWS, last - row), [&](auto rows) {
+            constexpr int ROWS = decltype(rows)::value;
+            f32v sums[ROWS][VECTORS];
+            for (int i = 0; i < ROWS; ++i)
+                for (int vector = 0; vector < VECTORS; ++vector) sums[i][vector] = load(kept[row - first + i] + vector * LANES);
+            finish_block<Out, Element>(args, row, tile, sums);
+        });
 }
 
 template <int ROWS>
