@@ -7,11 +7,13 @@ import ssl
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Models are tiny here: one thread runs them faster than two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import certifi
 import pytest
 import torch
 import typer.testing
@@ -115,8 +117,16 @@ def command_line_made_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def certificates_read_once() -> Iterator[None]:
     """Each call of httpx reads all certificate authorities, though no test talks to a server that has a certificate."""
+    make = ssl.create_default_context
+    of_file = functools.cache(lambda cafile: make(cafile=cafile))
+
+    def make_or_share(*args: Any, **settings: Any) -> ssl.SSLContext:
+        # As httpx calls it where nobody asks for anything else. Others may change what they get.
+        shared = not args and settings == {"cafile": certifi.where()}
+        return of_file(certifi.where()) if shared else make(*args, **settings)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        patch.setattr(ssl, "create_default_context", make_or_share)
         yield
 
 

@@ -23,7 +23,7 @@ _SLOW = {
     "media": "pdf processor",
     "models": "blip families gguf llava published_quantization tiles",
     "sampling": "sampler",
-    "scaleout": "faults gateway pixie ray",
+    "scaleout": "faults gateway ray",
     "server": """attacks bad_input batch_faults caching crash debug fuzz guard limits load messages_tools metrics
         openapi ranks reasoning response_tools responses run sampling structured supervision tools tracing""",
     "storage": "store",

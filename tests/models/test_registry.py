@@ -13,9 +13,9 @@ import torch
 from tests.checkpoints import change_config, make_llama, make_llava
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.choice import multiplies_bfloat16
-from vlmserve.models import registry
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.models.registry import load_model
+from vlmserve.models.registry import Description, load_model
+from vlmserve.models.weights import Checkpoint
 
 CPU = torch.device("cpu")
 
@@ -125,11 +125,10 @@ def test_a_changed_type_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype", None])
 def test_the_stored_type_is_found_however_it_is_told(tmp_path: Path, spelling: str | None) -> None:
-    folder = make_llama(tmp_path, dtype=torch.bfloat16)
+    folder = make_llama(tmp_path)
     change_config(folder, dtype=None)
     if spelling is not None:
         change_config(folder, **{spelling: "bfloat16"})
-    assert registry._stated_dtype(registry.read_json(folder / "config.json"), {}) == (
-        torch.bfloat16 if spelling else None
-    )
-    assert load(folder).dtype in (torch.bfloat16, torch.bfloat16 if multiplies_bfloat16() else torch.float32)
+    stored = torch.bfloat16 if spelling else torch.float32
+    assert Description.read(folder).dtype(Checkpoint(folder)) == stored
+    assert load(folder).dtype in (stored, torch.bfloat16 if multiplies_bfloat16() else torch.float32)

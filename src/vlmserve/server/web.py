@@ -54,7 +54,8 @@ class WebServer:
         self._server = _Uvicorn(config)
 
     def start(self) -> None:
-        """Begin to accept connections."""
+        """Begin to accept connections: nobody who is told the URL now is refused."""
+        self._listener.listen(self._server.config.backlog)
         self._task = asyncio.ensure_future(self._server.serve([self._listener]))
 
     async def stop(self) -> None:
