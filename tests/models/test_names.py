@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from tests import published_glm_ocr, published_paddleocr
 from tests.models.test_hub import answer_with, checkpoint
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import CheckpointNotFoundError
@@ -77,6 +80,22 @@ def test_memory_is_what_quantization_leaves(scheme: str) -> None:
     quantize(modules, QuantizationConfig(scheme=scheme))
     stored = sum(module.num_bytes for module in modules.modules() if isinstance(module, Weight))
     assert stored == pytest.approx(model.memory(scheme), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "unused"),
+    [
+        ("glm-ocr:0.9b", published_glm_ocr.tensor_shapes, "model.language_model.layers.16."),
+        ("paddleocr-vl:0.9b", published_paddleocr.tensor_shapes, "visual.vision_model.head."),
+    ],
+)
+def test_parameters_are_those_of_the_published_tensors(
+    name: str, shapes: Callable[[], dict[str, tuple[int, ...]]], unused: str
+) -> None:
+    sizes = {tensor: math.prod(shape) for tensor, shape in shapes().items() if not tensor.startswith(unused)}
+    kept = ("visual.", "mlp_AR.", "embed_tokens.")
+    outside = sum(size for tensor, size in sizes.items() if any(part in tensor for part in kept))
+    assert named(name)[3:] == (sum(sizes.values()), sizes["lm_head.weight"], outside)
 
 
 def test_names_are_unique_and_have_their_size() -> None:

@@ -55,6 +55,8 @@ MODELS = (
     NamedModel("gemma3:4b", "google/gemma-3-4b-it", True, 4300079472, 671252480, 419816304),
     NamedModel("gemma3:12b", "google/gemma-3-12b-it", True, 12187325040, 1006878720, 421290864),
     NamedModel("gemma3:27b", "google/gemma-3-27b-it", True, 27432406640, 1409630208, 423060336),
+    NamedModel("glm-ocr:0.9b", "zai-org/GLM-OCR", True, 1107405824, 91226112, 525346304),
+    NamedModel("paddleocr-vl:0.9b", "PaddlePaddle/PaddleOCR-VL", True, 943350384, 105906176, 582602352),
     NamedModel("llava-1.5:7b", "llava-hf/llava-1.5-7b-hf", True, 7063427072, 131334144, 455821312),
     NamedModel("llava-1.5:13b", "llava-hf/llava-1.5-13b-hf", True, 13351494656, 164167680, 499142656),
     NamedModel("smollm2:135m", "HuggingFaceTB/SmolLM2-135M-Instruct", False, 134515008, 28311552),
