@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,11 @@ from vlmserve.devices.cpu import CpuDevice, NativeCpuDevice
 from vlmserve.devices.device import Device
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.adapters import AdapterRows, Change, LowRank
+from vlmserve.layers.cut import Cut, Share
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, TiedEmbedding
+from vlmserve.quant.methods.rtn import round_to_nearest
 
 CPU = torch.device("cpu")
 
@@ -111,3 +118,58 @@ def test_merged_projections_equal_single_ones() -> None:
     x = torch.randn(3, 12)
     single = [F.linear(x, slots[f"{part}_proj.weight"], slots[f"{part}_proj.bias"]) for part in "qkv"]
     torch.testing.assert_close(merged(x), torch.cat(single, -1))
+
+
+def sorted_weight(out_features: int, seed: int = 0) -> tuple[QuantizedWeight, Tensor]:
+    """A weight of 4 bits for 96 inputs whose columns are in another order, and what it stands for in float64."""
+    random = torch.Generator().manual_seed(seed)
+    order = torch.randperm(96, generator=random)
+    columns = torch.randn(out_features, 96, generator=random)
+    weight = round_to_nearest(columns, bits=4, group_size=32, symmetric=False)
+    plain = torch.empty(out_features, 96, dtype=torch.float64)
+    for column, place in enumerate(order.tolist()):
+        scales, minimums = weight.scales[:, column // 32].double(), weight.minimums[:, column // 32].double()
+        plain[:, place] = scales * weight.values[:, column].double() + minimums
+    return dataclasses.replace(weight, order=order), plain
+
+
+@every_device
+def test_inputs_and_adapters_follow_the_order_of_a_weights_columns(device: Device) -> None:
+    random = torch.Generator().manual_seed(1)
+    weight, plain = sorted_weight(40)
+    linear = Linear(96, 40, bias=True, dtype=torch.float32, device=CPU)
+    fill(linear)
+    assert linear.bias is not None
+    bias = linear.bias.data.double()
+    linear.quantize(weight)
+    linear.arrange(device)
+    rows = AdapterRows(2)
+    linear.adapt(rows)
+    down, up = torch.randn(6, 96, generator=random), torch.randn(40, 6, generator=random)
+    other, factor = torch.randn(40, 96, generator=random), torch.rand(40, generator=random) + 0.5
+    linear.set_adapter(0, linear.prepare(Change((LowRank(down, up),), factor=factor)))
+    linear.set_adapter(1, linear.prepare(Change(weight=other)))
+    rows.set(np.array([-1, 0, 1, 0, -1], np.int32))
+    x = torch.randn(5, 96, generator=random)
+    adapted = factor[:, None].double() * (plain + (up.double() @ down.double()))
+    weights = [plain, adapted, other.double(), adapted, plain]
+    expected = torch.stack([one @ row.double() for one, row in zip(weights, x, strict=True)])
+    expected += torch.stack([torch.zeros(40) if row == 2 else bias for row in range(5)])
+    result = linear(x).double()
+    # The native kernels round inputs to 8 bits.
+    assert ((result - expected).norm(dim=1) < 0.02 * expected.norm(dim=1)).all()
+
+
+def test_weights_with_columns_in_an_order_are_cut_and_joined() -> None:
+    weight, plain = sorted_weight(40)
+    torch.testing.assert_close(weight.dequantize(), plain.float())
+    rows = Cut(40, ((8, 16), (32, 40))).of(weight)
+    assert isinstance(rows, QuantizedWeight)
+    torch.testing.assert_close(rows.dequantize(), plain.float()[[*range(8, 16), *range(32, 40)]])
+    columns = Cut(40, ((0, 40),), Share(32, 64, 96)).of(weight)
+    assert isinstance(columns, Tensor), "groups have inputs in both parts"
+    torch.testing.assert_close(columns, plain.float()[:, 32:64])
+    torch.testing.assert_close(QuantizedWeight.join([weight, rows]).dequantize()[:40], plain.float())
+    for other in (sorted_weight(40, seed=1)[0], dataclasses.replace(weight, order=None)):
+        with pytest.raises(ValueError, match="several kinds"):
+            QuantizedWeight.join([weight, other])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.oracles.rounded_inputs import DOTS, logits_of_rounded_inputs
 from tests.paged import PagedRun
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Weight
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.registry import load_model
@@ -150,22 +152,60 @@ def test_gptq(tmp_path: Path, bits: int, group_size: int, symmetric: bool, store
     check(folders, plain, kernels, bits)
 
 
+def sorted_by_importance(layer: str, in_features: int) -> np.ndarray:
+    """The group of each input with "desc_act", groups of 32: inputs were sorted by how much they matter, which is the
+    same for projections of the same input, before they were cut into groups."""
+    inputs = re.sub("(q|k|v|gate|up)_proj", "", layer)
+    group_of = np.empty(in_features, np.int64)
+    group_of[np.random.default_rng(list(inputs.encode())).permutation(in_features)] = np.arange(in_features) // 32
+    return group_of
+
+
+def desc_act(bits: int) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": True, "desc_act": True}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_groups_of_inputs_that_do_not_lie_side_by_side(tmp_path: Path, bits: int) -> None:
-    plain = make_llama(tmp_path / "plain", **SHAPE)
-    random = np.random.default_rng(0)
+def test_groups_of_inputs_that_do_not_lie_side_by_side(tmp_path: Path, bits: int, kernels: str) -> None:
+    plain = make_llama(tmp_path / "plain", **SHAPE, attention_bias=True)
+    alone, uneven = "model.layers.1.self_attn.k_proj", "model.layers.1.mlp.down_proj"
 
     def hold(layer: str, weight: Tensor) -> Held:
-        # "desc_act": inputs were sorted by how much they matter before they were cut into groups.
-        group_of = np.empty(weight.shape[1], np.int64)
-        group_of[random.permutation(weight.shape[1])] = np.arange(weight.shape[1]) // 32
+        group_of = sorted_by_importance(layer, weight.shape[1])
+        if layer == alone:
+            group_of = group_of[::-1]
+        if layer == uneven:
+            group_of[np.flatnonzero(group_of == 1)[0]] = 0
         rounded = oracle.rounded(weight, bits=bits, group_size=32, symmetric=True, group_of=group_of)
         return oracle.gptq(rounded, bits, "gptq"), rounded.dequantized()
 
-    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": True, "desc_act": True}
-    folders = publish(plain, config, hold)
+    folders = publish(plain, desc_act(bits), hold)
+    layers = loaded_layers(folders[0])
+    packed = [name for name, kept in layers.items() if kept is not None]
+    expected = ["0.self_attn.qkv_proj", "0.self_attn.o_proj", "0.mlp.gate_up_proj", "0.mlp.down_proj"]
+    expected += ["1.self_attn.o_proj", "1.mlp.gate_up_proj"]
+    assert packed == ([f"layers.{name}" for name in expected] if bits == 4 else [])
+    check(folders, plain, kernels, bits if packed else None)
+    # The same tokens in pieces, beside others.
+    model = load_model(folders[0], device=CPU, dtype=torch.float32, kernels=kernels).language_model
+    with torch.inference_mode():
+        beside = PagedRun(model, [model.embed(tokens) for tokens in (TOKENS.flip(0), TOKENS)]).finish([4, 3])[1]
+    torch.testing.assert_close(beside, logits(folders[0], kernels), atol=1e-4, rtol=1e-4)
+
+
+def test_a_table_whose_inputs_were_sorted_is_plain(tmp_path: Path) -> None:
+    """Its rows are read as well as multiplied."""
+    plain = make_llama(tmp_path / "plain", **SHAPE, tie_word_embeddings=True, vocab_size=512)
+
+    def hold(layer: str, weight: Tensor) -> Held:
+        group_of = sorted_by_importance(layer, weight.shape[1])
+        rounded = oracle.rounded(weight, bits=4, group_size=32, symmetric=True, group_of=group_of)
+        return oracle.gptq(rounded, 4, "gptq"), rounded.dequantized()
+
+    folders = publish(plain, desc_act(4), hold, inner="embed_tokens")
+    assert loaded_layers(folders[0])["embed_tokens"] is None
     check(folders, plain, "torch", None)
-    assert set(loaded_layers(folders[0]).values()) == {None}
 
 
 def test_a_zero_point_of_zero_borrowed_from_its_neighbour() -> None:
@@ -309,7 +349,9 @@ def test_groups_and_zero_points_of_compressed_tensors_in_other_forms(packed_zero
         "weight_zero_point": pack(zeros.T.to(torch.uint8), 4).T if packed_zeros else (zeros - 8).to(torch.int8),
         "weight_g_idx": torch.from_numpy(group_of),
     }
-    torch.testing.assert_close(from_tensors(tensors, [32]), rounded.dequantized().float())
+    read = from_tensors(tensors, [32])
+    assert isinstance(read, QuantizedWeight), "groups of the stated size stay as they are"
+    torch.testing.assert_close(read.dequantize(), rounded.dequantized().float())
 
 
 def test_a_model_that_sees_keeps_its_tower_plain(tmp_path: Path) -> None:
@@ -337,7 +379,7 @@ def test_one_line_says_what_stayed_packed(tmp_path: Path, caplog: pytest.LogCapt
     def hold(layer: str, weight: Tensor) -> Held:
         group_of = np.arange(weight.shape[1]) // 64
         if layer.endswith("1.mlp.down_proj"):
-            group_of = group_of[::-1]
+            group_of[64] = 0
         rounded = oracle.rounded(weight, bits=4, group_size=64, symmetric=False, group_of=group_of)
         return oracle.gptq(rounded, 4, "gptq_v2"), rounded.dequantized()
 

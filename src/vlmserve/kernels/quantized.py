@@ -22,6 +22,8 @@ class QuantizedWeight:
     ``[out_features, groups]``.
     input_bits: what kernels that round inputs keep of them: 16, which is more than bfloat16 has, or 8, with which many
     rows take less time; beside 4 bits each group then has a scale of its own. 0: 16 beside 8 bits, 8 beside 4.
+    order: int64 ``[in_features]``, which input of the layer each column of `values` is for; None: they are as the
+    layer's. Kernels know no order: who multiplies puts inputs into it.
     """
 
     bits: int
@@ -30,6 +32,7 @@ class QuantizedWeight:
     scales: Tensor
     minimums: Tensor
     input_bits: int = 0
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.input_bits:
@@ -63,7 +66,12 @@ class QuantizedWeight:
         return self.scales.shape[1] == 1 and torch.equal(self.minimums, -128 * self.scales)
 
     def dequantize(self) -> Tensor:
-        """The weight that this stands for, float32 ``[out_features, in_features]``."""
+        """The weight that this stands for, float32 ``[out_features, in_features]``, in the order of the layer's
+        inputs."""
+        columns = self._dequantized_columns()
+        return columns if self.order is None else columns[:, self.order.argsort()]
+
+    def _dequantized_columns(self) -> Tensor:
         rows, width = self.shape
         if self.scales.shape[1] * self.group_size == width:
             grouped = self.values.reshape(rows, -1, self.group_size).float()
@@ -73,19 +81,30 @@ class QuantizedWeight:
         )
         return torch.addcmul(minimums, scales, self.values.float())
 
+    def is_like(self, other: QuantizedWeight) -> bool:
+        """Whether both take the same inputs in the same form, so that they can be one."""
+        if (self.bits, self.group_size, self.input_bits) != (other.bits, other.group_size, other.input_bits):
+            return False
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
+
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """Weights for the same inputs as one, their outputs side by side; raises ValueError if they are not alike."""
         first = weights[0]
-        if len({(weight.bits, weight.group_size, weight.input_bits) for weight in weights}) != 1:
+        if not all(map(first.is_like, weights)):
             raise ValueError("weights of several kinds cannot be one")
         values, scales, minimums = (
             torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales", "minimums")
         )
-        return cls(first.bits, first.group_size, values, scales, minimums, first.input_bits)
+        return dataclasses.replace(first, values=values, scales=scales, minimums=minimums)
 
     def inputs(self, first: int, last: int) -> QuantizedWeight | None:
-        """The weight of inputs ``first <= i < last``; None if that divides a group."""
+        """The weight of inputs ``first <= i < last``; None if that divides a group, as it does where these
+        do not lie side by side."""
+        if self.order is not None:
+            return None
         if self.scales.shape[1] == 1:
             return dataclasses.replace(self, group_size=last - first, values=self.values[:, first:last])
         size = self.group_size

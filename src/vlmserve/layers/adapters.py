@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -115,6 +115,13 @@ class Change:
     def replaces(self) -> bool:
         """Whether rows of the weight are replaced."""
         return self.weight is not None or self.outputs is not None
+
+    def with_inputs(self, order: Tensor) -> Change:
+        """The same for inputs in another order, but for weights that are replaced: these take them as they come.
+
+        order: int64 ``[in_features]``, which old one is each new one.
+        """
+        return replace(self, parts=tuple(part._replace(down=part.down[:, order]) for part in self.parts))
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Change:
         """The same for inputs of a type on a device."""

@@ -48,6 +48,7 @@ class Weight(Layer):
         self.adapters: LinearAdapters | None = None
         self._device = device
         self._quantized: QuantizedWeight | None = None
+        self._input_order: Tensor | None = None
 
     @property
     def products(self) -> int:
@@ -65,7 +66,8 @@ class Weight(Layer):
 
     def quantize(self, weight: QuantizedWeight) -> None:
         """Take a quantized weight instead of the plain one."""
-        self._quantized = weight
+        self._quantized = dataclasses.replace(weight, order=None)
+        self._input_order = weight.order
         self.bits = weight.bits
         del self.weight
 
@@ -76,6 +78,8 @@ class Weight(Layer):
     def prepare(self, change: Change) -> PreparedChange:
         """An adapter's change as `set_adapter` takes it."""
         change = change.to(self.dtype, self._device)
+        if self._input_order is not None:
+            change = change.with_inputs(self._input_order)
         stored: object = self._stored
         if not isinstance(stored, PacksChanges) or not change.adds:
             return PreparedChange(change, None)
@@ -132,9 +136,10 @@ class Linear(Weight):
 
     def _multiply(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product = self._product or self._by_torch()
+        inputs = x if self._input_order is None else x.index_select(-1, self._input_order)
         if self.adapters is None:
-            return product(x, residual, out)
-        output = product(x, residual, out, self.adapters)
+            return product(inputs, residual, out)
+        output = product(inputs, residual, out, self.adapters)
         return self.adapters.replace(x, residual, output, self._finish) if self.adapters.replaces else output
 
     def _finish(self, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:

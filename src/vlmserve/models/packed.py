@@ -49,7 +49,9 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layo
             continue
         weights = {name: _part(weight, cuts.get(name)) for name, weight in weights.items()}
         joined = _joined(list(weights.values())) if len(weights) == len(names) else None
-        if joined is not None and joined.is_supported:
+        # Of tables, single rows are read as well: they keep the order of their columns.
+        in_order = joined is None or joined.order is None or isinstance(module, Linear)
+        if joined is not None and joined.is_supported and in_order:
             kept += 1
             del slots
             if joined.bits == 8 and isinstance(module, OutputLinear | TiedEmbedding):
@@ -119,7 +121,7 @@ def _part(weight: StoredWeight, cut: Cut | None) -> StoredWeight:
 def _joined(weights: Sequence[StoredWeight]) -> QuantizedWeight | None:
     """Weights of the same inputs as one; None if they are not alike."""
     packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if len(packed) < len(weights) or len({(weight.bits, weight.group_size) for weight in packed}) > 1:
+    if len(packed) < len(weights) or not all(map(packed[0].is_like, packed)):
         return None
     return QuantizedWeight.join(packed)
 

@@ -69,6 +69,7 @@ def grouped(
 
     values: uint8 ``[out_features, in_features]``. scales, zeros: float32 ``[out_features, groups]``. stated: the sizes
     that groups may have. group_of: int ``[in_features]``, the group of each input; None: they lie side by side.
+    Where they do not, and are as large as stated, the weight's columns are sorted by group.
     Raises ModelLoadError where shapes do not fit.
     """
     in_features, groups = values.shape[1], scales.shape[1]
@@ -81,6 +82,10 @@ def grouped(
     if group_of is not None and not _side_by_side(group_of, size):
         if len(group_of) != in_features or bool(((group_of < 0) | (group_of >= groups)).any()):
             raise ModelLoadError(f"groups of {len(group_of)} inputs do not fit {in_features} inputs in {groups} groups")
+        order = group_of.argsort(stable=True)
+        if _side_by_side(group_of[order], size):
+            assert size is not None
+            return QuantizedWeight(bits, size, values[:, order], scales, -zeros * scales, order=order)
         column_of = group_of.long()
         return scales[:, column_of] * (values.float() - zeros[:, column_of])
     assert size is not None
