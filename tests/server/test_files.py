@@ -10,6 +10,7 @@ import openai
 import pytest
 from PIL import Image
 
+from tests.media.test_videos import COLOURS, video_file
 from tests.server.live import LiveServer
 from tests.server.test_chat import about, data_url
 
@@ -104,7 +105,21 @@ def test_what_is_neither_an_image_nor_a_video_is_refused(keeping):
         assert (status, error["code"], error["param"]) == (400, "invalid_image", "file")
 
 
-def test_a_model_that_cannot_see_videos_takes_none(keeping):
+def test_a_video_is_shown_as_images_of_its_frames(keeping):
+    file = upload(keeping, video_file(COLOURS), "a.mp4")
+    part, question = {"type": "file", "file": {"file_id": file.id}}, {"type": "text", "text": "What moves?"}
+    answer = keeping.openai.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": [part, question]}]
+    )
+    assert [(size["width"], size["frames"]) for size in answer.image_sizes] == [(64, None)] * 4
+    content = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": "What moves?"}]
+    response = keeping.openai.responses.create(model="tiny", input=[{"role": "user", "content": content}])
+    assert response.output_text == answer.choices[0].message.content
+    assert response.usage.input_tokens == answer.usage.prompt_tokens
+
+
+def test_a_model_that_cannot_see_videos_takes_none(keeping, monkeypatch):
+    monkeypatch.setattr(type(keeping.service), "supports_videos", False)
     video = b"\0\0\0\x18ftypmp42" + b"\0" * 100
     status, error = post(keeping, files={"file": ("a.mp4", video)}, data={"purpose": "vision"})
     assert (status, error["code"]) == (400, "invalid_video")

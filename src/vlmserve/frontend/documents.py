@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, TooManyImagesError
-from vlmserve.frontend.messages import Medium
+from vlmserve.frontend.messages import Medium, replace_media
 from vlmserve.media.documents import DocumentReader
 from vlmserve.media.sources import source_name
 from vlmserve.prompt.template import ImagePart, Message, Part
@@ -28,26 +28,14 @@ def with_pages(
             param="messages",
         )
     left = limits.max_document_pages
-    rest = iter(media)
-    shown: list[Message] = []
-    expanded: list[Medium] = []
-    for message in messages:
-        parts: list[Part] = []
-        for part in message.parts:
-            if isinstance(part, str):
-                parts.append(part)
-                continue
-            medium = next(rest)
-            if medium.kind != "document":
-                parts.append(part)
-                expanded.append(medium)
-                continue
-            pages = _pages(medium, reader, left)
-            left -= len(pages)
-            parts += [ImagePart()] * len(pages)
-            expanded += pages
-        shown.append(replace(message, parts=tuple(parts)))
-    return shown, expanded
+
+    def expand(document: Medium) -> tuple[list[Part], list[Medium]]:
+        nonlocal left
+        pages = _pages(document, reader, left)
+        left -= len(pages)
+        return [ImagePart()] * len(pages), pages
+
+    return replace_media(messages, media, "document", expand)
 
 
 def _pages(document: Medium, reader: DocumentReader, most: int) -> list[Medium]:

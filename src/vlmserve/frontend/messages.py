@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -64,6 +64,31 @@ def with_kwargs(media: Sequence[Medium], kwargs: Any) -> list[Medium]:
         )
         for medium in media
     ]
+
+
+def replace_media(
+    messages: Sequence[Message],
+    media: Sequence[Medium],
+    kind: MediaKind,
+    expand: Callable[[Medium], tuple[Sequence[Part], Sequence[Medium]]],
+) -> tuple[list[Message], list[Medium]]:
+    """The same conversation with other parts in the place of all media of a kind. media: of all parts that are no text,
+    in order. expand: the parts that one becomes, and the media among them."""
+    rest = iter(media)
+    shown: list[Message] = []
+    expanded: list[Medium] = []
+    for message in messages:
+        parts: list[Part] = []
+        for part in message.parts:
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            medium = next(rest)
+            new_parts, new_media = expand(medium) if medium.kind == kind else ([part], [medium])
+            parts += new_parts
+            expanded += new_media
+        shown.append(replace(message, parts=tuple(parts)))
+    return shown, expanded
 
 
 def check_conversations(messages: Any) -> None:

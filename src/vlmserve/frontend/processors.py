@@ -12,9 +12,12 @@ from PIL import Image
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, UnsupportedModelError
+from vlmserve.frontend.frames import VideosAsImages
 from vlmserve.media.any_size import AnySizeProcessor, kind_of
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
+from vlmserve.media.cache import ImageCache
 from vlmserve.media.crops import CropProcessor
+from vlmserve.media.frame_forms import SmolVLMFrames, TimedFrames
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.grids import GridProcessor
 from vlmserve.media.images import DecodedImage
@@ -137,6 +140,23 @@ def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> V
         max_frames=media.max_video_frames,
         times=times,
     )
+
+
+def videos_as_images(
+    folder: Path, tokenizer: Tokenizer, media: MediaConfig, processor: ImageProcessor, cache: ImageCache
+) -> VideosAsImages:
+    """Of a model that takes images and no videos. processor: of its images."""
+    fps = media.mm_processor_kwargs.fps
+    settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
+    form = SmolVLMFrames.from_settings(settings, fps) if isinstance(processor, SplitProcessor) else None
+    if form is None:
+        return VideosAsImages(TimedFrames(fps), processor, media, cache)
+    # The size that a frame gets before it becomes a tile need not be that of images.
+    size = settings.get("size") or (settings.get("video_sampling") or {}).get("video_size")
+    frames = {**settings, "size": size, "do_image_splitting": False}
+    config = read_json(folder / "config.json")
+    words = _split_words(tokenizer)
+    return VideosAsImages(form, SplitProcessor(config, frames, words, exact_pixels=media.exact_pixels), media, cache)
 
 
 def _settings(folder: Path, section: str, *files: str) -> dict[str, Any]:

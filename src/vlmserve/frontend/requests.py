@@ -23,7 +23,14 @@ from vlmserve.errors import (
 )
 from vlmserve.frontend.documents import with_pages
 from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages, with_kwargs
-from vlmserve.frontend.processors import image_processor, server_budget, transformers_processor, video_processor
+from vlmserve.frontend.processors import (
+    image_processor,
+    server_budget,
+    transformers_processor,
+    video_processor,
+    videos_as_images,
+)
+from vlmserve.frontend.quoting import quoted_json, quoted_message
 from vlmserve.frontend.reasoning import AnswerText, choose_reasoning
 from vlmserve.frontend.tool_forms import choose_form
 from vlmserve.frontend.tools import ToolUse, for_template
@@ -31,6 +38,7 @@ from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
+from vlmserve.media.video_frames import Frame, FrameReader
 from vlmserve.media.videos import VideoSource, prepare_video
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
@@ -111,6 +119,9 @@ class RequestPreparer:
         """The bytes that a token stands for, by its id."""
         supports_videos = self.tokenizer.video_token_id is not None and not theirs
         self._video_processor = video_processor(folder, self.tokenizer, media) if supports_videos else None
+        self._videos_as_images = None
+        if self._processor is not None and self._template is not None and not (supports_videos or self._one_image):
+            self._videos_as_images = videos_as_images(folder, self.tokenizer, media, self._processor, self.image_cache)
 
     def fit(self, info: ModelInfo) -> None:
         """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
@@ -134,8 +145,8 @@ class RequestPreparer:
 
     @property
     def supports_videos(self) -> bool:
-        """Whether the model takes videos."""
-        return self._video_processor is not None
+        """Whether the model takes videos, be it as images of their frames."""
+        return self._video_processor is not None or self._videos_as_images is not None
 
     @property
     def can_chat(self) -> bool:
@@ -177,9 +188,12 @@ class RequestPreparer:
             )
         )
         self._check_media(media)
-        reader = DocumentReader(self._media, self._page_counts, cache_salt)
-        with contextlib.closing(reader):
-            parsed, media = with_pages(parsed, media, reader, self._media)
+        documents = DocumentReader(self._media, self._page_counts, cache_salt)
+        frames = FrameReader(self._media, cache_salt)
+        with contextlib.closing(documents), contextlib.closing(frames):
+            parsed, media = with_pages(parsed, media, documents, self._media)
+            if self._videos_as_images is not None:
+                parsed, media = self._videos_as_images.show(parsed, media, frames, self.max_prompt_len)
             return self._conversation(parsed, media, add_generation_prompt, cache_salt, tools, template_settings)
 
     def _conversation(
@@ -206,12 +220,15 @@ class RequestPreparer:
         quotation = Quotation(self.tokenizer.control_tokens)
         described = None
         if tools is not None and self.tool_form.native:
-            described = [_quoted_json(function.described(), quotation) for function in tools.functions]
+            described = [quoted_json(function.described(), quotation) for function in tools.functions]
         text = self._template.render(
-            [_quoted(message, quotation) for message in for_template(self._template, parsed, self.tool_form, tools)],
+            [
+                quoted_message(message, quotation)
+                for message in for_template(self._template, parsed, self.tool_form, tools)
+            ],
             add_generation_prompt=add_generation_prompt,
             tools=described,
-            settings=template_settings and _quoted_json(template_settings, quotation),
+            settings=template_settings and quoted_json(template_settings, quotation),
         )
         _check_shown(text, self.tokenizer.image_mark, len(images), "images")
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
@@ -243,6 +260,12 @@ class RequestPreparer:
         self._check_length([text])
         self._check_count(len(images), param="images")
         self._check_videos(len(videos), param="videos")
+        if videos and self._video_processor is None:
+            raise InvalidRequestError(
+                "this model sees a video as images of its frames, for which a text has no place; send it in a "
+                "conversation (chat), or its frames as images",
+                param="videos",
+            )
         media = [Medium("image", f"images[{index}]", one, is_local=allow_local) for index, one in enumerate(images)]
         media += [Medium("video", f"videos[{index}]", one, is_local=allow_local) for index, one in enumerate(videos)]
         media = with_kwargs(media, mm_processor_kwargs)
@@ -377,7 +400,7 @@ class RequestPreparer:
             )
 
     def _check_videos(self, count: int, param: str) -> None:
-        if count and self._video_processor is None:
+        if count and not self.supports_videos:
             raise TooManyImagesError("this model takes no videos; send images or text", param=param)
         if count > self._media.max_videos:
             raise TooManyImagesError(
@@ -419,6 +442,8 @@ class RequestPreparer:
             raise
 
     def _read(self, medium: Medium, salt: str) -> ImageInput:
+        if isinstance(medium.source, Frame):
+            return medium.source.prepare(self.image_cache)
         if medium.kind == "video":
             assert self._video_processor is not None
             videos = self._video_processor.within(medium.budget, medium.fps)
@@ -459,28 +484,3 @@ def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:
             f"put {kind} into the messages of the user",
             param="messages",
         )
-
-
-def _quoted(message: Message, quotation: Quotation) -> Message:
-    parts = (quotation.quote(part) if isinstance(part, str) else part for part in message.parts)
-    calls = [
-        ToolCall(*(_quoted_json(value, quotation) for value in (call.id, call.name, call.arguments)))
-        for call in message.tool_calls
-    ]
-    call_id, name, reasoning = (
-        value and quotation.quote(value) for value in (message.tool_call_id, message.name, message.reasoning)
-    )
-    return replace(
-        message, parts=tuple(parts), tool_calls=tuple(calls), tool_call_id=call_id, name=name, reasoning=reasoning
-    )
-
-
-def _quoted_json(value: Any, quotation: Quotation) -> Any:
-    """A JSON value with all texts in it quoted."""
-    if isinstance(value, str):
-        return quotation.quote(value)
-    if isinstance(value, dict):
-        return {quotation.quote(key): _quoted_json(item, quotation) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_quoted_json(item, quotation) for item in value]
-    return value

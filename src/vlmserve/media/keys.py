@@ -1,4 +1,4 @@
-"""Keys of images, pages and videos: 32-byte digests of their content and of how it is turned into pixels."""
+"""Keys of images, pages, videos and frames: 32-byte digests of their content and of how it is turned into pixels."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def video_key(parts: Sequence[bytes], fingerprint: bytes, salt: str = "") -> byt
 def page_key(document: bytes, number: int, look: bytes, fingerprint: bytes) -> bytes:
     """Key of a page. document: digest of it and the salt. number: from 0. look: what decides how it is rendered."""
     return _digest(b"page", document, number.to_bytes(4, "little"), look, fingerprint)
+
+
+def frame_key(video: bytes, number: int, fingerprint: bytes) -> bytes:
+    """Key of a frame as an image. video: digest of its file and the salt. number: from 0."""
+    return _digest(b"frame", video, number.to_bytes(4, "little"), fingerprint)
 
 
 def _digest(*parts: bytes) -> bytes:

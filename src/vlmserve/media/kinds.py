@@ -28,7 +28,7 @@ class _Kind(NamedTuple):
 
 KINDS: dict[MediaKind, _Kind] = {
     "image": _Kind(InvalidImageError, ImageTooLargeError, "data:image/png", ("image/",)),
-    "video": _Kind(InvalidVideoError, VideoTooLargeError, "data:video/mp4", ("video/",)),
+    "video": _Kind(InvalidVideoError, VideoTooLargeError, "data:video/mp4", ("video/", "image/gif")),
     "document": _Kind(
         InvalidDocumentError, DocumentTooLargeError, "data:application/pdf", ("application/pdf", "image/")
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,9 @@ from vlmserve.media.heif import is_still
 CONTAINERS = {"mov": (4, b"ftyp"), "matroska": (0, b"\x1aE\xdf\xa3"), "avi": (8, b"AVI ")}
 """FFmpeg's names of file formats, and where in a file which bytes tell them. It must not guess: some of the formats
 that it knows are lists of other files, on this machine or the network, and it would open them."""
-_SAFE = {"protocol_whitelist": "", "format_whitelist": ",".join(CONTAINERS)}
+_FORMATS = {**CONTAINERS, "gif": (0, b"GIF8")}
+"""All that are read as videos: an animation may be a video or a document, as the request says."""
+_SAFE = {"protocol_whitelist": "", "format_whitelist": ",".join(_FORMATS)}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Sampled:
 
 @contextmanager
 def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limits: MediaConfig) -> Iterator[Sampled]:
-    """Some of the frames of an MP4, MOV, WebM, Matroska or AVI file.
+    """Some of the frames of an MP4, MOV, WebM, Matroska, AVI or GIF file.
 
     sample: which ones, of so many, with so many a second. Raises InvalidVideoError for a file that cannot be read, also
     while frames are asked for, and VideoTooLargeError for too many frames or pixels.
@@ -46,9 +48,9 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
         raise InvalidVideoError(
             "videos are only read as lists of frames here; for files, install vlmserve with the extra [video]"
         ) from error
-    container_format = container_of(data)
+    container_format = _format_of(data, _FORMATS)
     if container_format is None:
-        raise InvalidVideoError("the data is not a video in a supported format (MP4, MOV, WebM, Matroska, AVI)")
+        raise InvalidVideoError("the data is not a video in a supported format (MP4, MOV, WebM, Matroska, AVI, GIF)")
     try:
         with av.open(io.BytesIO(data), format=container_format, options=dict(_SAFE)) as container:
             if not container.streams.video:
@@ -72,9 +74,13 @@ def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limi
 
 def container_of(data: bytes) -> str | None:
     """Which of `CONTAINERS` a file is, by its first bytes."""
+    return _format_of(data, CONTAINERS)
+
+
+def _format_of(data: bytes, formats: Mapping[str, tuple[int, bytes]]) -> str | None:
     if is_still(data):
         return None
-    return next((name for name, (at, mark) in CONTAINERS.items() if data.startswith(mark, at)), None)
+    return next((name for name, (at, mark) in formats.items() if data.startswith(mark, at)), None)
 
 
 def check_frame(width: int, height: int, limits: MediaConfig) -> None:

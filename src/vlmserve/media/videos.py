@@ -24,7 +24,7 @@ from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import video_key
 from vlmserve.media.processor import whole_view
-from vlmserve.media.sources import ImageSource, Opened, open_image, read_source
+from vlmserve.media.sources import ImageSource, Opened, Preprocessing, open_image, read_source
 from vlmserve.media.video_files import sample_file
 from vlmserve.types import ImageInput, ImageSize, Pixels
 
@@ -193,9 +193,7 @@ def prepare_video(
     """
     if isinstance(source, list | tuple):
         return _of_frames(source, processor, limits, cache, salt)
-    if not isinstance(source, str | bytes | os.PathLike):
-        raise InvalidVideoError(f"a video cannot come from a {type(source).__name__}; give a file or a list of frames")
-    data = read_source(source, limits, "video")
+    data = read_video(source, limits)
     key = video_key([data], processor.fingerprint, salt)
 
     def prepare() -> ImageInput:
@@ -208,10 +206,35 @@ def prepare_video(
     return cache.get(key, prepare)
 
 
+def read_video(source: Any, limits: MediaConfig) -> bytes:
+    """A video's file. Trusts `source`: paths are read. Raises InvalidVideoError for what is none, and as `read_source`
+    does."""
+    if not isinstance(source, str | bytes | os.PathLike):
+        raise InvalidVideoError(f"a video cannot come from a {type(source).__name__}; give a file or a list of frames")
+    return read_source(source, limits, "video")
+
+
 def _of_frames(
     frames: Sequence[ImageSource], processor: VideoProcessor, limits: MediaConfig, cache: ImageCache, salt: str
 ) -> ImageInput:
     """A video of which every frame is an image."""
+    opened = open_frames(frames, processor, limits, salt)
+    key = video_key([one.key for one in opened], processor.fingerprint, salt)
+
+    def prepare() -> ImageInput:
+        with contextlib.closing(_decoded(opened, cache.decoding)) as images:
+            pixels, size = processor.process(images, len(opened), limits)
+        fps = processor.timing.fps
+        return processor.finish(key, pixels, size, fps, [index / fps for index in range(len(opened))])
+
+    return cache.get(key, prepare)
+
+
+def open_frames(
+    frames: Sequence[ImageSource], preprocessing: Preprocessing, limits: MediaConfig, salt: str
+) -> list[Opened]:
+    """The frames of a video that come one by one, read and not decoded. Raises InvalidVideoError for none,
+    VideoTooLargeError for too many or too many bytes, and as `open_image` does."""
     if not frames:
         raise InvalidVideoError("the video has no frames")
     if len(frames) > limits.max_video_frames:
@@ -225,7 +248,7 @@ def _of_frames(
         left = max(deadline - time.monotonic(), 0.001)
         try:
             own_limits = limits.model_copy(update={"fetch_timeout": left})
-            opened.append(open_image(frame, processor, own_limits, salt=salt))
+            opened.append(open_image(frame, preprocessing, own_limits, salt=salt))
         except ImageFetchError as error:
             if time.monotonic() < deadline:
                 raise
@@ -234,15 +257,7 @@ def _of_frames(
             ) from error
         if sum(one.num_bytes for one in opened) > limits.max_video_bytes:
             raise VideoTooLargeError(f"the video's frames have more than the {limits.max_video_bytes:,} bytes allowed")
-    key = video_key([one.key for one in opened], processor.fingerprint, salt)
-
-    def prepare() -> ImageInput:
-        with contextlib.closing(_decoded(opened, cache.decoding)) as images:
-            pixels, size = processor.process(images, len(opened), limits)
-        fps = processor.timing.fps
-        return processor.finish(key, pixels, size, fps, [index / fps for index in range(len(opened))])
-
-    return cache.get(key, prepare)
+    return opened
 
 
 def _decoded(frames: Sequence[Opened], memory: DecodingMemory) -> Generator[DecodedImage, None, None]:

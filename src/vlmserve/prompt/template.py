@@ -29,7 +29,10 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class ImagePart:
-    """Where an image stands in a message."""
+    """Where an image stands in a message. inline: it belongs to the text around it, even if the template puts images
+    before texts."""
+
+    inline: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class ChatTemplate:
         with_image = self._probe([{"type": "image"}, {"type": "text", "text": _PROBE}])
         self.takes_system = self._probe_system()
         self.takes_images = bool(self.takes_parts and image_token and with_image and with_image.count(image_token) == 1)
+        self._moves_images = self.takes_images and not self._probe_order()
         self.shows_images_in_results = self.takes_images and self._probe_result()
 
     def render(
@@ -167,7 +171,7 @@ class ChatTemplate:
         if message.is_string and self.takes_strings:
             return "".join(part for part in message.parts if isinstance(part, str))
         if self.takes_images or (self.takes_parts and not has_image):
-            return [_typed(part) for part in message.parts]
+            return [_typed(self._text(part) if self._is_text(part) else part) for part in message.parts]
         texts = [self._text(part) for part in message.parts]
         if self.takes_parts and not self.takes_strings:
             return [{"type": "text", "text": text} for text in texts]
@@ -178,6 +182,10 @@ class ChatTemplate:
             return part
         return (self._image_token if isinstance(part, ImagePart) else self._video_token) or ""
 
+    def _is_text(self, part: Part) -> bool:
+        """Whether an image is written into the text by its placeholder."""
+        return self._moves_images and isinstance(part, ImagePart) and part.inline
+
     def _probe(self, content: Any) -> str | None:
         try:
             text = self._render([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -186,6 +194,12 @@ class ChatTemplate:
         shows_it = _PROBE in text.casefold()
         shows_structure = not isinstance(content, str) and ("'type'" in text or '"type"' in text)
         return text if shows_it and not shows_structure else None
+
+    def _probe_order(self) -> bool:
+        """Whether an image between two texts is shown there."""
+        words = {"type": "text", "text": _PROBE}
+        text = self._probe([words, {"type": "image"}, words]) or ""
+        return all(_PROBE in side.casefold() for side in text.partition(self._image_token or _PROBE)[::2])
 
     def _probe_system(self) -> bool:
         """Whether a message of the system may come first."""

@@ -1,0 +1,90 @@
+"""Videos of a conversation with a model that takes only images: each becomes its frames, with text around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import InvalidRequestError, VideoTooLargeError
+from vlmserve.frontend.messages import Medium, replace_media
+from vlmserve.media.cache import ImageCache
+from vlmserve.media.frame_forms import FrameForm
+from vlmserve.media.processor import ImageProcessor
+from vlmserve.media.sources import source_name
+from vlmserve.media.video_frames import FrameReader, FrameSequence
+from vlmserve.media.videos import read_video
+from vlmserve.prompt.template import ImagePart, Message, Part
+
+_WORDS = 16
+"""Tokens that the text before a frame may take."""
+
+
+@dataclass(frozen=True)
+class VideosAsImages:
+    """How a model is shown videos. processor: of frames."""
+
+    form: FrameForm
+    processor: ImageProcessor
+    limits: MediaConfig
+    cache: ImageCache
+
+    def show(
+        self, messages: Sequence[Message], media: Sequence[Medium], reader: FrameReader, max_prompt_len: int | None
+    ) -> tuple[list[Message], list[Medium]]:
+        """The same conversation with images of frames in the place of videos. All but the first frame of each are
+        decoded when they are prepared.
+
+        media: of all parts that are no text, in order. max_prompt_len: tokens that fit; None: any number. Raises
+        VideoTooLargeError for more frames than fit, and as `FrameReader` does, naming the place.
+        """
+        count = sum(medium.kind == "video" for medium in media)
+
+        def expand(video: Medium) -> tuple[list[Part], list[Medium]]:
+            try:
+                taken = self._taken(video, reader, max_prompt_len, count)
+            except InvalidRequestError as error:
+                error.param = error.param or video.place
+                error.source = error.source or source_name(video.source)
+                raise
+            *before, behind = self.form.words(taken.seconds, taken.duration)
+            parts: list[Part] = []
+            for text in before:
+                parts += [text, ImagePart(inline=True)]
+            return [*parts, behind], [replace(video, kind="image", source=frame) for frame in taken.frames]
+
+        return replace_media(messages, media, "video", expand)
+
+    def _taken(self, video: Medium, reader: FrameReader, max_prompt_len: int | None, num_videos: int) -> FrameSequence:
+        """The frames that a video becomes: of a file for which the request says no fps, as many as leave half of the
+        prompt to all else."""
+        processor = self.processor.within(replace(video.budget, low_detail=True))
+        if isinstance(video.source, list | tuple):
+            taken = reader.of_list(video.source, processor, video.fps or self.form.fps)
+            return self._checked(taken, max_prompt_len)
+        data = read_video(video.source, self.limits)
+
+        def take(most: int) -> FrameSequence:
+            return reader.of_file(data, processor, lambda num, rate: self.form.sample(num, rate, video.fps, most))
+
+        taken = take(self.limits.max_video_frames)
+        if video.fps is not None:
+            return self._checked(taken, max_prompt_len)
+        room = None if max_prompt_len is None else max_prompt_len // 2 // num_videos
+        most = max(1, self._most(taken, room)[0])
+        return taken if len(taken.frames) <= most else take(most)
+
+    def _checked(self, taken: FrameSequence, room: int | None) -> FrameSequence:
+        most, tokens = self._most(taken, room)
+        if len(taken.frames) > most:
+            raise VideoTooLargeError(
+                f"the video has {len(taken.frames):,} frames, each of which takes {tokens:,} tokens of this model; "
+                f"{most:,} fit: lower its fps or max_tokens, or send fewer frames"
+            )
+        return taken
+
+    def _most(self, taken: FrameSequence, room: int | None) -> tuple[int, int]:
+        """How many frames like the first fit into so many tokens and the limit of pixels, and the tokens of each."""
+        first = taken.frames[0].prepare(self.cache)
+        most = self.limits.max_video_pixels // max(first.pixels.size // 3, 1)
+        return most if room is None else min(most, room // (first.num_tokens + _WORDS)), first.num_tokens
