@@ -182,6 +182,11 @@ def conversation_of(page: Page) -> str:
     return page.url.rsplit("/", 1)[-1]
 
 
+def files_of(server: LiveServer) -> set[str]:
+    """The ids of all files that it keeps, those of other tests too."""
+    return {file["id"] for file in httpx.get(f"{server.url}/v1/files?limit=10000", timeout=60).json()["data"]}
+
+
 def items_of(server: LiveServer, conversation: str) -> list[str]:
     listed = httpx.get(f"{server.url}/v1/conversations/{conversation}/items?order=asc", timeout=60).json()["data"]
     return [part["text"] for item in listed for part in item["content"] if "text" in part]
@@ -194,6 +199,7 @@ def keep_on_server(page: Page) -> None:
 
 
 def test_a_conversation_is_kept_on_the_server_and_opened_elsewhere(pixie, visit):
+    before = files_of(pixie)
     page = visit(pixie)
     keep_on_server(page)
     ask(page, "What colour is the circle?", SHAPES)
@@ -223,7 +229,7 @@ def test_a_conversation_is_kept_on_the_server_and_opened_elsewhere(pixie, visit)
     other.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(other.locator(".sidebar li")).to_have_count(0)
     assert httpx.get(f"{pixie.url}/v1/conversations/{conversation}", timeout=60).status_code == 404
-    assert httpx.get(f"{pixie.url}/v1/files", timeout=60).json()["data"] == []
+    wait_until(lambda: files_of(pixie) == before)
 
 
 def test_a_document_is_asked_about_by_its_pages_and_kept(pixie, visit):
@@ -246,6 +252,7 @@ def test_a_document_is_asked_about_by_its_pages_and_kept(pixie, visit):
 
 
 def test_a_document_is_kept_on_the_server_and_shown_elsewhere(pixie, visit):
+    before = files_of(pixie)
     page = visit(pixie)
     keep_on_server(page)
     add(page, DOCUMENT)
@@ -257,7 +264,7 @@ def test_a_document_is_kept_on_the_server_and_shown_elsewhere(pixie, visit):
     other.get_by_role("button", name="Delete").click()
     other.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(other.locator(".sidebar li")).to_have_count(0)
-    assert httpx.get(f"{pixie.url}/v1/files", timeout=60).json()["data"] == []
+    wait_until(lambda: files_of(pixie) == before)
 
 
 def test_a_video_is_played_on_the_page_and_sent(pixie, visit):
