@@ -42,20 +42,45 @@ def make_xlora(
     """
     for number, one in enumerate(adapters):
         make_adapter(base, folder / str(number), seed=seed + number, **one)
-    model = copy.deepcopy(base)
-    model.config.use_cache = False
-    text = model.config.get_text_config()
-    paths = {str(number): str(folder / str(number)) for number in range(len(adapters))}
-    settings = {"task_type": "CAUSAL_LM", "hidden_size": text.hidden_size, "xlora_size": 16, **config}
     torch.manual_seed(seed)
+    mixed = _mix(base, [folder / str(number) for number in range(len(adapters))], config)
+    tensors = _classifier(mixed)
+    for name, value in tensors.items():
+        value.normal_(std=1.0 if name.endswith("bias") else 3 / value.shape[1] ** 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mixed = get_peft_model(model, XLoraConfig(adapters=paths, **settings)).eval()
-        tensors = {name: value for name, value in mixed.state_dict().items() if "internal_xlora_classifier" in name}
-        for name, value in tensors.items():
-            value.normal_(std=1.0 if name.endswith("bias") else 3 / value.shape[1] ** 0.5)
         for saved in mixed.peft_config.values():
             if isinstance(saved, XLoraConfig):
                 saved.save_pretrained(folder)
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "adapter_model.safetensors")
     return mixed
+
+
+def with_pool(
+    base: nn.Module, mixed: PeftModel, folders: Sequence[Path], outputs: Sequence[int], **config: Any
+) -> PeftModel:
+    """X-LoRA over the adapters in those folders, scaled by those of the outputs of another one's classifier, whose
+    configuration it has as well."""
+    model = _mix(base, folders, config)
+    theirs, count = _classifier(mixed), mixed.base_model.internal_xlora_classifier.n_classes
+    for name, value in _classifier(model).items():
+        rows = theirs[name]
+        value.copy_(rows if rows.shape == value.shape else rows.unflatten(0, (-1, count))[:, outputs].flatten(0, 1))
+    return model
+
+
+def _mix(base: nn.Module, folders: Sequence[Path], config: dict[str, Any]) -> PeftModel:
+    """X-LoRA over adapters, with a random classifier."""
+    model = copy.deepcopy(base)
+    model.config.use_cache = False
+    text = model.config.get_text_config()
+    paths = {str(number): str(folder) for number, folder in enumerate(folders)}
+    settings = {"task_type": "CAUSAL_LM", "hidden_size": text.hidden_size, "xlora_size": 16, **config}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_peft_model(model, XLoraConfig(adapters=paths, **settings)).eval()
+
+
+def _classifier(mixed: PeftModel) -> dict[str, torch.Tensor]:
+    """Its tensors, by name."""
+    return {name: value for name, value in mixed.state_dict().items() if "internal_xlora_classifier" in name}

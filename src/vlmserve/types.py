@@ -346,7 +346,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
 
 class AdapterInfo(msgspec.Struct, frozen=True):
     """An adapter that is served. path: of its folder. digest: of its content, in hex. vision: whether it changes the
-    embeddings of images. num_bytes: that it takes in memory."""
+    embeddings of images. num_bytes: that it takes in memory. mixes: the adapters that X-LoRA mixes, by name."""
 
     name: str
     path: str
@@ -354,6 +354,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     rank: int
     num_bytes: int
     vision: bool = False
+    mixes: list[str] = []
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.adapters.test_serving import write_adapter
 from tests.checkpoints import make_llama
@@ -52,6 +55,7 @@ def served(tmp_path_factory):
     checkpoint = make_llama(base / "llama", max_position_embeddings=2048)
     for number in range(3):
         write_adapter(base / "allowed" / f"adapter-{number}", number)
+    write_mixture(base / "allowed" / "mixed")
     write_adapter(base / "outside", 9)
     write_adapter(base / "fixed", 8)
     (base / "allowed" / "link").symlink_to(base / "outside")
@@ -111,7 +115,8 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(served, body, stat
 
 
 def test_keys_that_are_no_admins_may_not_change_what_is_served(served):
-    for path, body in (("load", {"lora_name": "x", "lora_path": "adapter-0"}), ("unload", {"lora_name": "fixed"})):
+    bodies = [("load", {"lora_name": "x", "lora_path": "adapter-0"}), ("unload", {"lora_name": "fixed"})]
+    for path, body in [*bodies, ("unload", {"lora_name": "0", "mixture": "mixed"})]:
         response = served.post(f"/v1/{path}_lora_adapter", "user", **body)
         assert (response.status_code, response.json()["error"]["code"]) == (403, "admin_key_needed")
     assert served.post("/v1/unload_lora_adapter", lora_name="nothing").status_code == 404
@@ -150,23 +155,84 @@ def test_the_folder_is_watched(served):
 
 def test_an_engine_that_takes_over_has_the_adapters(served, monkeypatch):
     served.post("/v1/load_lora_adapter", lora_name="kept", lora_path="adapter-2")
-    expected = served.ask("kept")
+    served.post("/v1/load_lora_adapter", lora_name="kept mixture", lora_path="mixed")
+    for mixture in ("mixed", "kept mixture"):
+        response = served.post("/v1/unload_lora_adapter", lora_name="0", mixture=mixture)
+        assert response.status_code == 200, response.text
+    names = ("kept", "kept mixture", "mixed")
+    expected = [served.ask(name) for name in names]
     service = served.live.service
     load = service.client.load_adapter
 
-    async def load_slowly(name: str, path: str) -> AdapterInfo:
+    async def load_slowly(name: str, path: str, pool: dict[str, str] | None) -> AdapterInfo:
         await asyncio.sleep(0.5)
-        return await load(name, path)
+        return await load(name, path, pool)
 
     monkeypatch.setattr(service.client, "load_adapter", load_slowly)
 
     async def take_over() -> None:
-        await service.client.unload_adapter("kept")
+        for name in names:
+            await service.client.unload_adapter(name)
         service.replace(service.client)
 
     asyncio.run_coroutine_threadsafe(take_over(), served.live._loop).result(60)
     assert "kept" in served.models()
-    assert served.ask("kept") == expected
+    assert [served.ask(name) for name in names] == expected
+    assert served.post("/v1/load_lora_adapter", lora_name="0", lora_path="mixed/0", mixture="mixed").status_code == 200
+
+
+def write_mixture(folder: Path) -> None:
+    """An X-LoRA checkpoint of two adapters."""
+    for number in range(2):
+        write_adapter(folder / str(number), 30 + number)
+    adapters = {str(number): str(folder / str(number)) for number in range(2)}
+    config = {"peft_type": "XLORA", "hidden_size": 48, "adapters": adapters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weight = torch.randn(2, 48, generator=torch.Generator().manual_seed(0))
+    save_file({"internal_xlora_classifier.layers.0.weight": weight}, folder / "adapter_model.safetensors")
+
+
+def test_admins_change_what_a_checkpoint_mixes(served):
+    first = served.ask("mixed")
+    root = served.models()["mixed"]["root"]
+    assert served.models()["mixed"]["mixes"] == ["0", "1"]
+    assert "mixes" not in served.models()["adapter-0"]
+    one = {"lora_name": "1", "mixture": "mixed"}
+    assert served.post("/v1/unload_lora_adapter", **one).status_code == 200
+    assert served.models()["mixed"]["mixes"] == ["0"]
+    second = served.ask("mixed")
+    assert served.post("/v1/load_lora_adapter", **one, lora_path="mixed/1").status_code == 200
+    assert (served.ask("mixed"), served.models()["mixed"]["root"]) == (first, root)
+    again = served.post("/v1/load_lora_adapter", **one, lora_path="adapter-2")
+    assert "already" in again.json()["error"]["message"]
+    assert served.post("/v1/load_lora_adapter", **one, lora_path="adapter-2", load_inplace=True).status_code == 200
+    assert len({first, second, served.ask("mixed")}) == 3
+    assert served.post("/v1/load_lora_adapter", **one, lora_path="mixed/1", load_inplace=True).status_code == 200
+    assert served.ask("mixed") == first
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("load", {"lora_name": "7", "lora_path": "adapter-0"}, 400, "no output for '7', only for 0, 1"),
+        ("unload", {"lora_name": "7"}, 400, "mixes no adapter '7'"),
+        ("unload", {"lora_name": "1", "mixture": "adapter-0"}, 400, "no X-LoRA checkpoint"),
+        ("unload", {"lora_name": "1", "mixture": "tiny"}, 404, "no X-LoRA checkpoint"),
+        ("load", {"lora_name": "1", "lora_path": "../outside", "load_inplace": True}, 400, "not inside"),
+        ("load", {"lora_name": "1", "lora_path": "link", "load_inplace": True}, 400, "not inside"),
+        ("load", {"lora_name": "1", "lora_path": "nothing", "load_inplace": True}, 400, "no folder with an adapter"),
+        ("load", {"lora_name": "1", "lora_path": "broken", "load_inplace": True}, 400, "no adapter_model.safetensors"),
+        ("load", {"lora_name": "1", "lora_path": "mixed", "load_inplace": True}, 400, "adapter"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused_and_changes_nothing(served, path, body, status, message):
+    served.ask("mixed")
+    served.ask("adapter-0")
+    before = served.models()["mixed"]
+    response = served.post(f"/v1/{path}_lora_adapter", **{"mixture": "mixed", **body})
+    assert response.status_code == status, response.text
+    assert message in response.json()["error"]["message"]
+    assert served.models()["mixed"] == before
 
 
 def test_metrics_count_adapters(served):

@@ -25,7 +25,7 @@ class Adapter:
     """An adapter as a model's layers take it. layers, tables: what it changes, by the path of the module.
 
     num_bytes: that it takes in memory. max_rank: the highest of its layers. mixture: how the adapters that it mixes are
-    scaled, if it is one by X-LoRA.
+    scaled, if it is one by X-LoRA. pool: what it mixes in place of its checkpoint's own, see `read_xlora`.
     """
 
     digest: bytes
@@ -34,6 +34,7 @@ class Adapter:
     num_bytes: int = 0
     max_rank: int = 0
     mixture: Mixture | None = None
+    pool: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def vision(self) -> bool:

@@ -36,6 +36,16 @@ class Mixture:
         """Memory that it takes."""
         return sum(tensor.nbytes for product in self.products for tensor in product if tensor is not None)
 
+    def keeping(self, outputs: Sequence[int], config: XLoraConfig, labels: Sequence[str]) -> Mixture:
+        """The classifier without its outputs for other adapters. config, labels: of those that it keeps."""
+
+        def rows(tensor: Tensor) -> Tensor:
+            return tensor.view(self.num_layers, -1, *tensor.shape[1:])[:, list(outputs)].flatten(0, 1)
+
+        weight, bias = self.products[-1]
+        products = [*self.products[:-1], (rows(weight), None if bias is None else rows(bias))]
+        return replace(self, config=config, products=products, labels=tuple(labels))
+
     def to(self, device: torch.device) -> Mixture:
         """The same on a device."""
         products = [(weight.to(device), None if bias is None else bias.to(device)) for weight, bias in self.products]
@@ -56,7 +66,8 @@ class Mixture:
         """float32 ``[num_columns]``: scalings of every token in the scaling pass; None: all are 0, so that it is a pass
         of the base model."""
         # On a host, so that ties are decided as they are for the oracle.
-        constant = torch.full((1, self.num_layers, len(self.config.names)), self.config.pass_value)
+        count, value = len(self.config.names), self.config.pass_value
+        constant = torch.full((1, self.num_layers, count), 1 / count if value is None else value)
         scalings = self._selected(constant).flatten()
         return scalings.to(self.products[0][0].device) if scalings.any() else None
 

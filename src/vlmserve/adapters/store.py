@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Served:
-    """An adapter under a name. folder: where its files are. vision: whether it changes embeddings of images."""
+    """An adapter under a name. folder: where its files are. vision: whether it changes embeddings of images.
+
+    mixes: the adapters that X-LoRA mixes, by name. pool: see `read_xlora`.
+    """
 
     name: str
     folder: Path
@@ -35,6 +38,8 @@ class Served:
     num_bytes: int
     rank: int
     vision: bool
+    mixes: tuple[str, ...]
+    pool: Mapping[str, str]
 
 
 class AdapterStore:
@@ -70,9 +75,10 @@ class AdapterStore:
         """Why adapters that requests wait for cannot be read again."""
         self.num_loads = self.num_evictions = 0
 
-    def read(self, folder: Path) -> Future[Adapter]:
-        """Begin to read an adapter, to be served with `serve`. The future raises AdapterError for a bad one."""
-        future = self._reader.submit(self._read, folder)
+    def read(self, folder: Path, pool: Mapping[str, str] | None = None) -> Future[Adapter]:
+        """Begin to read an adapter, to be served with `serve`. pool: see `read_xlora`. The future raises AdapterError
+        for a bad one."""
+        future = self._reader.submit(self._read, folder, pool or {})
         future.add_done_callback(lambda _: self._changed.set())
         return future
 
@@ -87,8 +93,11 @@ class AdapterStore:
                 "--lora-memory sets how much"
             )
         vision, digest = adapter.vision, adapter.digest
+        mixes = () if adapter.mixture is None else adapter.mixture.config.names
         before = self._served.get(name)
-        self._served[name] = served = Served(name, folder, digest, adapter.num_bytes, adapter.max_rank, vision)
+        self._served[name] = served = Served(
+            name, folder, digest, adapter.num_bytes, adapter.max_rank, vision, mixes, adapter.pool
+        )
         self.failures.pop(digest, None)
         self._keep(adapter)
         if before is not None:
@@ -97,9 +106,9 @@ class AdapterStore:
         logger.info("adapter %s: rank %d, %d bytes, %s", name, served.rank, served.num_bytes, digest.hex()[:12])
         return served
 
-    def load(self, name: str, folder: Path) -> Served:
+    def load(self, name: str, folder: Path, pool: Mapping[str, str] | None = None) -> Served:
         """Read an adapter and serve it. Raises AdapterError, and changes nothing then."""
-        return self.serve(name, folder, self.read(folder).result())
+        return self.serve(name, folder, self.read(folder, pool).result())
 
     def unload(self, name: str) -> None:
         """Serve an adapter no more. Raises UnknownModelError for a name that is not served."""
@@ -115,7 +124,9 @@ class AdapterStore:
     def infos(self) -> list[AdapterInfo]:
         """All adapters that are served."""
         return [
-            AdapterInfo(one.name, str(one.folder), one.digest.hex(), one.rank, one.num_bytes, one.vision)
+            AdapterInfo(
+                one.name, str(one.folder), one.digest.hex(), one.rank, one.num_bytes, one.vision, list(one.mixes)
+            )
             for one in self._served.values()
         ]
 
@@ -164,7 +175,7 @@ class AdapterStore:
             if served is None:
                 self.failures[digest] = "the adapter was unloaded, or replaced, before the request could run"
             elif self._has_room(served.num_bytes):
-                self._reading[digest] = self.read(served.folder)
+                self._reading[digest] = self.read(served.folder, served.pool)
         return False
 
     def wait(self, seconds: float) -> None:
@@ -190,7 +201,9 @@ class AdapterStore:
         """Read no more."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, folder: Path) -> Adapter:
+    def _read(self, folder: Path, pool: Mapping[str, str]) -> Adapter:
+        if pool:
+            raise AdapterError(f"{folder} is no X-LoRA checkpoint, so there is nothing that it mixes")
         with torch.inference_mode():
             return read_adapter(AdapterCheckpoint(folder), self.model, max_rank=self._max_rank)
 

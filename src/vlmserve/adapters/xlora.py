@@ -33,20 +33,29 @@ _REPEATED = "base_weight"
 """The base model's own weight, which PEFT writes along with adapters of embeddings."""
 
 
-def read_xlora(folder: Path, model: AdaptableModel, *, max_rank: int) -> Adapter:
+def read_xlora(folder: Path, model: AdaptableModel, *, max_rank: int, pool: Mapping[str, str] | None = None) -> Adapter:
     """What an X-LoRA checkpoint changes in a model.
 
-    Raises AdapterError for what `read_adapter` raises it for, for adapters that change more than linear layers and
-    embeddings of the language model by low rank, and for a classifier that does not fit.
+    pool: by the names of adapters that the classifier has outputs for, folders of others in place of the checkpoint's
+    own, or "" where none is to be; what is computed then is as if the classifier had no such output. Raises
+    AdapterError for what `read_adapter` raises it for, for adapters that change more than linear layers and embeddings
+    of the language model by low rank, for a classifier that does not fit, and for a pool that it does not allow.
     """
-    files = XLoraFolder.find(folder)
+    own = XLoraFolder.find(folder)
+    files, outputs = own.with_pool(pool or {})
     readers = [AdapterReader(AdapterCheckpoint(path), model, max_rank) for path in files.adapters]
     groups = [_mixable(name, reader) for name, reader in zip(files.config.names, readers, strict=True)]
     adapted = {group.place.name for some in groups for group in some}
-    places = _layer_places(files, adapted, model) if files.config.layerwise else dict.fromkeys(adapted, 0)
-    num_layers = max(files.layers.values(), default=0) + 1 if files.config.layerwise and files.layers else len(adapted)
-    mixture = _read_classifier(files, model, num_layers if files.config.layerwise else 1)
+    places, num_layers = dict.fromkeys(adapted, 0), 1
+    if own.config.layerwise:
+        known = _layer_places(own, _adapted(own, model, max_rank) if pool else adapted, model)
+        if unknown := sorted(adapted - known.keys()):
+            raise AdapterError(f"the classifier has no scalings for {unknown[0]}, which one of the adapters changes")
+        places, num_layers = {name: known[name] for name in adapted}, max(known.values(), default=0) + 1
+    labels = [path.name for path in files.adapters]
+    mixture = _read_classifier(own, model, num_layers).keeping(outputs, files.config, labels)
     adapter = Adapter(_digest(files, places, mixture), max_rank=max(reader.found_rank for reader in readers))
+    adapter.pool = pool or {}
     stack = _Stack(files.config, places, model)
     for number, (reader, some) in enumerate(zip(readers, groups, strict=True)):
         for group in some:
@@ -80,14 +89,18 @@ def _mixable(name: str, reader: AdapterReader) -> list[Group]:
     return found
 
 
+def _adapted(files: XLoraFolder, model: AdaptableModel, max_rank: int) -> set[str]:
+    """The layers that the adapters change."""
+    named = zip(files.config.names, files.adapters, strict=True)
+    some = [_mixable(name, AdapterReader(AdapterCheckpoint(path), model, max_rank)) for name, path in named]
+    return {group.place.name for groups in some for group in groups}
+
+
 def _layer_places(files: XLoraFolder, adapted: set[str], model: AdaptableModel) -> dict[str, int]:
-    """The place of each adapted layer among the scalings: as the ordering file has it, or in the order in which
-    transformers' implementation of the model has the layers, which is PEFT's."""
+    """The place of each layer among the scalings: as the ordering file has it, or in the order in which transformers'
+    implementation of the model has the adapted layers, which is PEFT's."""
     if files.layers is not None:
-        named = {model.canonical(name): place for name, place in files.layers.items()}
-        if unknown := sorted(adapted - named.keys()):
-            raise AdapterError(f'"layers" of the ordering file has no {unknown[0]}')
-        return {name: named[name] for name in adapted}
+        return {model.canonical(name): place for name, place in files.layers.items()}
     try:
         modules = TransformersCheckpoint(model.checkpoint.folder).module_names()
     except UnsupportedModelError as error:
@@ -133,8 +146,7 @@ def _read_classifier(files: XLoraFolder, model: AdaptableModel, num_layers: int)
         if not fits:
             raise AdapterError(f"{weights.name}: layers of the classifier do not fit each other or the model")
         expected = weight.shape[0]
-    labels = tuple(path.name for path in files.adapters)
-    mixture = Mixture(config, [(product["weight"], product.get("bias")) for product in products], num_layers, labels)
+    mixture = Mixture(config, [(product["weight"], product.get("bias")) for product in products], num_layers)
     if expected != mixture.num_columns:
         raise AdapterError(
             f"{weights.name}: the classifier has {expected} outputs, and {mixture.num_columns} are the scalings of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class XLoraConfig:
     softmax: over the adapters, of outputs divided by `temperature`. top_k: so many of a token's adapters keep their
     scalings; None: all. softmax_topk: those that are kept get a softmax over them. layerwise: each adapted layer has
     scalings of its own. relu: between the classifier's products. pass_value: of all scalings in the pass that gives
-    the classifier its hidden states. weight: what all adapters are multiplied with.
+    the classifier its hidden states; None: 1 / the number of adapters. weight: what all adapters are multiplied with.
     """
 
     hidden_size: int
@@ -50,7 +50,7 @@ class XLoraConfig:
     layerwise: bool
     top_k: int | None
     relu: bool
-    pass_value: float
+    pass_value: float | None
     weight: float
 
     @classmethod
@@ -76,7 +76,7 @@ class XLoraConfig:
                 layerwise=bool(content.get("layerwise_scalings")),
                 top_k=None if top_k is None else int(top_k),
                 relu=of_peft or bool(content.get("enable_relu_and_dropout")),
-                pass_value=1 / len(names) if value is None else float(value),
+                pass_value=None if value is None else float(value),
                 weight=float(content.get("global_scaling_weight", 1.0)),
             )
         except (TypeError, ValueError, KeyError) as error:
@@ -84,12 +84,20 @@ class XLoraConfig:
         config._check(file)
         return config
 
+    def keeping(self, outputs: Sequence[int]) -> XLoraConfig:
+        """The same for a part of the adapters. Raises AdapterError for fewer than are chosen for a token."""
+        needed = self.top_k or 1
+        if len(outputs) < needed:
+            what = f"top_k_lora chooses {self.top_k}" if self.top_k else "at least 1 is needed"
+            raise AdapterError(f"{len(outputs)} of {len(self.names)} adapters would be left, and {what}")
+        return replace(self, names=tuple(self.names[output] for output in outputs))
+
     def _check(self, file: str) -> None:
         for name, holds, what in [
             ("xlora_depth", self.depth >= 1, "at least 1"),
             ("softmax_temperature", math.isfinite(self.temperature) and self.temperature > 0, "above 0"),
             ("top_k_lora", self.top_k is None or 1 <= self.top_k <= len(self.names), f"1 to {len(self.names)}"),
-            ("scaling_pass_value", math.isfinite(self.pass_value), "finite"),
+            ("scaling_pass_value", math.isfinite(self.pass_value or 0.0), "finite"),
             ("global_scaling_weight", math.isfinite(self.weight), "finite"),
         ]:
             if not holds:
@@ -136,6 +144,26 @@ class XLoraFolder:
         paths = paths if isinstance(paths, Mapping) else {}
         adapters = tuple(_find_adapter(folder, name, str(paths.get(name, name))) for name in config.names)
         return cls(config, folder / weights, adapters, layers)
+
+    def with_pool(self, pool: Mapping[str, str]) -> tuple[XLoraFolder, Sequence[int]]:
+        """The files with other adapters in some places, or none there, and the classifier's outputs that are kept.
+
+        pool: see `read_xlora`. Raises AdapterError for adapters that the classifier has no output for, folders that
+        hold none, and too few that are left.
+        """
+        names = self.config.names
+        if unknown := sorted(pool.keys() - set(names)):
+            known = ", ".join(names)
+            raise AdapterError(
+                f"the classifier has no output for {unknown[0]!r:.100}, only for {known}", param="lora_name"
+            )
+        kept = [output for output, name in enumerate(names) if pool.get(name) != ""]
+        config = self.config.keeping(kept)
+        adapters = tuple(Path(pool.get(names[output], self.adapters[output])) for output in kept)
+        for path in adapters:
+            if not _holds_adapter(path):
+                raise AdapterError(f"{path} is no folder with an adapter", param="lora_path")
+        return replace(self, config=config, adapters=adapters), kept
 
 
 def _ordering(folder: Path) -> tuple[Sequence[str] | None, Mapping[str, int] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -43,8 +44,8 @@ class XLoraStore(AdapterStore):
         served = {self[name].digest for name in self.names}
         self._scaling_passes = {digest: known for digest, known in self._scaling_passes.items() if digest in served}
 
-    def _read(self, folder: Path) -> Adapter:
+    def _read(self, folder: Path, pool: Mapping[str, str]) -> Adapter:
         if not is_xlora(folder):
-            return super()._read(folder)
+            return super()._read(folder, pool)
         with torch.inference_mode():
-            return read_xlora(folder, self.model, max_rank=self._max_rank)
+            return read_xlora(folder, self.model, max_rank=self._max_rank, pool=pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -71,11 +72,11 @@ class AdapterLoading:
         self.store.is_needed = scheduler.needs_adapter
         self.store.is_pending = scheduler.adapters.is_pending
 
-    def begin(self, number: int, name: str, path: str) -> None:
+    def begin(self, number: int, name: str, path: str, pool: Mapping[str, str] | None) -> None:
         """See `VLMEngine.load_adapter`."""
         check_name(name)
         folder = find_adapter(path)
-        self._loads.append(_Load(number, name, folder, self.store.read(folder)))
+        self._loads.append(_Load(number, name, folder, self.store.read(folder, pool)))
 
     @property
     def is_loading(self) -> bool:

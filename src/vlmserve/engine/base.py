@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
@@ -35,7 +35,7 @@ class BaseEngine:
         """See `VLMEngine.adapters`. None, unless a subclass serves some."""
         return []
 
-    def load_adapter(self, number: int, name: str, path: str) -> None:
+    def load_adapter(self, number: int, name: str, path: str, pool: Mapping[str, str] | None = None) -> None:
         """See `VLMEngine.load_adapter`."""
         raise AdapterError("no adapters are served here: start with --enable-lora")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -310,10 +310,10 @@ class Engine(BaseEngine):
     def adapters(self) -> list[AdapterInfo]:
         return [] if self._adapters is None else self._adapters.store.infos
 
-    def load_adapter(self, number: int, name: str, path: str) -> None:
+    def load_adapter(self, number: int, name: str, path: str, pool: Mapping[str, str] | None = None) -> None:
         if self._adapters is None:
-            return super().load_adapter(number, name, path)
-        self._adapters.begin(number, name, path)
+            return super().load_adapter(number, name, path, pool)
+        self._adapters.begin(number, name, path, pool)
 
     def finished_loads(self) -> list[FinishedLoad]:
         return [] if self._adapters is None else self._adapters.finish()

@@ -53,11 +53,13 @@ class MapBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load an adapter and serve it under a name. Answered with `AdapterDone` once that is done or has failed."""
+    """Load an adapter and serve it under a name. Answered with `AdapterDone` once that is done or has failed. pool: see
+    `VLMEngine.load_adapter`."""
 
     number: int
     name: str
     path: str
+    pool: dict[str, str] | None = None
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):

@@ -168,8 +168,8 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
                     _send(socket, Inspected(engine.inspect()))
                 case MapBlocks():
                     _send(socket, Mapped(engine.map_blocks()))
-                case LoadAdapter(number, name, path):
-                    _answer(engine, socket, number, partial(engine.load_adapter, number, name, path), begins=True)
+                case LoadAdapter(number, name, path, pool):
+                    _answer(engine, socket, number, partial(engine.load_adapter, number, name, path, pool), begins=True)
                 case UnloadAdapter(number, name):
                     _answer(engine, socket, number, partial(engine.unload_adapter, name))
                 case Shutdown():

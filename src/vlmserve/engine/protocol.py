@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from vlmserve.errors import VLMServeError
@@ -71,9 +71,10 @@ class VLMEngine(Protocol):
         """The adapters that are served."""
         ...
 
-    def load_adapter(self, number: int, name: str, path: str) -> None:
+    def load_adapter(self, number: int, name: str, path: str, pool: Mapping[str, str] | None = None) -> None:
         """Begin to load an adapter, to be served under a name; `finished_loads` says when that is done.
 
+        pool: what an X-LoRA checkpoint mixes, see `adapters.xlora.read_xlora`; None: its own adapters.
         Raises AdapterError where there are no adapters, and for what is no name.
         """
         ...

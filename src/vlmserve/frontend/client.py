@@ -9,7 +9,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -280,12 +280,13 @@ class EngineClient:
         blocks: BlockMap = await self._query(MapBlocks())
         return blocks
 
-    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+    async def load_adapter(self, name: str, path: str, pool: Mapping[str, str] | None = None) -> AdapterInfo:
         """Have the engine load an adapter and serve it under a name, in place of what it served so.
 
-        Returns when it is served. Raises AdapterError for a bad one, EngineDeadError, UnavailableError.
+        pool: see `VLMEngine.load_adapter`. Returns when it is served. Raises AdapterError for a bad one,
+        EngineDeadError, UnavailableError.
         """
-        await self._change(LoadAdapter(next(self._numbers), name, path))
+        await self._change(LoadAdapter(next(self._numbers), name, path, None if pool is None else dict(pool)))
         return self.adapters[name]
 
     async def unload_adapter(self, name: str) -> None:

@@ -58,7 +58,7 @@ async def _change(request: Request, kind: type[LoadAdapterRequest] | type[Unload
             raise UnavailableError(f"No worker of {own!r} answers now; try again soon")
         outcomes = await asyncio.gather(*(_ask(member, request, data) for member in members))
     done = [member for member, one in zip(members, outcomes, strict=True) if one.status == HTTPStatus.OK]
-    if isinstance(body, LoadAdapterRequest):
+    if isinstance(body, LoadAdapterRequest) and body.mixture is None:
         await gateway.hear_adapter(done, body.lora_name, _HEARD)
     if len(done) == len(members):
         return PlainTextResponse(outcomes[0].said)

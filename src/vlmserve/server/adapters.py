@@ -11,7 +11,14 @@ from pathlib import Path
 
 from vlmserve.adapters.location import check_name, files_of, holds_adapter, read_module
 from vlmserve.config import EngineConfig, ServerConfig
-from vlmserve.errors import AdapterError, ConfigurationError, UnknownModelError, VLMServeError
+from vlmserve.errors import (
+    AdapterError,
+    ConfigurationError,
+    EngineDeadError,
+    UnavailableError,
+    UnknownModelError,
+    VLMServeError,
+)
 from vlmserve.frontend.client import EngineClient
 from vlmserve.types import AdapterInfo
 
@@ -40,6 +47,8 @@ class Adapters:
         self._configured = {read_module(entry).name for entry in engine.lora_modules}
         # Loaded on demand of a caller, and so to be loaded again when another engine takes over.
         self._loaded: dict[str, Path] = {}
+        # Of X-LoRA checkpoints whose adapters were changed: see `EngineClient.load_adapter`.
+        self._pools: dict[str, dict[str, str]] = {}
         # Of those from the folder: their files when they were loaded, and when these were looked at.
         self._seen: dict[str, Signature] = {}
         self._checked: dict[str, float] = {}
@@ -66,7 +75,7 @@ class Adapters:
         Raises UnknownModelError for one that is nowhere, AdapterError for one that cannot be loaded.
         """
         if name in self._loaded or self.folder is None or name in self._configured:
-            if name not in client.adapters and self._restoring is not None:
+            if (name not in client.adapters or name in self._pools) and self._restoring is not None:
                 await asyncio.wait([self._restoring])
             self._check_served(client, name)
             return
@@ -77,6 +86,7 @@ class Adapters:
             self._checked[name] = time.monotonic()
             folder = self._in_folder(name)
             if folder is None:
+                self._pools.pop(name, None)
                 if self._seen.pop(name, None) is not None and name in client.adapters:
                     await client.unload_adapter(name)
                 self._check_served(client, name)
@@ -85,7 +95,7 @@ class Adapters:
             if name in client.adapters and self._seen.get(name) == signature:
                 return
             try:
-                await client.load_adapter(name, str(folder))
+                await client.load_adapter(name, str(folder), self._pools.get(name))
                 self._seen[name] = signature
             except AdapterError as error:
                 if name not in client.adapters:
@@ -96,22 +106,51 @@ class Adapters:
     async def load(self, client: EngineClient, name: str, path: str) -> AdapterInfo:
         """Load an adapter out of the folder under a name. Raises AdapterError for a path outside of it, too."""
         check_name(name)
-        if self.folder is None:
-            raise AdapterError("adapters are loaded only from the folder of --lora-folder, and none is set")
-        folder = (self.folder / path).resolve()
-        inside = folder != self.folder and folder.is_relative_to(self.folder)
-        if not inside or not all(file.resolve().is_relative_to(self.folder) for file in files_of(folder)):
-            raise AdapterError(f"{path!r:.200} is not inside the folder of --lora-folder")
-        info = await client.load_adapter(name, str(folder))
-        self._loaded[name] = folder
+        folder = self._inside(path)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            info = await client.load_adapter(name, str(folder))
+            self._loaded[name] = folder
+            self._pools.pop(name, None)
         return info
 
     async def unload(self, client: EngineClient, name: str) -> None:
         """Have an adapter served no more. One in the folder comes back with the next request that names it."""
-        await client.unload_adapter(name)
-        self._loaded.pop(name, None)
-        self._configured.discard(name)
-        self._seen.pop(name, None)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            await client.unload_adapter(name)
+            self._loaded.pop(name, None)
+            self._pools.pop(name, None)
+            self._configured.discard(name)
+            self._seen.pop(name, None)
+
+    async def mix(self, client: EngineClient, mixture: str, name: str, path: str, *, replace: bool) -> None:
+        """Have an X-LoRA checkpoint mix an adapter out of the folder.
+
+        mixture: the checkpoint's name. name: of one of its classifier's outputs. replace: even if there is an adapter
+        for it. Raises AdapterError for what does not fit, and what `resolve` raises.
+        """
+        await self._set_pool(client, mixture, name, str(self._inside(path)), replace=replace)
+
+    async def leave_out(self, client: EngineClient, mixture: str, name: str) -> None:
+        """Have an X-LoRA checkpoint mix an adapter no more. Raises as `mix` does."""
+        await self._set_pool(client, mixture, name, "", replace=True)
+
+    async def _set_pool(self, client: EngineClient, mixture: str, name: str, folder: str, *, replace: bool) -> None:
+        if not self.knows(client, mixture):
+            raise UnknownModelError(f"There is no X-LoRA checkpoint {mixture!r:.100} here", param="mixture")
+        await self.resolve(client, mixture)
+        async with self._locks.setdefault(mixture, asyncio.Lock()):
+            self._check_served(client, mixture)
+            info = client.adapters[mixture]
+            if not info.mixes:
+                raise AdapterError(f"{mixture!r:.100} is no X-LoRA checkpoint and mixes nothing", param="mixture")
+            if not folder and name not in info.mixes:
+                raise AdapterError(f"{mixture!r:.100} mixes no adapter {name!r:.100}", param="lora_name")
+            if name in info.mixes and not replace:
+                message = f"{mixture!r:.100} mixes an adapter {name!r:.100} already; load_inplace replaces it"
+                raise AdapterError(message, param="lora_name")
+            pool = {**self._pools.get(mixture, {}), name: folder}
+            await client.load_adapter(mixture, info.path, pool)
+            self._pools[mixture] = pool
 
     def restore(self, client: EngineClient) -> None:
         """Load into an engine that took over what the one before had beyond the settings."""
@@ -120,12 +159,27 @@ class Adapters:
         self._restoring = asyncio.ensure_future(self._restore(client))
 
     async def _restore(self, client: EngineClient) -> None:
-        for name, folder in [*self._loaded.items()]:
+        mixed = {name: Path(client.adapters[name].path) for name in self._pools if name in client.adapters}
+        for name, folder in {**mixed, **self._loaded}.items():
             try:
-                await client.load_adapter(name, str(folder))
+                await client.load_adapter(name, str(folder), self._pools.get(name))
             except VLMServeError as error:
                 logger.error("adapter %s is lost: %s", name, error)
-                del self._loaded[name]
+                self._loaded.pop(name, None)
+                if self._pools.pop(name, None) is not None and name in client.adapters:
+                    # Better none than one with adapters that were left out; an engine that is gone has none.
+                    with contextlib.suppress(EngineDeadError, UnavailableError):
+                        await client.unload_adapter(name)
+
+    def _inside(self, path: str) -> Path:
+        """A folder inside of `folder`. Raises AdapterError for any other."""
+        if self.folder is None:
+            raise AdapterError("adapters are loaded only from the folder of --lora-folder, and none is set")
+        folder = (self.folder / path).resolve()
+        inside = folder != self.folder and folder.is_relative_to(self.folder)
+        if not inside or not all(file.resolve().is_relative_to(self.folder) for file in files_of(folder)):
+            raise AdapterError(f"{path!r:.200} is not inside the folder of --lora-folder")
+        return folder
 
     def _check_served(self, client: EngineClient, name: str) -> None:
         if name not in client.adapters:

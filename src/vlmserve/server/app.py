@@ -138,6 +138,7 @@ def _adapter_cards(service: Service) -> Iterator[ModelCard]:
         card = _card(service, name)
         card.parent = service.model_name
         card.root = msgspec.UNSET if info is None else info.digest
+        card.mixes = info.mixes if info is not None and info.mixes else msgspec.UNSET
         yield card
 
 

@@ -16,12 +16,15 @@ from vlmserve.server.service import Service
 
 
 async def load_adapter(request: Request) -> Response:
-    """Load a LoRA adapter out of the server's folder, or replace one."""
+    """Load a LoRA adapter out of the server's folder, or replace one; by itself, or among those that X-LoRA mixes."""
     service: Service = request.app.state.service
     check_admin(request)
     async with read(request, LoadAdapterRequest) as body:
         _check_model(service, body.model)
         name = body.lora_name
+        if body.mixture is not None:
+            await service.adapters.mix(service.client, body.mixture, name, body.lora_path, replace=body.load_inplace)
+            return PlainTextResponse(f"Success: LoRA adapter '{name}' added to '{body.mixture}' successfully.")
         if service.is_own_name(name):
             raise AdapterError(f"{name!r} is the name of the model itself", param="lora_name")
         if name in service.client.adapters and not body.load_inplace:
@@ -31,12 +34,15 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def unload_adapter(request: Request) -> Response:
-    """Serve a LoRA adapter no more. Requests that have begun with it go on with it."""
+    """Serve a LoRA adapter no more, or mix it no more. Requests that have begun with it go on with it."""
     service: Service = request.app.state.service
     check_admin(request)
     async with read(request, UnloadAdapterRequest) as body:
         _check_model(service, body.model)
-        await service.adapters.unload(service.client, body.lora_name)
+        if body.mixture is not None:
+            await service.adapters.leave_out(service.client, body.mixture, body.lora_name)
+        else:
+            await service.adapters.unload(service.client, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

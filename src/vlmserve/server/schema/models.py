@@ -13,7 +13,8 @@ from vlmserve.server.schema.base import RequestModel
 
 class ModelCard(msgspec.Struct):
     """An entry of ``/v1/models``. max_model_len: prompt and answer together, in tokens; null while loading. Of an
-    adapter, parent: the model that it adapts; root: the digest of its content, once it is loaded."""
+    adapter, parent: the model that it adapts; root: the digest of its content, once it is loaded; mixes: the adapters
+    that X-LoRA mixes now."""
 
     id: str
     created: int
@@ -22,27 +23,31 @@ class ModelCard(msgspec.Struct):
     owned_by: str = "vlmserve"
     parent: str | msgspec.UnsetType = msgspec.UNSET
     root: str | msgspec.UnsetType = msgspec.UNSET
+    mixes: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class LoadAdapterRequest(RequestModel):
     """The body of ``POST /v1/load_lora_adapter``.
 
     lora_path: of its folder, within the server's. load_inplace: whether it may replace one with that name. model: that
-    it adapts; null: the only one.
+    it adapts; null: the only one. mixture: the X-LoRA checkpoint that is to mix it, in place of serving it; lora_name
+    is then that of one of the classifier's outputs.
     """
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME)]
     lora_path: Annotated[str, Field(max_length=4096)]
     load_inplace: bool = False
     model: str | None = None
+    mixture: Annotated[str, Field(max_length=MAX_NAME)] | None = None
 
 
 class UnloadAdapterRequest(RequestModel):
-    """The body of ``POST /v1/unload_lora_adapter``. model: that it adapts; null: the only one. lora_int_id: vLLM's; it
-    has no effect."""
+    """The body of ``POST /v1/unload_lora_adapter``. model: that it adapts; null: the only one. mixture: the X-LoRA
+    checkpoint that is to mix it no more. lora_int_id: vLLM's; it has no effect."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME)]
     model: str | None = None
+    mixture: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     lora_int_id: int | None = None
 
 
