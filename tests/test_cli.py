@@ -293,6 +293,8 @@ class FakeServer(BaseHTTPRequestHandler):
             return
         pieces = [str(len(content) - 1), " ima", "ges"]
         events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
+        if content[-1]["text"] == "too hard":
+            events = [{"choices": [{"delta": {"reasoning_content": "Hm."}}]}]
         if content[-1]["text"] == "hard":
             events = [{"choices": [{"delta": {"reasoning_content": thought}}]} for thought in ("Hm", "m.")] + events
         events = [{"choices": [{"delta": {"role": "assistant"}}]}, *events, {"choices": [], "usage": {}}]
@@ -336,6 +338,8 @@ def test_thoughts_are_shown_beside_the_answer(server):
     url = f"http://127.0.0.1:{server.server_port}"
     result = run("ask", "--url", url, "hard")
     assert (result.stdout, result.stderr) == ("0 images\n", "Hmm.\n")
+    endless = run("ask", "--url", url, "too hard")
+    assert (endless.stdout, endless.stderr) == ("\n", "Hm.\n")
     assert "Hmm.\n0 images\n" in run("chat", "--url", url, stdin="hard\n").stdout
     assert (
         "".join(ServerAnswers(url).stream([{"role": "user", "content": [{"type": "text", "text": "hard"}]}], GREEDY))

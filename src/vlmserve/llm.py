@@ -266,9 +266,8 @@ class LLM:
     ) -> Iterator[str]:
         """Yield the text of the answer to one conversation as it is generated. Closing the iterator ends the request.
 
-        on_thought: gets the text of what the model thinks before it answers, as it is generated.
-
-        Raises as `chat` does, and VLMServeError if the request fails while it runs, when the iterator is advanced.
+        on_thought: gets the text of what the model thinks before it answers, as it is generated. Raises as `chat` does,
+        and VLMServeError if the request fails while it runs, when the iterator is advanced.
         """
         from vlmserve.frontend.messages import check_cache_salt
 

@@ -152,6 +152,7 @@ def ask(
     for piece in answers.stream([{"role": "user", "content": parts}], params, on_thought=thoughts.show):
         thoughts.end()
         typer.echo(piece, nl=False)
+    thoughts.end()
     typer.echo()
 
 

@@ -33,10 +33,12 @@ class Weight(Layer):
     larger one; None: all.
 
     `weight`, ``[out_features, in_features]``, or a convolution's of more axes, is there until it is quantized or
-    arranged. bits: of a quantized weight; None: it is plain.
+    arranged. bits: of a quantized weight; None: it is plain. makes_logits: whether it makes logits, for which inputs of
+    8 bits, beside a weight of 8, are too few.
     """
 
     weight: nn.Parameter
+    makes_logits = False
     shard: Shard | None = None
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -66,6 +68,8 @@ class Weight(Layer):
 
     def quantize(self, weight: QuantizedWeight) -> None:
         """Take a quantized weight instead of the plain one."""
+        if self.makes_logits and weight.bits == 8:
+            weight = dataclasses.replace(weight, input_bits=16)
         self._quantized = dataclasses.replace(weight, order=None)
         self._input_order = weight.order
         self.bits = weight.bits
@@ -213,6 +217,8 @@ class GatedLinear(MergedLinear):
 class OutputLinear(Linear):
     """The output head: ``[rows, in_features]`` to float32 ``[rows, out_features]``."""
 
+    makes_logits = True
+
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -256,6 +262,8 @@ class Embedding(nn.Module):
 
 class TiedEmbedding(Weight):
     """A table of vectors that is the output head as well; ``[tokens]`` int64 to ``[tokens, size]``."""
+
+    makes_logits = True
 
     def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, count, dtype=dtype, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.cut import Cut
-from vlmserve.layers.linear import GatedLinear, Linear, OutputLinear, TiedEmbedding
+from vlmserve.layers.linear import GatedLinear, Linear, TiedEmbedding
 from vlmserve.layers.operations import Operations
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_cuts, module_slots, weight_names
 from vlmserve.quant.formats.layout import Layout, StoredWeight
@@ -54,8 +53,6 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layo
         if joined is not None and joined.is_supported and in_order:
             kept += 1
             del slots
-            if joined.bits == 8 and isinstance(module, OutputLinear | TiedEmbedding):
-                joined = dataclasses.replace(joined, input_bits=16)
             module.quantize(joined)
             continue
         plain += 1

@@ -46,7 +46,7 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
             symmetric=config.symmetric,
             largest=None if split is None else split.ranks.largest,
         )
-        if config.rounds_inputs and bits == 8 and module.weight.ndim == 2 and not name.endswith(HEADS):
+        if config.rounds_inputs and bits == 8 and module.weight.ndim == 2:
             rounded = dataclasses.replace(rounded, input_bits=8)
         module.quantize(rounded)
         after += own_bytes(module)
