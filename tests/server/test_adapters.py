@@ -173,11 +173,15 @@ def test_an_engine_that_takes_over_has_the_adapters(served, monkeypatch):
     async def take_over() -> None:
         for name in names:
             await service.client.unload_adapter(name)
+        await load("fixed", str(served.folder.parent / "fixed"), None)
         service.replace(service.client)
 
+    assert served.post("/v1/unload_lora_adapter", lora_name="fixed").status_code == 200
     asyncio.run_coroutine_threadsafe(take_over(), served.live._loop).result(60)
     assert "kept" in served.models()
     assert [served.ask(name) for name in names] == expected
+    gone = served.post("/v1/chat/completions", model="fixed", messages=QUESTION)
+    assert gone.status_code == 404, "a new engine comes with it, but it was unloaded"
     assert served.post("/v1/load_lora_adapter", lora_name="0", lora_path="mixed/0", mixture="mixed").status_code == 200
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -47,9 +48,11 @@ def _cards(gateway: Gateway) -> list[ModelCard]:
     for model in gateway.models.values():
         facts = model.facts
         cards += [ModelCard(name, facts.created, facts.max_model_len) for name in facts.names]
-        for name in model.adapters:
+        for name, adapter in model.adapters.items():
             card = ModelCard(name, facts.created, facts.max_model_len)
             card.parent = facts.names[0]
+            card.root = adapter.root or msgspec.UNSET
+            card.mixes = list(adapter.mixes) or msgspec.UNSET
             cards.append(card)
     return cards
 

@@ -18,7 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vlmserve.errors import VLMServeError
 from vlmserve.scaleout.fleet import tag_of
 from vlmserve.scaleout.lost import store_lost
+from vlmserve.scaleout.making import MadeChanges
 from vlmserve.scaleout.messages import (
+    ADAPTERS_PATH,
     FEED_PATH,
     LOAD_PATH,
     LOST_PATH,
@@ -27,6 +29,7 @@ from vlmserve.scaleout.messages import (
     SEED_HEADER,
     TENANT_HEADER,
     TOKEN_HEADER,
+    AdapterFacts,
     Beat,
     Begun,
     Ended,
@@ -71,6 +74,7 @@ class Door:
         self._tag = tag_of(name)
         self._feeds: dict[str, asyncio.Queue[FeedMessage]] = {}
         self._pace = Pace()
+        self._made = MadeChanges(service)
         self._engine: object = None
         self._epoch = ""
 
@@ -91,9 +95,14 @@ class Door:
             await StreamingResponse(feed, media_type="application/x-ndjson")(scope, receive, send)
         elif scope["path"] == LOAD_PATH:
             await json_response(self.load())(scope, receive, send)
-        elif scope["path"] == LOST_PATH:
+        elif scope["path"] in (LOST_PATH, ADAPTERS_PATH):
+            request = Request(scope, receive)
             try:
-                response = await store_lost(self._service, Request(scope, receive), headers.get(OWNER_HEADER, ""))
+                if scope["path"] == LOST_PATH:
+                    response = await store_lost(self._service, request, headers.get(OWNER_HEADER, ""))
+                else:
+                    response = await self._made.answer(request)
+                    self._tell_all(Beat(self.load()))
             except VLMServeError as error:
                 response = error_response(error, scope["path"])
             await response(scope, receive, send)
@@ -142,6 +151,10 @@ class Door:
         if (feed := self._feeds.get(gateway)) is not None and not feed.full():
             feed.put_nowait(message)
 
+    def _tell_all(self, message: FeedMessage) -> None:
+        for gateway in self._feeds:
+            self.tell(gateway, message)
+
     def _hello(self) -> Hello:
         service = self._service
         stats, info = service.engine_stats(), service.info
@@ -156,9 +169,13 @@ class Door:
             (stats.kv_blocks_total if stats else 0) * self._block_size,
             draining=phase == "closing" or (phase != "asleep" and stats is None),
         )
-        adapters = tuple(name for name, _ in service.adapter_infos())
+        adapters = {
+            name: AdapterFacts() if adapter is None else AdapterFacts(adapter.digest, tuple(adapter.mixes))
+            for name, adapter in service.adapter_infos()
+        }
         longest = info.max_model_len if info else None
-        return Hello(worker, ModelFacts(service.model_names, service.created, longest, adapters))
+        facts = ModelFacts(service.model_names, service.created, longest, adapters, self._made.now())
+        return Hello(worker, facts)
 
     async def _feed(self, gateway: str) -> AsyncGenerator[bytes, None]:
         queue = self._feeds[gateway] = asyncio.Queue(_MOST_MESSAGES)

@@ -9,13 +9,15 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from vlmserve.config import ServerConfig
 from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
+from vlmserve.scaleout.changes import Change, Changes
+from vlmserve.scaleout.converge import ClusterAdapters
 from vlmserve.scaleout.keys import RequestKey
 from vlmserve.scaleout.limits import ClusterLimits
 from vlmserve.scaleout.lost import LostResponses
@@ -23,6 +25,7 @@ from vlmserve.scaleout.messages import (
     FEED_PATH,
     ROUTE_HEADER,
     TOKEN_HEADER,
+    AdapterFacts,
     Beat,
     Begun,
     Ended,
@@ -51,23 +54,25 @@ _MOST_SETTLING = 100_000
 
 @dataclass
 class Member:
-    """A worker that a gateway listens to. hello: None until it has answered."""
+    """A worker that a gateway listens to. hello: None until it has answered. made: the changes of adapters that it has
+    made."""
 
     url: str
     upstream: Upstream
     listening: asyncio.Task[None] | None = None
     hello: Hello | None = None
+    made: Changes = field(default_factory=Changes)
     is_heard: bool = False
 
 
 @dataclass
 class Model:
-    """One that workers have. adapters: that some of them have. lacking: by adapters that not all of them have, the ids
-    of the workers that do not."""
+    """One that workers have. adapters: that some of them have, or should have. lacking: by adapters that not all of
+    them have as they are now, the ids of the workers that do not."""
 
     router: Router
     facts: ModelFacts
-    adapters: tuple[str, ...] = ()
+    adapters: Mapping[str, AdapterFacts] = field(default_factory=dict)
     lacking: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
@@ -99,6 +104,7 @@ class Gateway:
         self.id = secrets.token_hex(8)
         self.members: dict[str, Member] = {}
         self.models: dict[str, Model] = {}
+        self.adapters = ClusterAdapters(self.id, self._change_of_worker)
         self.num_in_flight = 0
         self.lost = LostResponses(lambda: self.heard, self.admit)
         self._names: dict[str, str] = {}
@@ -143,6 +149,7 @@ class Gateway:
             if member.listening is not None:
                 member.listening.cancel()
             member.upstream.close()
+            self.adapters.leave(url)
             self._update_models()
 
     def model(self, name: object) -> tuple[str, Router]:
@@ -174,13 +181,11 @@ class Gateway:
 
         return [member for member in self.members.values() if is_one(member)]
 
-    async def hear_adapter(self, members: Collection[Member], name: str, timeout: float) -> None:
-        """Until these workers have said that they have an adapter; at most `timeout` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while not all(one.hello is None or name in one.hello.facts.adapters for one in members):
-                    self._changed.clear()
-                    await self._changed.wait()
+    def learn(self, model: str, change: Change) -> None:
+        """An adapter was loaded or unloaded by workers; all others of the model are to do so, too."""
+        self.adapters.hear(model, [change])
+        self._update_models()
+        self._catch_up(model)
 
     def any_model(self) -> tuple[str, Router]:
         """A model and its router, for what every worker can do. Raises UnavailableError."""
@@ -270,11 +275,14 @@ class Gateway:
         match message:
             case Hello(info, facts):
                 member.hello = Hello(msgspec.structs.replace(info, url=member.url), facts)
+                member.made = Changes(facts.changes)
+                self.adapters.hear(facts.names[0], facts.changes)
                 self._update_models()
                 if not member.is_heard:
                     member.is_heard = True
                     logger.info("The worker %s at %s answers", info.name, member.url)
                 self._heal(member)
+                self._catch_up(facts.names[0])
             case Beat(load):
                 if member.hello is not None and (model := self.models.get(member.hello.facts.names[0])) is not None:
                     model.router.report(member.hello.info.id, load)
@@ -304,6 +312,7 @@ class Gateway:
         if member.hello is None or not member.is_heard:
             return
         member.is_heard = False
+        self.adapters.leave(member.url)
         router = self.models[member.hello.facts.names[0]].router
         if (worker := router.fleet.get(member.hello.info.id)) is not None:
             router.fleet.trip(worker, time.monotonic(), connection=True)
@@ -327,14 +336,36 @@ class Gateway:
         for name, infos in workers.items():
             self.models[name].router.set_workers(infos)
             self._update_adapters(name)
-            for info in infos:
-                self._names |= {alias: name for alias in info.models if alias not in self._names}
+            model = self.models[name]
+            aliases = {alias for info in infos for alias in info.models} - model.lacking.keys()
+            for alias in (*sorted(aliases), *model.adapters):
+                self._names.setdefault(alias, name)
         self._names |= {name: name for name in self.models}
 
-    def _update_adapters(self, model: str) -> None:
-        hellos = [member.hello for member in self.members.values() if member.hello is not None]
-        served = {one.info.id: frozenset(one.facts.adapters) for one in hellos if one.facts.names[0] == model}
-        every = sorted(frozenset().union(*served.values()))
-        lacking = {name: frozenset(id for id, own in served.items() if name not in own) for name in every}
-        self.models[model].adapters = tuple(every)
-        self.models[model].lacking = {name: ids for name, ids in lacking.items() if ids}
+    def _update_adapters(self, name: str) -> None:
+        """Which workers of a model have which adapters, as these are now."""
+        model = self.models[name]
+        served: dict[str, dict[str, AdapterFacts]] = {}
+        every = set(self.adapters.loaded(name))
+        for member in self.members.values():
+            if member.hello is not None and member.hello.facts.names[0] == name:
+                facts, behind = member.hello.facts, self.adapters.behind(member)
+                every |= facts.adapters.keys()
+                served[member.hello.info.id] = {one: it for one, it in facts.adapters.items() if one not in behind}
+        lacking = {one: frozenset(id for id, own in served.items() if one not in own) for one in every}
+        model.lacking = {one: ids for one, ids in lacking.items() if ids}
+        there = {one for own in served.values() for one in own} | self.adapters.loaded(name)
+        model.adapters = {one: _agreed([own[one] for own in served.values() if one in own]) for one in sorted(there)}
+
+    def _catch_up(self, model: str) -> None:
+        self.adapters.catch_up(self.members_of(model))
+
+    async def _change_of_worker(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+def _agreed(facts: Sequence[AdapterFacts]) -> AdapterFacts:
+    """What all workers say of an adapter; nothing of that in which they differ, or that nobody knows."""
+    known = [one for one in facts if one.root is not None]
+    return known[0] if known and all(one == known[0] for one in known) else AdapterFacts()

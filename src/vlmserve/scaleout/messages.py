@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from vlmserve.scaleout.changes import Change
+
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker as the cluster knows it.
@@ -60,6 +62,8 @@ LOAD_PATH = "/cluster/load"
 """How busy a worker is, for whoever decides how many there should be."""
 LOST_PATH = "/cluster/lost"
 """Where a worker is told of a response that another one has begun and cannot end."""
+ADAPTERS_PATH = "/cluster/adapters"
+"""Where a worker is told to load or unload an adapter."""
 TOKEN_HEADER = "x-vlmserve-cluster"
 """What the members of a cluster know each other by."""
 ROUTE_HEADER = "x-vlmserve-route"
@@ -74,13 +78,30 @@ class LostResponse(msgspec.Struct, frozen=True):
     response: dict[str, Any]
 
 
+class AdapterFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of an adapter that a worker serves, for lists of models. root: the digest of its content, once it is loaded.
+    mixes: the adapters that X-LoRA mixes now."""
+
+    root: str | None = None
+    mixes: tuple[str, ...] = ()
+
+
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Of a worker's model, for lists of models. names: the first is the model's own. adapters: those it serves."""
+    """Of a worker's model, for lists of models. names: the first is the model's own. adapters: those it serves.
+    changes: of adapters, that it has made while the cluster runs."""
 
     names: tuple[str, ...]
     created: int
     max_model_len: int | None
-    adapters: tuple[str, ...] = ()
+    adapters: dict[str, AdapterFacts] = {}
+    changes: tuple[Change, ...] = ()
+
+
+class MakeChange(msgspec.Struct, frozen=True):
+    """Load or unload an adapter. force: whatever is served under its name now; else that may be a reason to refuse."""
+
+    change: Change
+    force: bool
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

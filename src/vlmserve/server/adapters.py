@@ -47,6 +47,8 @@ class Adapters:
         self._configured = {read_module(entry).name for entry in engine.lora_modules}
         # Loaded on demand of a caller, and so to be loaded again when another engine takes over.
         self._loaded: dict[str, Path] = {}
+        # Of the settings, but no longer to be served.
+        self._unloaded: set[str] = set()
         # Of X-LoRA checkpoints whose adapters were changed: see `EngineClient.load_adapter`.
         self._pools: dict[str, dict[str, str]] = {}
         # Of those from the folder: their files when they were loaded, and when these were looked at.
@@ -75,7 +77,7 @@ class Adapters:
         Raises UnknownModelError for one that is nowhere, AdapterError for one that cannot be loaded.
         """
         if name in self._loaded or self.folder is None or name in self._configured:
-            if (name not in client.adapters or name in self._pools) and self._restoring is not None:
+            if self._restoring is not None:
                 await asyncio.wait([self._restoring])
             self._check_served(client, name)
             return
@@ -111,6 +113,7 @@ class Adapters:
             info = await client.load_adapter(name, str(folder))
             self._loaded[name] = folder
             self._pools.pop(name, None)
+            self._unloaded.discard(name)
         return info
 
     async def unload(self, client: EngineClient, name: str) -> None:
@@ -119,7 +122,9 @@ class Adapters:
             await client.unload_adapter(name)
             self._loaded.pop(name, None)
             self._pools.pop(name, None)
-            self._configured.discard(name)
+            if name in self._configured:
+                self._configured.discard(name)
+                self._unloaded.add(name)
             self._seen.pop(name, None)
 
     async def mix(self, client: EngineClient, mixture: str, name: str, path: str, *, replace: bool) -> None:
@@ -153,7 +158,7 @@ class Adapters:
             self._pools[mixture] = pool
 
     def restore(self, client: EngineClient) -> None:
-        """Load into an engine that took over what the one before had beyond the settings."""
+        """Have an engine that took over serve what the one before did: it comes with what is in the settings."""
         self._seen.clear()
         self._checked.clear()
         self._restoring = asyncio.ensure_future(self._restore(client))
@@ -166,10 +171,16 @@ class Adapters:
             except VLMServeError as error:
                 logger.error("adapter %s is lost: %s", name, error)
                 self._loaded.pop(name, None)
-                if self._pools.pop(name, None) is not None and name in client.adapters:
-                    # Better none than one with adapters that were left out; an engine that is gone has none.
-                    with contextlib.suppress(EngineDeadError, UnavailableError):
-                        await client.unload_adapter(name)
+                self._pools.pop(name, None)
+                # Better none than one with adapters that were left out, or what another one took the place of.
+                await self._drop(client, name)
+        for name in sorted(self._unloaded):
+            await self._drop(client, name)
+
+    async def _drop(self, client: EngineClient, name: str) -> None:
+        if name in client.adapters:
+            with contextlib.suppress(EngineDeadError, UnavailableError):  # an engine that is gone serves none
+                await client.unload_adapter(name)
 
     def _inside(self, path: str) -> Path:
         """A folder inside of `folder`. Raises AdapterError for any other."""

@@ -20,17 +20,7 @@ async def load_adapter(request: Request) -> Response:
     service: Service = request.app.state.service
     check_admin(request)
     async with read(request, LoadAdapterRequest) as body:
-        _check_model(service, body.model)
-        name = body.lora_name
-        if body.mixture is not None:
-            await service.adapters.mix(service.client, body.mixture, name, body.lora_path, replace=body.load_inplace)
-            return PlainTextResponse(f"Success: LoRA adapter '{name}' added to '{body.mixture}' successfully.")
-        if service.is_own_name(name):
-            raise AdapterError(f"{name!r} is the name of the model itself", param="lora_name")
-        if name in service.client.adapters and not body.load_inplace:
-            raise AdapterError(f"there is an adapter {name!r} already; load_inplace replaces it", param="lora_name")
-        await service.adapters.load(service.client, name, body.lora_path)
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+        return PlainTextResponse(await load(service, body))
 
 
 async def unload_adapter(request: Request) -> Response:
@@ -38,12 +28,32 @@ async def unload_adapter(request: Request) -> Response:
     service: Service = request.app.state.service
     check_admin(request)
     async with read(request, UnloadAdapterRequest) as body:
-        _check_model(service, body.model)
-        if body.mixture is not None:
-            await service.adapters.leave_out(service.client, body.mixture, body.lora_name)
-        else:
-            await service.adapters.unload(service.client, body.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+        return PlainTextResponse(await unload(service, body))
+
+
+async def load(service: Service, body: LoadAdapterRequest) -> str:
+    """Do what a request to load says; returns the text of the answer. Raises VLMServeError."""
+    _check_model(service, body.model)
+    name = body.lora_name
+    if body.mixture is not None:
+        await service.adapters.mix(service.client, body.mixture, name, body.lora_path, replace=body.load_inplace)
+        return f"Success: LoRA adapter '{name}' added to '{body.mixture}' successfully."
+    if service.is_own_name(name):
+        raise AdapterError(f"{name!r} is the name of the model itself", param="lora_name")
+    if name in service.client.adapters and not body.load_inplace:
+        raise AdapterError(f"there is an adapter {name!r} already; load_inplace replaces it", param="lora_name")
+    await service.adapters.load(service.client, name, body.lora_path)
+    return f"Success: LoRA adapter '{name}' added successfully."
+
+
+async def unload(service: Service, body: UnloadAdapterRequest) -> str:
+    """Do what a request to unload says; returns the text of the answer. Raises VLMServeError."""
+    _check_model(service, body.model)
+    if body.mixture is not None:
+        await service.adapters.leave_out(service.client, body.mixture, body.lora_name)
+    else:
+        await service.adapters.unload(service.client, body.lora_name)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
 def _check_model(service: Service, name: str | None) -> None:

@@ -1,0 +1,149 @@
+"""Workers that come later, or were away, get the adapters that others have loaded, and lose those that others have
+unloaded.
+
+A gateway knows every change that any of its workers has made, and has each of them make those that it lacks. As each
+worker makes a change once, several gateways may do so at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from vlmserve.scaleout.changes import Change, Changes
+from vlmserve.scaleout.messages import ADAPTERS_PATH, MakeChange
+from vlmserve.scaleout.upstream import UpstreamError
+
+if TYPE_CHECKING:
+    from vlmserve.scaleout.gateway import Member
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = 600.0
+"""Seconds in which a worker reads an adapter's files."""
+_HEARD = 3.0
+"""Seconds in which a worker says that it has made a change."""
+_FIRST_PAUSE, _LAST_PAUSE = 1.0, 60.0
+"""Seconds between two attempts of a worker to make a change."""
+
+
+class Outcome(NamedTuple):
+    """What a worker said. worker: its name. said: the text of its answer, or why there is none."""
+
+    worker: str
+    status: int
+    said: str
+
+
+class ClusterAdapters:
+    """The changes that a gateway knows, by models. heard: returns when something of a worker has changed."""
+
+    def __init__(self, gateway: str, heard: Callable[[], Awaitable[None]]) -> None:
+        self._gateway = gateway
+        self._heard = heard
+        self._changes: dict[str, Changes] = {}
+        self._asking: set[Change] = set()
+        """Those that clients wait for: whoever asked the workers for them knows how it went."""
+        self._catching_up: dict[str, asyncio.Task[None]] = {}
+        """By the addresses of workers."""
+
+    def new(self, model: str, name: str, path: str | None, mixture: str | None) -> Change:
+        """A change that is later than all that are known."""
+        now = self._of(model).time_after(time.time_ns())
+        return Change(now, self._gateway, name, path, mixture or "")
+
+    def hear(self, model: str, changes: Iterable[Change]) -> None:
+        """A worker of a model has made these."""
+        known = self._of(model)
+        for change in changes:
+            known.add(change)
+
+    def loaded(self, model: str) -> frozenset[str]:
+        """Adapters that workers of a model should have."""
+        return self._of(model).loaded
+
+    def behind(self, member: Member) -> frozenset[str]:
+        """Adapters that a worker does not have as they are now."""
+        return frozenset(change.adapter for change in self._missing(member))
+
+    def catch_up(self, members: Collection[Member]) -> None:
+        """Have workers make the changes that they lack; returns at once."""
+        for member in members:
+            task = self._catching_up.get(member.url)
+            if (task is None or task.done()) and self._missing(member):
+                self._catching_up[member.url] = asyncio.ensure_future(self._catch_up(member))
+
+    def leave(self, url: str) -> None:
+        """A worker is gone, or does not answer."""
+        if (task := self._catching_up.pop(url, None)) is not None:
+            task.cancel()
+
+    @contextlib.contextmanager
+    def asking(self, change: Change) -> Iterator[None]:
+        """While a client waits for a change, nobody is told of it a second time."""
+        self._asking.add(change)
+        try:
+            yield
+        finally:
+            self._asking.discard(change)
+
+    async def made(self, members: Collection[Member], change: Change) -> None:
+        """Until these workers have said that they have made a change; 3 s at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEARD):
+                while any(change in self._missing(member) for member in members):
+                    await self._heard()
+
+    def _of(self, model: str) -> Changes:
+        return self._changes.setdefault(model, Changes())
+
+    def _missing(self, member: Member) -> Sequence[Change]:
+        if member.hello is None or member.hello.info.draining:
+            return ()
+        return self._of(member.hello.facts.names[0]).missing_in(member.made)
+
+    async def _catch_up(self, member: Member) -> None:
+        pause = _FIRST_PAUSE
+        while missing := [change for change in self._missing(member) if change not in self._asking]:
+            outcomes = [await ask(member, change, force=True) for change in missing]
+            failed = [one for one in outcomes if one.status != HTTPStatus.OK]
+            for change, one in zip(missing, outcomes, strict=True):
+                if one.status == HTTPStatus.OK:
+                    await self.made([member], change)
+            if failed:
+                logger.warning("The worker %s lacks %d adapters: %s", failed[0].worker, len(failed), failed[0].said)
+                await asyncio.sleep(pause)
+                pause = min(_LAST_PAUSE, 2 * pause)
+
+
+async def ask(member: Member, change: Change, *, force: bool, headers: Sequence[tuple[str, str]] = ()) -> Outcome:
+    """Have a worker make a change. force: whatever it serves under that name now."""
+    assert member.hello is not None
+    name = member.hello.info.name
+    body = msgspec.json.encode(MakeChange(change, force))
+    try:
+        asking = member.upstream.request("POST", ADAPTERS_PATH, [("content-type", "application/json"), *headers], body)
+        async with asyncio.timeout(_TIMEOUT), asking as answer:
+            said = b""
+            while data := await answer.read():
+                said += data
+    except UpstreamError as error:
+        return Outcome(name, HTTPStatus.BAD_GATEWAY, f"it does not answer: {error}")
+    except TimeoutError:
+        return Outcome(name, HTTPStatus.BAD_GATEWAY, f"it does not answer within {_TIMEOUT:.0f} s")
+    return Outcome(name, answer.status, said.decode() if answer.status == HTTPStatus.OK else _message(said))
+
+
+def _message(body: bytes) -> str:
+    """What a worker's error says."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body.decode(errors="replace")
